@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from nanovllm.models import loader
+from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 
@@ -40,7 +41,7 @@ def make_model(folder: Path, device: str = "cpu") -> CausalLM:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            return CausalLM(ModelConfig.from_dir(folder), max_positions=16)
+            return build_model(ModelConfig.from_dir(folder), max_positions=16)
     finally:
         torch.set_default_dtype(torch.float32)
 

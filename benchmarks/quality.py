@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 from nanovllm import LLM, SamplingParams
 from nanovllm.bench.machine import machine_name
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 
@@ -69,7 +70,7 @@ def write_model(name: str, path: Path, max_positions: int) -> str:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with torch.device("meta"):
-        model = CausalLM(ModelConfig.from_dir(path), max_positions=16)
+        model = build_model(ModelConfig.from_dir(path), max_positions=16)
     tensors = {}
     for key, param in model.named_parameters():
         values = torch.empty(param.shape)

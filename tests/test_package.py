@@ -59,6 +59,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "nanovllm.models": ("transformers",),
     "nanovllm.models.config": ("torch",),
     "nanovllm.models.rope": ("torch", "nanovllm.layers"),
+    **{f"nanovllm.models.{name}": HEAVY for name in ("fields", "shapes", "windows")},
     "nanovllm.models.registry": (*HEAVY, "nanovllm.layers"),
     **{
         f"nanovllm.engine.{name}": (
@@ -119,6 +120,17 @@ def test_importing_the_package_does_not_load_torch() -> None:
     loaded = loaded_by("import nanovllm\nnanovllm.SamplingParams(temperature=0)")
     assert loaded & {*HEAVY, "tqdm"} == set()
     assert "nanovllm" in loaded
+
+
+def test_reading_configs_does_not_load_torch() -> None:
+    """With the families of all architectures."""
+    statement = """
+from nanovllm.models import registry
+from nanovllm.models.config import ModelConfig
+for name in registry.MODELS:
+    ModelConfig.parse({"architectures": [name]}).check_parallel_size(2)
+"""
+    assert loaded_by(statement) & set(HEAVY) == set()
 
 
 def test_the_embedded_models_path_does_not_load_torch() -> None:
@@ -278,6 +290,7 @@ def test_llm_is_importable_from_the_top() -> None:
         "EmbeddingRequestOutput", "LoRARequest", "PoolingParams", "PoolingRequestOutput",
         "RankError", "RequestOutput", "SamplingParams", "ScoringRequestOutput",
         "StructuredOutputs", "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
+        "register_model",
     }  # fmt: skip
     assert all(hasattr(nanovllm, name) for name in nanovllm.__all__)
     assert {*nanovllm.__all__, "__version__"} <= set(dir(nanovllm)), "what notebooks complete"

@@ -26,7 +26,9 @@ CORE: dict[str, list[str]] = {
     "a step": ["engine/model_runner", "engine/step/inputs", "engine/step/ledger",
                "engine/step/device_table", "engine/step/transfer", "engine/shard",
                "engine/step/computed", "engine/step/draw_inputs", "engine/step/launched"],
-    "the model": ["models/decoder", "layers/embed_head", "layers/layernorm", "layers/linear",
+    "the model": ["models/llama", "models/parts", "models/decoder", "layers/block",
+                  "layers/self_attention", "layers/feed_forward", "layers/mixer", "layers/build",
+                  "layers/cache_spec", "layers/embed_head", "layers/layernorm", "layers/linear",
                   "layers/rotary_embedding", "layers/context", "layers/attention/layer",
                   "layers/attention/base", "layers/attention/torch_backend", "layers/activation",
                   "layers/sampler"],
@@ -37,8 +39,9 @@ CORE: dict[str, list[str]] = {
                       "kernels/plain/silu_and_mul", "kernels/plain/noise", "kernels/plain/sample"],
     "startup": ["engine/startup", "engine/load", "engine/engine_config", "engine/placement",
                 "engine/device",
-                "engine/cache/kv_pool", "engine/cache/groups",
-                "models/config", "models/rope", "models/registry", "models/loader", "layers/layer", "layers/backend", "layers/ranks"],
+                "engine/cache/kv_pool", "engine/cache/groups", "models/config", "models/fields",
+                "models/rope", "models/registry", "models/family", "models/build", "models/loader",
+                "layers/layer", "layers/backend", "layers/ranks"],
 }  # fmt: skip
 
 

@@ -4,14 +4,15 @@ embed_tokens and lm_head, all linear layers of attention and feed-forward, and t
 each one, or of all experts of a layer together. Routers have none.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from nanovllm.layers.embed_head import VocabParallelEmbedding
-from nanovllm.layers.experts import PROJECTIONS, Experts
+from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.names import Names
 from nanovllm.layers.router import Router
 from nanovllm.layers.weights.stored import Held
 from nanovllm.models.decoder import Model
@@ -69,21 +70,18 @@ def _modules(model: Model) -> Iterator[Module]:
         elif isinstance(layer, VocabParallelEmbedding):
             yield Module(name, layer, layer.held, (0,))
         elif isinstance(layer, LinearBase) and not isinstance(layer, Router):
-            yield from _of_linear(name, layer, model.packed_modules_mapping)
+            yield from _of_linear(name, layer, model.names)
 
 
-def _of_linear(
-    name: str, layer: LinearBase, fused: Mapping[str, tuple[str, int]]
-) -> Iterator[Module]:
+def _of_linear(name: str, layer: LinearBase, names: Names) -> Iterator[Module]:
     above, dot, leaf = name.rpartition(".")
     yield Module(name, layer, layer.held, tuple(range(len(layer.held.sizes))))
-    for part, (whole, index) in fused.items():
-        if whole == leaf:
-            yield Module(f"{above}{dot}{part}", layer, layer.held, (index,))
+    for index, part in enumerate(names.parts(leaf)):
+        yield Module(f"{above}{dot}{part}", layer, layer.held, (index,))
 
 
 def _of_experts(name: str, layer: Experts) -> Iterator[Module]:
-    for matrix, kinds in PROJECTIONS.items():
+    for matrix, kinds in layer.projections.items():
         held = layer.held[matrix]
         yield Module(f"{name}.{matrix}", layer, held, tuple(range(len(kinds))), matrix)
         for expert in range(layer.num_experts):

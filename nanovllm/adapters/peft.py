@@ -104,9 +104,9 @@ def _pairs(tensors: Mapping[str, InFile], model: CausalLM) -> Files:
                 raise ValueError(f"tensor {key!r} is of {feature}, which is not supported")
         if match := LOW_RANK.fullmatch(name):
             embedding = match[2] or ""
-            pairs[full_name(match[1])][embedding + match[3]] = tensor
+            pairs[full_name(model.names.ours(match[1]))][embedding + match[3]] = tensor
         elif match := BASE_WEIGHT.fullmatch(name):
-            check_base_weight(key, full_name(match[1]), tensor, model)
+            check_base_weight(key, full_name(model.names.ours(match[1])), tensor, model)
         else:
             raise ValueError(f"unexpected tensor {key!r}")
     if not pairs:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.layers.experts import PROJECTIONS
-from nanovllm.models.config import fields_of
+from nanovllm.layers.experts import MATRICES
+from nanovllm.models.fields import fields_of
 from nanovllm.utils.checks import check_bool, check_float, check_int, shorten
 
 CONFIG_FILE = "adapter_config.json"
@@ -154,9 +154,9 @@ def _parameters(fields: Mapping[str, Any]) -> tuple[str, ...]:
     """The parameters that have adapters; only experts are allowed."""
     names = _strings("target_parameters", fields.get("target_parameters") or [])
     for name in names:
-        if name.rpartition(".")[2] not in PROJECTIONS:
+        if name.rpartition(".")[2] not in MATRICES:
             raise ValueError(
-                f"target_parameters must be {' or '.join(PROJECTIONS)} of experts, got {name!r}:"
+                f"target_parameters must be {' or '.join(MATRICES)} of experts, got {name!r}:"
                 " neither routers nor other parameters can have adapters"
             )
     return names

@@ -16,6 +16,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.model_size import (
     decoder_params,
@@ -48,22 +49,33 @@ class Floor:
         return self.prefill_seconds + self.decode_gemm_seconds + self.decode_kv_seconds
 
 
+def _attentions(config: ModelConfig) -> list[KeysAndValues]:
+    """What the layers keep that grows with a sequence."""
+    caches = [layer.cache for layer in config.layers]
+    return [cache for cache in caches if isinstance(cache, KeysAndValues)]
+
+
 def kv_bytes_per_token(config: ModelConfig, head_bytes: int) -> int:
     """Bytes of one token in the KV cache, all layers together; a key has `head_bytes`."""
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_bytes
+    return sum(2 * cache.num_kv_heads * head_bytes for cache in _attentions(config))
 
 
 def prefill_flops(config: ModelConfig, input_lens: Sequence[int]) -> float:
     """FLOPs of prefilling prompts of these lengths; only their last rows are sampled from."""
-    heads = config.num_attention_heads * config.head_dim
-    *windows, last_window = config.sliding_windows
-    pairs = sum(seen_keys(0, n, window) for window in windows for n in input_lens)
-    pairs += sum(seen_keys(n - 1, 1, last_window) for n in input_lens)
     not_sampled = sum(input_lens) - len(input_lens)
-    keys_and_values = 2 * config.hidden_size * config.num_key_value_heads * config.head_dim
-    left_out = layer_params(config, config.num_hidden_layers - 1) - keys_and_values
-    linear = decoder_params(config) * sum(input_lens) - left_out * not_sampled
-    return 4 * heads * pairs + 2 * linear + 2 * head_params(config) * len(input_lens)
+    linear = decoder_params(config) * sum(input_lens)
+    attention = 0
+    for index, layer in enumerate(config.layers):
+        is_last, cache = index == len(config.layers) - 1, layer.cache
+        if not isinstance(cache, KeysAndValues):
+            continue
+        pairs = sum(seen_keys(n - 1 if is_last else 0, 1 if is_last else n, cache.window)
+                    for n in input_lens)  # fmt: skip
+        attention += 4 * cache.num_heads * cache.head_dim * pairs
+        if is_last:
+            keys_and_values = 2 * config.hidden_size * cache.num_kv_heads * cache.head_dim
+            linear -= (layer_params(layer) - keys_and_values) * not_sampled
+    return attention + 2 * linear + 2 * head_params(config) * len(input_lens)
 
 
 def decode_batches(output_lens: Sequence[int]) -> list[int]:
@@ -82,10 +94,9 @@ def decode_kv_bytes(
     config: ModelConfig, head_bytes: int, input_lens: Sequence[int], output_lens: Sequence[int]
 ) -> int:
     """Bytes of KV that decode reads; prefill generates the first token of each request."""
-    per_layer = kv_bytes_per_token(config, head_bytes) // config.num_hidden_layers
-    return per_layer * sum(
-        seen_keys(num_in, num_out - 1, window)
-        for window in config.sliding_windows
+    return sum(
+        2 * cache.num_kv_heads * head_bytes * seen_keys(num_in, num_out - 1, cache.window)
+        for cache in _attentions(config)
         for num_in, num_out in zip(input_lens, output_lens, strict=True)
     )
 

@@ -8,6 +8,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.placement import Placement
+from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.formats import Formats
@@ -26,11 +27,11 @@ def load_part(
     start = time.perf_counter()
     with errors_name(path):
         formats = choose_formats(config, model_config, path)
-        model = build_model(config, model_config, placement, formats)
+        model = empty_model(config, model_config, placement, formats)
     with torch.no_grad():
         if config.load_format == "dummy":
             with torch.device("meta"):
-                whole = CausalLM(model_config, placement.max_positions, formats=formats)
+                whole = build_model(model_config, placement.max_positions, formats=formats)
             load_dummy(model, whole, config.seed)
         else:
             load_model(model, path, use_tqdm=placement.ranks.rank == 0)
@@ -52,10 +53,13 @@ def load_part(
 def choose_formats(config: Config, model_config: ModelConfig, path: Path) -> Formats:
     """How the layers' weights are stored. Of quantized files it reads the names and types."""
     reads = model_config.quantization.files != "plain" and config.load_format != "dummy"
-    return Formats(model_config.quantization, read_types(path) if reads else None)
+    return Formats(
+        model_config.quantization,
+        read_types(path, model_config.quantization.names) if reads else None,
+    )
 
 
-def build_model(
+def empty_model(
     config: Config, model_config: ModelConfig, placement: Placement, formats: Formats
 ) -> CausalLM:
     """The model with parameters that are not filled yet, on the placement's device."""
@@ -63,7 +67,7 @@ def build_model(
     torch.set_default_dtype(placement.dtype)
     try:
         with placement.device, torch.inference_mode(False):
-            return CausalLM(
+            return build_model(
                 model_config, placement.max_positions, placement.ranks,
                 config.enable_expert_parallel, formats,
             )  # fmt: skip

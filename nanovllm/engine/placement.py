@@ -9,7 +9,6 @@ from nanovllm.engine.device import computing_on, resolve_device, resolve_dtype, 
 from nanovllm.layers.attention.base import AttentionSpec
 from nanovllm.layers.backend import Backend, choose_backend
 from nanovllm.layers.ranks import Ranks
-from nanovllm.layers.rotary_embedding import max_rope_positions
 from nanovllm.models.config import ModelConfig
 from nanovllm.speculative_config import SpeculativeConfig
 
@@ -54,7 +53,7 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
     device = resolve_device(config.device, ranks)
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
-    longest = max_rope_positions(model_config.rope_parameters, model_config.max_position_embeddings)
+    longest = model_config.max_context
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ValueError(
             f"max_model_len must be at most {longest}, the model's limit, got"

@@ -3,7 +3,7 @@
 It compiles kernels, connects NCCL and shows how much memory a step takes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -23,8 +23,8 @@ from nanovllm.engine.step.logprobs import rows_at_a_time, warm_up_logprobs
 from nanovllm.engine.step.transfer import upload_all
 from nanovllm.engine.step_size import MOST_DRAFTS
 from nanovllm.layers.ahead import compile_ahead
+from nanovllm.layers.block import Block
 from nanovllm.layers.filters import Filters
-from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.sampling_params import SamplingParams
 
@@ -51,8 +51,8 @@ def compile_steps(shard: Shard, config: Config) -> None:
                 graphs.run(size)
 
     with _errors_name_options(shard, config), ExitStack() as stack:
-        for model in shard.models:
-            stack.enter_context(_two_layers_of_each_kind(*model))
+        for _, model in shard.models:
+            stack.enter_context(_two_layers_of_each_kind(model))
         compile_ahead(steps, shard.device)
     shard.pool.release()
 
@@ -77,15 +77,16 @@ def _errors_name_options(shard: Shard, config: Config) -> Iterator[None]:
 
 
 @contextmanager
-def _two_layers_of_each_kind(config: ModelConfig, model: CausalLM) -> Iterator[None]:
+def _two_layers_of_each_kind(model: CausalLM) -> Iterator[None]:
     """Without the other layers, which use the same kernels.
 
     The model's first layer may use others than the second one.
     """
     decoder = model.model
-    layers, kinds = decoder.layers, dict[tuple[object, ...], list[nn.Module]]()
-    for layer, *kind in zip(layers, config.sliding_windows, config.rotated_layers, strict=True):
-        kinds.setdefault((*kind, type(layer.mlp)), []).append(layer)
+    layers, kinds = decoder.layers, dict[Hashable, list[Block]]()
+    for layer in layers:
+        assert isinstance(layer, Block)
+        kinds.setdefault(layer.kind, []).append(layer)
     decoder.layers = nn.ModuleList(layer for alike in kinds.values() for layer in alike[:2])
     taps, decoder.taps = decoder.taps, tuple(0 for _ in decoder.taps)
     try:

@@ -1,8 +1,9 @@
-"""Activation functions."""
+"""Activation functions of gated feed-forward layers: [T, 2 * I] -> [T, I]."""
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from nanovllm.kernels.quantized import Rounding
 from nanovllm.kernels.table import PLAIN, Kernels
@@ -11,7 +12,7 @@ from nanovllm.layers.layer import Layer
 
 
 class SiluAndMul(Layer):
-    """`silu(gate) * up` of a merged gate-and-up projection: [T, 2 * I] -> [T, I].
+    """`silu(gate) * up` of a merged gate-and-up projection.
 
     With a `rounding`, rounded rows for the layer that this rounding is of.
     """
@@ -23,3 +24,17 @@ class SiluAndMul(Layer):
 
     def forward(self, x: torch.Tensor, rounding: Rounding | None = None) -> Any:
         return (rounding or self.kernels).silu_and_mul(x)
+
+
+class GeluTanhAndMul(Layer):
+    """`gelu(gate) * up`, with tanh in the approximation of gelu. It rounds nothing."""
+
+    def forward(self, x: torch.Tensor, rounding: Rounding | None = None) -> Any:  # noqa: ARG002
+        gate, up = x.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+Activation = SiluAndMul | GeluTanhAndMul
+ACTIVATIONS: dict[str, type[Activation]] = {
+    "silu": SiluAndMul, "gelu_pytorch_tanh": GeluTanhAndMul,
+}  # fmt: skip

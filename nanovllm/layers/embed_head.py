@@ -39,11 +39,17 @@ class VocabularyShard:
 
 
 class VocabParallelEmbedding(Layer):
-    """The embedding table: token ids [T] -> [T, hidden]."""
+    """The embedding table: token ids [T] -> [T, hidden].
 
-    def __init__(self, vocab_size: int, hidden_size: int, ranks: Ranks = ALONE) -> None:
+    Embeddings are multiplied by `scale`, which is rounded to their type.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, ranks: Ranks = ALONE, scale: float = 1.0
+    ) -> None:
         super().__init__()
         self.ranks = ranks
+        self.scale = torch.tensor(scale, dtype=torch.get_default_dtype(), device="cpu").item()
         self.shard = VocabularyShard(vocab_size, ranks)
         self.weight = nn.Parameter(
             torch.empty(self.shard.num_rows, hidden_size), requires_grad=False
@@ -65,7 +71,7 @@ class VocabParallelEmbedding(Layer):
         x = self._look_up(token_ids)
         if self.low_rank and (adapters := adapter_rows()):
             adapters.add_embedding(token_ids, self.low_rank, x)
-        return x
+        return x if self.scale == 1.0 else x * self.scale
 
     def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.ranks.size == 1:
@@ -81,7 +87,8 @@ class VocabParallelEmbedding(Layer):
 class ParallelLMHead(LinearBase):
     """The projection to the vocabulary: [T, hidden] -> [T, vocab]; complete only on rank 0.
 
-    Each rank computes its `part` of the columns.
+    Each rank computes its `part` of the columns. Logits are multiplied by `scale`; with a
+    `soft_cap`, tanh then keeps them between -soft_cap and soft_cap.
     """
 
     def __init__(
@@ -90,6 +97,9 @@ class ParallelLMHead(LinearBase):
         hidden_size: int,
         ranks: Ranks = ALONE,
         weight_format: WeightFormat = DENSE,
+        *,
+        scale: float = 1.0,
+        soft_cap: float | None = None,
     ) -> None:
         shard = VocabularyShard(vocab_size, ranks)
         rows = slice(shard.start, shard.stop)
@@ -97,6 +107,8 @@ class ParallelLMHead(LinearBase):
         super().__init__(held, weight_format=weight_format)
         self.ranks, self.shard = ranks, shard
         self.is_tied = False
+        self.scale, self.soft_cap = scale, soft_cap
+        self.is_plain = scale == 1.0 and soft_cap is None
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Use the embedding's table. A layout for the device, or quantizing, makes a copy."""
@@ -131,8 +143,17 @@ class ParallelLMHead(LinearBase):
     ) -> torch.Tensor:
         """The logits of this rank's tokens, written to `out` if given."""
         if adapters and self.low_rank:
-            return adapters.add(x, self.low_rank, lambda: self.linear(x, None, out))
-        return self.linear(x, None, out)
+            logits = adapters.add(x, self.low_rank, lambda: self.linear(x, None, out))
+        else:
+            logits = self.linear(x, None, out)
+        return logits if self.is_plain else self._finish(logits)
+
+    def _finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scale and cap logits in place."""
+        logits.mul_(self.scale)
+        if self.soft_cap is not None:
+            logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        return logits
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """The logits of which each rank has a part."""

@@ -16,6 +16,7 @@ from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.layer import Layer, Loaded, check_shape
 from nanovllm.layers.lora import AdapterRows, PairAdapters
+from nanovllm.layers.names import EXPERTS
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.weights.format import DENSE, Dense, Weight, WeightFormat, dense, tensor_of
 from nanovllm.layers.weights.matrix import Matrix, matrix_of
@@ -30,8 +31,7 @@ from nanovllm.layers.weights.tensors import (
 
 logger = logging.getLogger("nanovllm")
 
-# The checkpoint's names for the projections of each expert that make up a matrix.
-PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+MATRICES = ("gate_up_proj", "down_proj")  # of each expert
 
 
 def _rename(matrix: str) -> Rename:
@@ -41,7 +41,7 @@ def _rename(matrix: str) -> Rename:
     )
 
 
-RENAMES = {matrix: _rename(matrix) for matrix in PROJECTIONS}
+RENAMES = {matrix: _rename(matrix) for matrix in MATRICES}
 
 
 class Experts(Layer):
@@ -50,8 +50,9 @@ class Experts(Layer):
     The ranks split the intermediate dimension of every expert, or each rank holds some `whole`
     experts. In both cases every rank computes on all tokens, which it has from attention, and the
     norm that follows adds up what the ranks return: no token is sent to another rank. A checkpoint
-    has three matrices for each expert. `shard_id` numbers the tensors that make up a parameter,
-    through all experts; it is None for a tensor that holds those of all of them.
+    has three matrices for each expert, which `projections` names. `shard_id` numbers the tensors
+    that make up a parameter, through all experts; it is None for a tensor that holds those of all
+    of them.
     """
 
     kernels: Kernels = PLAIN
@@ -64,8 +65,10 @@ class Experts(Layer):
         ranks: Ranks = ALONE,
         whole: bool = False,
         formats: Mapping[str, WeightFormat] | None = None,
+        projections: Mapping[str, tuple[str, ...]] = EXPERTS,
     ) -> None:
         super().__init__()
+        self.projections = projections
         self.ranks = ranks
         self.dtype = torch.get_default_dtype()
         self.num_experts = num_experts
@@ -104,7 +107,7 @@ class Experts(Layer):
             if RENAMES[matrix](leaf) == name
         )
         leaf, projection = tensor_of(param)
-        kinds = PROJECTIONS[matrix]
+        kinds = self.projections[matrix]
         chosen = kinds if projection is None else kinds[projection : projection + 1]
         return [f"{i}.{kind}.{leaf}" for i in range(self.num_experts) for kind in chosen]
 
@@ -231,7 +234,7 @@ class Experts(Layer):
     ) -> torch.Tensor:
         """As `forward`, with adapters. Ids count from this rank's first expert."""
         pairs = adapters.of_pairs(expert_ids, self.num_held)
-        additions = PairAdapters(pairs, *(self.low_ranks[name] for name in PROJECTIONS))
+        additions = PairAdapters(pairs, *(self.low_ranks[name] for name in MATRICES))
         if self.matrices is not None:
             return plain_adapted_experts(
                 x, *self.matrices, expert_ids, shares, self.num_experts, additions,

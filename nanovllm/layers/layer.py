@@ -22,6 +22,8 @@ class Loaded(Protocol):
 class Layer(nn.Module):
     """A module that knows how its parameters are loaded, and which kernels it calls."""
 
+    initial = 1.0  # what parameters hold for which there are no random values
+
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
         """Fill a part of `param` with this rank's part of a checkpoint's tensor.
 
@@ -59,8 +61,9 @@ class Layer(nn.Module):
     def dummy_values(self, param: nn.Parameter, generator: torch.Generator) -> torch.Tensor | None:
         """Random values for the whole parameter of which `param` has the size.
 
-        None leaves it as it is: norm weights are ones already. They are drawn in float32: the bytes
-        of a type decide how PyTorch draws, and the values must not depend on that.
+        None leaves it as it is, with the layer's `initial` value: norm weights are ones. They are
+        drawn in float32: the bytes of a type decide how PyTorch draws, and the values must not
+        depend on that.
         """
         if param.dim() == 1:
             return None

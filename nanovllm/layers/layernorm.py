@@ -1,4 +1,4 @@
-"""RMSNorm."""
+"""RMSNorm, with its weights as the factors, or as what the factors are above 1."""
 
 from typing import Any
 
@@ -16,10 +16,11 @@ class RMSNorm(Layer):
     """Root-mean-square norm over the last dimension, computed in float32.
 
     With a `rounding`, the norm is rounded rows for the layer that this rounding is of. The `ranks`
-    are those whose sum `add` normalizes.
+    are those whose sum `add` and `of_sum` normalize: block and decoder set them by `sum_over`.
     """
 
     kernels: Kernels = PLAIN
+    is_plain = True  # whether fused kernels compute it, by `weight` and `eps`
 
     def __init__(self, size: int, eps: float, ranks: Ranks = ALONE) -> None:
         super().__init__()
@@ -27,11 +28,20 @@ class RMSNorm(Layer):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
 
+    def sum_over(self, ranks: Ranks) -> None:
+        """Sum what these ranks have, before it is normalized."""
+        self.ranks = ranks
+
     def bind(self, backend: Backend) -> None:
         self.kernels = backend.kernels
 
     def forward(self, x: torch.Tensor, rounding: Rounding | None = None) -> Any:
         return (rounding or self.kernels).rms_norm(x, self.weight, self.eps)
+
+    def of_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the norm of all ranks' x. It may overwrite x."""
+        normed: torch.Tensor = self.forward(self.ranks.all_reduce(x))
+        return normed
 
     def add(
         self, x: torch.Tensor, residual: torch.Tensor, rounding: Rounding | None = None
@@ -44,3 +54,29 @@ class RMSNorm(Layer):
             return kernels.add_rms_norm(x, residual, self.weight, self.eps)
         x = self.ranks.all_reduce(x)
         return (rounding or self.kernels).add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class PlusOneRMSNorm(RMSNorm):
+    """RMSNorm whose factors are 1 + weight.
+
+    In 16 bits the sum would lose what makes most weights differ, so all is computed in float32.
+    """
+
+    is_plain = False
+    initial = 0.0
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+        self.weight.data.zero_()
+
+    def forward(self, x: torch.Tensor, rounding: Rounding | None = None) -> Any:
+        factors = self.weight.float() + 1
+        if rounding is not None:
+            return rounding.rms_norm(x, factors, self.eps)
+        return self.kernels.rms_norm(x.float(), factors, self.eps).to(x.dtype)
+
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, rounding: Rounding | None = None
+    ) -> tuple[Any, torch.Tensor]:
+        total = residual + self.ranks.all_reduce(x)
+        return self.forward(total, rounding), total

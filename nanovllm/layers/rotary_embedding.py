@@ -114,20 +114,12 @@ ROPE_TYPES: dict[str, Callable[[int, Parameters], tuple[torch.Tensor, float]]] =
     "default": _default,
     "linear": _linear,
     # NTK scaling changes frequencies only past the trained length, which would change cached keys.
-    # So contexts end at that length here (`max_rope_positions`).
+    # So contexts end at that length here (`models/rope.py`).
     "dynamic": _default,
     "yarn": _yarn,
     "llama3": _llama3,
     "longrope": _longrope,
 }
-
-
-def max_rope_positions(parameters: Parameters, max_position_embeddings: int) -> int:
-    """The longest context that a model supports, including its rope scaling."""
-    trained = parameters.get("original_max_position_embeddings") or max_position_embeddings
-    if parameters["rope_type"] in ("linear", "yarn"):
-        return max(max_position_embeddings, int(trained * parameters["factor"]))
-    return max_position_embeddings
 
 
 def rope_frequencies(

@@ -1,1 +1,1 @@
-"""Models: their configuration, the decoder that they share, and the checkpoint loader."""
+"""Models: a file for each family, what the families share, and the checkpoint loader."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.models.config import ModelConfig, fields_of
-from nanovllm.models.registry import ARCHITECTURES as MODELS
+from nanovllm.models import registry
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.fields import fields_of
 from nanovllm.utils.checks import check_bool, check_choice, check_int, shorten
 
 ARCHITECTURES = (
@@ -122,8 +123,12 @@ class HeadConfig:
 def _is_whole_model(name: Any, raw: Mapping[str, Any]) -> bool:
     """Whether the config is that of a model which could generate text by itself."""
     if name not in ARCHITECTURES:
-        return isinstance(name, str) and name in MODELS
-    return name in MODELS and raw.get("num_hidden_layers", 1) != 1 and "draft_vocab_size" not in raw
+        return name in registry.names()
+    return (
+        name in registry.names()
+        and raw.get("num_hidden_layers", 1) != 1
+        and "draft_vocab_size" not in raw
+    )
 
 
 def _layer_ids(value: Any) -> tuple[int, ...] | None:

@@ -4,17 +4,18 @@ The model's quantization decides, together with the types of the tensors in the 
 """
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from nanovllm.layers.experts import PROJECTIONS, RENAMES
+from nanovllm.layers.experts import RENAMES
+from nanovllm.layers.names import Names
 from nanovllm.layers.weights.choice import format_of, joined_format
 from nanovllm.layers.weights.format import Dense, Float32, WeightFormat
 from nanovllm.layers.weights.scheme import Scheme
+from nanovllm.models.bare import full_name
 from nanovllm.models.quantization.rules import FIELD, NOT_QUANTIZED, Quantization
-from nanovllm.models.registry import FUSED
 
 CODES = ("weight", "weight_packed", "qweight")  # tensors of which a linear layer has one
 SCALES = ("scales", "weight_scale", "weight_scale_inv")  # and a quantized one has one of these
@@ -23,10 +24,14 @@ ATTENTION = ".attn."  # a module of ours, the scales of which belong to its pare
 KV_SCALE = re.compile(r"(.*self_attn)\.(?:[kv]_proj\.)?(?:(?<=([kv])_proj\.)output|([kv]))_scale")
 
 
-def stored_name(name: str) -> str:
-    """The usual name of a checkpoint's tensor: tools name scales of keys and values differently."""
+def usual_name(name: str, names: Names, known: Container[str] = ()) -> str:
+    """The usual name of a checkpoint's tensor, unless `name` is `known` as it is.
+
+    Tools name scales of keys and values differently.
+    """
+    name = names.ours(name)
     match = KV_SCALE.fullmatch(name)
-    return f"{match[1]}.{match[2] or match[3]}_scale" if match else name
+    return full_name(f"{match[1]}.{match[2] or match[3]}_scale" if match else name, known)
 
 
 def checkpoint_name(param: str) -> str:
@@ -51,6 +56,7 @@ class Formats:
     quantization: Quantization = NOT_QUANTIZED
     files: Mapping[str, str] | None = None
     name: str = ""
+    names: Names = field(default_factory=Names)
 
     def inside(self, name: str) -> "Formats":
         """The formats of a module's layers."""
@@ -58,7 +64,7 @@ class Formats:
 
     def of(self, layer: str) -> WeightFormat:
         """The format of a linear layer."""
-        parts = [part for part, (fused, _) in FUSED.items() if fused == layer]
+        parts = self.names.parts(layer)
         if not parts or self._has(f"{layer}.{tensor}" for tensor in CODES):
             return format_of(self._scheme(layer), is_fused=True)
         # Without files, random values are made for all projections as one tensor.
@@ -80,7 +86,7 @@ class Formats:
                 [self._of_experts(num_experts, part) for part in parts],
                 self.files is None or self._has(f"experts.{RENAMES[matrix](t)}" for t in CODES),
             )
-            for matrix, parts in PROJECTIONS.items()
+            for matrix, parts in self.names.experts.items()
         }
 
     def _of_experts(self, num_experts: int, projection: str) -> Scheme | None:
@@ -115,9 +121,9 @@ class Formats:
         assert self.files is not None
         above, _, kind = name.rpartition(".")
         module = above.rpartition(".")[0]
-        stack = "down_proj" if kind == "down_proj" else "gate_up_proj"
-        stacked = f"{module}.{RENAMES[stack](tensor)}"
-        return self.files.get(f"{name}.{tensor}", self.files.get(stacked))
+        stacks = (stack for stack, parts in self.names.experts.items() if kind in parts)
+        stacked = (f"{module}.{RENAMES[stack](tensor)}" for stack in stacks)
+        return self.files.get(f"{name}.{tensor}", self.files.get(next(stacked, "")))
 
     def _is_quantized(self, name: str) -> bool:
         """Whether the layer has codes, or scales of codes that are missing."""

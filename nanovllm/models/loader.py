@@ -1,5 +1,6 @@
 """Loading: a checkpoint's files fill a model's parameters, each exactly once."""
 
+import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,13 +13,17 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.layers.layer import Layer, Loaded
+from nanovllm.layers.names import USUAL_NAMES, Names
 from nanovllm.layers.weights.format import tensor_of
-from nanovllm.models.bare import INDEX, full_name
-from nanovllm.models.config import read_json
+from nanovllm.models.bare import INDEX
 from nanovllm.models.decoder import Model
-from nanovllm.models.formats import checkpoint_name, hint_for, stored_name
+from nanovllm.models.fields import read_json
+from nanovllm.models.formats import checkpoint_name, hint_for, usual_name
 from nanovllm.models.hub import MODEL_PATTERNS, download, local_directory
 from nanovllm.utils.bar import make_bar
+from nanovllm.utils.checks import shorten
+
+logger = logging.getLogger("nanovllm")
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 TYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64"}
@@ -93,11 +98,11 @@ def read_weights(path: Path) -> Iterator[dict[str, InFile]]:
             ) from error
 
 
-def read_types(path: Path) -> dict[str, str]:
+def read_types(path: Path, names: Names = USUAL_NAMES) -> dict[str, str]:
     """The types of a checkpoint's tensors by their usual names. Reads no weights."""
     files = read_weights(path)
-    items = (item for file in files for item in file.items())
-    return {full_name(stored_name(name)): tensor.dtype for name, tensor in items}
+    items = (item for file in files for item in file.items() if not names.is_skipped(item[0]))
+    return {usual_name(name, names): tensor.dtype for name, tensor in items}
 
 
 @contextmanager
@@ -127,15 +132,16 @@ def load_model(
     """Fill `model` from the safetensors files in `path`, or from these `files` of it.
 
     Fills every parameter exactly once and uses every tensor of the files, except those that have no
-    effect. Otherwise it raises a ValueError that names the tensor. For a fused
-    parameter, the files may hold the parts or the fused tensor; for a tied one either name, or both
-    with the same values. A rank reads only what it holds.
+    effect, and those that the model's names say to skip. Otherwise it raises a ValueError that
+    names the tensor. For a fused parameter, the files may hold the parts or the fused tensor; for a
+    tied one either name, or both with the same values. A rank reads only what it holds.
 
     Files are read one after the other; a few threads copy a file's tensors, and the first error in
     file order is raised. Peak host memory: what the rank holds, plus the mapped pages of the files,
     which the system may drop. Where a GPU converts types: a tensor on the GPU for each thread.
     `use_tqdm` shows a progress bar if stderr is a terminal.
     """
+    names, skipped = model.names, list[str]()
     targets = checkpoint_targets(model)
     missing = {part: target.param for target in targets.values() for part in target.parts}
     is_fused = False  # whether the files hold fused tensors
@@ -159,7 +165,12 @@ def load_model(
     bar = make_bar(total=len(missing), desc="Loading", unit="tensor", disable=hide)
     with errors_name(path), bar, ThreadPoolExecutor(NUM_THREADS, "nanovllm-load") as pool:
         for tensors in files or read_weights(path):
-            tensors = {full_name(stored_name(n), targets): t for n, t in tensors.items()}
+            skipped += [name for name in tensors if names.is_skipped(name)]
+            tensors = {
+                usual_name(name, names, targets): tensor
+                for name, tensor in tensors.items()
+                if not names.is_skipped(name)
+            }
             used = {n: t for n, t in tensors.items() if not is_left_out(n, t, targets)}
             second = {n: used.pop(n) for n in _second_names(model.tied_weights, used, found)}
             found |= tensors.keys()
@@ -171,6 +182,8 @@ def load_model(
                 fill(item)
         if missing:
             raise _missing_error(missing.values() if is_fused else missing)
+    if skipped:
+        logger.info("%d tensors of %s are left out: %s", len(skipped), path, shorten(skipped))
 
 
 def is_left_out(name: str, tensor: InFile, targets: Mapping[str, Target]) -> bool:
@@ -229,10 +242,8 @@ def checkpoint_targets(model: Model) -> dict[str, Target]:
         *above, parent, leaf = name.split(".")
         layer = _layer(model, ".".join([*above, parent]))
         tensor, only = tensor_of(leaf)
-        fused = {
-            i: part for part, (whole, i) in model.packed_modules_mapping.items() if whole == parent
-        }
-        ends = {i: [part, tensor] for i, part in fused.items() if only in (None, i)}
+        fused = enumerate(model.names.parts(parent))
+        ends = {i: [part, tensor] for i, part in fused if only in (None, i)}
         ends |= {i: [parent, part] for i, part in enumerate(layer.parts(leaf))}
         parts = {i: ".".join([*above, *end]) for i, end in ends.items()}
         if only is None:

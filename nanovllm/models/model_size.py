@@ -1,92 +1,64 @@
 """How large a model is, by its shape: parameters, their bytes, and what a step reads of them.
 
-Plain arithmetic: it knows no tensors.
+Plain arithmetic over the shapes of its layers: it knows no tensors.
 """
 
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Callable
 
 from nanovllm.layers.weights.scheme import Scheme
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.quantization.rules import HEAD
+from nanovllm.models.shapes import ExpertCount, LayerShape
 from nanovllm.models.weight_bytes import WeightBytes
 
-
-class Matrix(NamedTuple):
-    """A linear layer's weight [out, in], by its name in the checkpoint's decoder layer."""
-
-    name: str
-    size_out: int
-    size_in: int
-    is_experts: bool = False  # every expert has one
+Counted = Callable[[ExpertCount], float]  # how many of a layer's experts count
 
 
-def layer_matrices(config: ModelConfig, index: int) -> list[Matrix]:
-    """The weights of a layer's linear parts."""
-    hidden, experts = config.hidden_size, config.experts
-    heads = config.num_attention_heads * config.head_dim
-    kv_heads = config.num_key_value_heads * config.head_dim
-    matrices = [
-        Matrix("self_attn.q_proj", heads, hidden),
-        Matrix("self_attn.k_proj", kv_heads, hidden),
-        Matrix("self_attn.v_proj", kv_heads, hidden),
-        Matrix("self_attn.o_proj", hidden, heads),
-    ]
-    if experts is None or index not in experts.layers:
-        above, inner = "mlp", config.intermediate_size
-    else:
-        above, inner = "mlp.experts.0", experts.intermediate_size
-        matrices.append(Matrix("mlp.gate", experts.num_experts, hidden))
-    is_experts = above != "mlp"
-    return [
-        *matrices,
-        Matrix(f"{above}.gate_proj", inner, hidden, is_experts),
-        Matrix(f"{above}.up_proj", inner, hidden, is_experts),
-        Matrix(f"{above}.down_proj", hidden, inner, is_experts),
-    ]
+def per_token(experts: ExpertCount) -> float:
+    """Those that a token uses."""
+    return experts.per_token
 
 
-def layer_params(config: ModelConfig, index: int, num_experts: float | None = None) -> float:
-    """Weights of a layer's linear parts; each is one multiply-add per token.
+def every(experts: ExpertCount) -> float:
+    """All of them."""
+    return experts.total
 
-    `num_experts` experts are counted, by default as many as a token uses.
-    """
-    counted = _counted(config, num_experts)
+
+def touched(rows: int) -> Counted:
+    """The average number that `rows` tokens use, if all are equally likely."""
+
+    def count(experts: ExpertCount) -> float:
+        return experts.total * (1 - (1 - experts.per_token / experts.total) ** rows)
+
+    return count
+
+
+def layer_params(layer: LayerShape, counted: Counted = per_token) -> float:
+    """Weights of a layer's linear parts; each is one multiply-add per token."""
     return sum(
-        matrix.size_out * matrix.size_in * (counted if matrix.is_experts else 1)
-        for matrix in layer_matrices(config, index)
+        matrix.size_out * matrix.size_in * _copies(layer, matrix.is_experts, counted)
+        for matrix in layer.matrices
     )
 
 
-def layer_bytes(
-    config: ModelConfig, index: int, sizes: WeightBytes, num_experts: float | None = None
-) -> float:
-    """The bytes of the weights that `layer_params` counts."""
-    counted = _counted(config, num_experts)
+def _copies(layer: LayerShape, is_experts: bool, counted: Counted) -> float:
+    return counted(layer.experts) if is_experts and layer.experts else 1
+
+
+def decoder_params(config: ModelConfig, counted: Counted = per_token) -> float:
+    """The sum of `layer_params` over all layers."""
+    return sum(layer_params(layer, counted) for layer in config.layers)
+
+
+def decoder_bytes(config: ModelConfig, sizes: WeightBytes, counted: Counted = per_token) -> float:
+    """The bytes of the weights that `decoder_params` counts."""
     return sum(
         sizes.of(f"model.layers.{index}.{matrix.name}", matrix.size_out, matrix.size_in)
-        * (counted if matrix.is_experts else 1)
-        for matrix in layer_matrices(config, index)
+        * _copies(layer, matrix.is_experts, counted)
+        for index, layer in enumerate(config.layers)
+        for matrix in layer.matrices
     )
-
-
-def _counted(config: ModelConfig, num_experts: float | None) -> float:
-    if num_experts is None:
-        return config.experts.per_token if config.experts else 0
-    return num_experts
-
-
-def decoder_params(config: ModelConfig, num_experts: float | None = None) -> float:
-    """The sum of `layer_params` over all layers."""
-    return sum(layer_params(config, i, num_experts) for i in range(config.num_hidden_layers))
-
-
-def touched_experts(config: ModelConfig, rows: int) -> float:
-    """The average number of a layer's experts that `rows` tokens use, if all are equally likely."""
-    if config.experts is None:
-        return 0
-    num_experts, per_token = config.experts.num_experts, config.experts.per_token
-    return num_experts * (1 - (1 - per_token / num_experts) ** rows)
 
 
 def head_params(config: ModelConfig) -> int:
@@ -97,31 +69,17 @@ def head_params(config: ModelConfig) -> int:
 def num_params(config: ModelConfig) -> int:
     """All parameters of the model; a table shared by embedding and head is counted once."""
     tables = 1 if config.tie_word_embeddings else 2
-    heads = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
-    biases = heads * config.qkv_bias + config.hidden_size * config.o_bias
-    biases += (2 * config.intermediate_size + config.hidden_size) * config.mlp_bias
-    norms = 2 * config.hidden_size + 2 * config.head_dim * config.qk_norm
-    small = config.num_hidden_layers * (norms + biases) + config.hidden_size
-    all_experts = config.experts.num_experts if config.experts else None
-    return int(decoder_params(config, all_experts)) + tables * head_params(config) + small
-
-
-def decoder_bytes(
-    config: ModelConfig, sizes: WeightBytes, num_experts: float | None = None
-) -> float:
-    """The sum of `layer_bytes` over all layers."""
-    layers = range(config.num_hidden_layers)
-    return sum(layer_bytes(config, i, sizes, num_experts) for i in layers)
+    small = sum(layer.num_others for layer in config.layers) + config.hidden_size  # the last norm
+    return int(decoder_params(config, every)) + tables * head_params(config) + small
 
 
 def main_scheme(config: ModelConfig) -> Scheme | None:
     """How most of the decoder's weights are quantized; None if they are plain."""
     counts: Counter[Scheme | None] = Counter()
-    for index in range(config.num_hidden_layers):
-        for name, size_out, size_in, is_experts in layer_matrices(config, index):
-            copies = config.experts.num_experts if config.experts and is_experts else 1
+    for index, layer in enumerate(config.layers):
+        for name, size_out, size_in, is_experts in layer.matrices:
             scheme = config.quantization.scheme(f"model.layers.{index}.{name}")
-            counts[scheme] += size_out * size_in * copies
+            counts[scheme] += size_out * size_in * int(_copies(layer, is_experts, every))
     return counts.most_common(1)[0][0]
 
 
@@ -132,8 +90,7 @@ def head_bytes(config: ModelConfig, sizes: WeightBytes) -> int:
 
 def step_weight_bytes(config: ModelConfig, sizes: WeightBytes, rows: int) -> float:
     """Bytes of weights that a step of `rows` tokens reads, including the head."""
-    touched = touched_experts(config, rows)
-    return decoder_bytes(config, sizes, touched) + head_bytes(config, sizes)
+    return decoder_bytes(config, sizes, touched(rows)) + head_bytes(config, sizes)
 
 
 def model_bytes(config: ModelConfig, sizes: WeightBytes) -> int:
@@ -141,10 +98,9 @@ def model_bytes(config: ModelConfig, sizes: WeightBytes) -> int:
 
     Embedding and head share a table, except where the head is quantized.
     """
-    all_experts = config.experts.num_experts if config.experts else None
-    linear = decoder_params(config, all_experts) + head_params(config)
+    linear = decoder_params(config, every) + head_params(config)
     others = num_params(config) - int(linear)
     if config.tie_word_embeddings and sizes.quantization.scheme(HEAD) is not None:
         others += head_params(config)
-    of_linear = decoder_bytes(config, sizes, all_experts) + head_bytes(config, sizes)
+    of_linear = decoder_bytes(config, sizes, every) + head_bytes(config, sizes)
     return int(of_linear) + others * sizes.itemsize

@@ -1,11 +1,33 @@
-"""Qwen3, dense: the common decoder with a norm on each query and key head.
+"""Qwen3, dense: Llama with a norm on each query and key head, and windows in late layers."""
 
-nano-vllm's Qwen3Attention, Qwen3MLP and Qwen3DecoderLayer are in `decoder.py`; how Qwen3 differs
-from other architectures is in `registry.py`.
-"""
+from collections.abc import Mapping
+from typing import Any
 
-from nanovllm.models.decoder import CausalLM
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.family import Family
+from nanovllm.models.fields import Fields, check_activation, decoder_fields
+from nanovllm.models.llama import build
+from nanovllm.models.qwen2 import SIZES
+from nanovllm.models.rope import rope_parameters
+from nanovllm.models.windows import sliding_windows
+
+DEFAULTS: Mapping[str, Any] = {**SIZES, "head_dim": 128, "max_window_layers": 28}
 
 
-class Qwen3ForCausalLM(CausalLM):
-    """The decoder, for a `ModelConfig` of Qwen3."""
+def read(file: Mapping[str, Any]) -> ModelConfig:
+    """`attention_bias` is for all projections of attention."""
+    fields = Fields(file, DEFAULTS)
+    check_activation(fields)
+    common = decoder_fields(fields)
+    return ModelConfig(
+        **common,
+        rope_parameters=rope_parameters(fields, file, common["head_dim"]),
+        qk_norm=True,
+        qkv_bias=fields.flag("attention_bias"),
+        o_bias=fields.flag("attention_bias"),
+        sliding_windows=sliding_windows(fields, file),
+        rotated_layers=(True,) * common["num_hidden_layers"],
+    )
+
+
+FAMILY = Family(read, build)

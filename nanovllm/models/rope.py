@@ -6,7 +6,6 @@ Plain data: no PyTorch. `layers/rotary_embedding.py` computes the frequencies.
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.models.registry import Architecture
 from nanovllm.utils.checks import check_bool, check_float, shorten
 
 SPELLINGS = ("rope_scaling", "rope_parameters")  # of transformers 4 and of transformers 5
@@ -31,13 +30,20 @@ MAX_POSITIONS = 1 << 24  # positions are rotated in float32, which has all integ
 
 
 def rope_parameters(
-    file: Mapping[str, Any], raw: Mapping[str, Any], architecture: Architecture, head_dim: int
+    raw: Mapping[str, Any],
+    file: Mapping[str, Any],
+    head_dim: int,
+    *,
+    partial: bool = False,
+    old_types: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The rope parameters of a config: the fields of its `file`, and `raw`, with the defaults.
 
-    `rope_type` and `rope_theta` are always present. Spellings that differ are a ValueError.
+    `rope_type` and `rope_theta` are always present. Spellings that differ are a ValueError, and so
+    is a rotation of a part of each head, unless the family has `partial` ones. `old_types` are
+    other names of rope types.
     """
-    spelt = {name: _read(name, file, raw, architecture) for name in SPELLINGS}
+    spelt = {name: _read(name, file, raw, old_types or {}) for name in SPELLINGS}
     given = [name for name in SPELLINGS if file.get(name)] or SPELLINGS
     parameters = spelt[given[0]]
     if spelt[given[-1]] != parameters:
@@ -45,12 +51,20 @@ def rope_parameters(
         raise ValueError(f"{both} differ; keep one of them")
     parameters = {field: _checked(field, value) for field, value in parameters.items()}
     _settle_factor(parameters, raw["max_position_embeddings"])
-    _check_rotated_part(parameters, raw["architectures"][0], architecture, head_dim)
+    _check_rotated_part(parameters, raw["architectures"][0], partial, head_dim)
     return parameters
 
 
+def max_rope_positions(parameters: Mapping[str, Any], max_position_embeddings: int) -> int:
+    """The longest context that a model supports, including its rope scaling."""
+    trained = parameters.get(TRAINED_LENGTH) or max_position_embeddings
+    if parameters["rope_type"] in ("linear", "yarn"):
+        return max(max_position_embeddings, int(trained * parameters["factor"]))
+    return max_position_embeddings
+
+
 def _read(
-    spelling: str, file: Mapping[str, Any], raw: Mapping[str, Any], architecture: Architecture
+    spelling: str, file: Mapping[str, Any], raw: Mapping[str, Any], old_types: Mapping[str, str]
 ) -> dict[str, Any]:
     """The parameters in one spelling, completed from the top level of the config."""
     value = {} if file.get(spelling) is None else file[spelling]
@@ -65,17 +79,17 @@ def _read(
             other = f"{shorten(parameters[field])} in {spelling}"
             raise ValueError(f"{field}={shorten(top)} and {other} differ; keep one of them")
     parameters.setdefault("rope_theta", raw["rope_theta"])
-    rope_type = parameters["rope_type"] = _rope_type(parameters, architecture)
+    rope_type = parameters["rope_type"] = _rope_type(parameters, old_types)
     if rope_type in NEEDS_TRAINED_LENGTH and raw.get(TRAINED_LENGTH) is not None:
         parameters[TRAINED_LENGTH] = raw[TRAINED_LENGTH]
     return parameters
 
 
-def _rope_type(parameters: dict[str, Any], architecture: Architecture) -> str:
+def _rope_type(parameters: dict[str, Any], old_types: Mapping[str, str]) -> str:
     """The type by its present name. Removes `type`, the old name of the field."""
     old = parameters.pop("type", parameters.get("rope_type", "default"))
     names = [parameters.get("rope_type", old), old]
-    names = [architecture.rope_types.get(n, n) if isinstance(n, str) else n for n in names]
+    names = [old_types.get(n, n) if isinstance(n, str) else n for n in names]
     if names[0] != names[1]:
         raise ValueError(f"rope_type {names[0]!r} and its old name type {names[1]!r} differ")
     if names[0] not in [*NEEDS]:
@@ -123,11 +137,11 @@ def _settle_factor(parameters: dict[str, Any], max_positions: int) -> None:
 
 
 def _check_rotated_part(
-    parameters: Mapping[str, Any], name: str, architecture: Architecture, head_dim: int
+    parameters: Mapping[str, Any], name: str, partial: bool, head_dim: int
 ) -> None:
     """Check the rotated part of each head, and that longrope has a factor for each of its pairs."""
     part = parameters.get("partial_rotary_factor", 1.0)
-    if part != 1.0 and not architecture.partial_rotary:
+    if part != 1.0 and not partial:
         raise ValueError(f"partial_rotary_factor={part}: {name} rotates whole heads")
     rotated = int(head_dim * part)
     if not 2 <= rotated <= head_dim or rotated % 2:

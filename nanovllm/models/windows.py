@@ -3,22 +3,25 @@
 Plain data: no PyTorch. A list that does not fit the number of layers is an error.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from nanovllm.models.registry import Architecture
 from nanovllm.utils.checks import check_bool, check_int, shorten
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 Windows = tuple[int | None, ...]  # of each layer; None attends to all tokens
+# Fields that an architecture does not read, and their values then.
+NO_WINDOW: Mapping[str, Any] = {"use_sliding_window": False, "layer_types": None}
+EVERY_LAYER: Mapping[str, Any] = {"max_window_layers": 0, "layer_types": None}  # has the window
 
 
 def sliding_windows(
-    file: Mapping[str, Any], raw: Mapping[str, Any], architecture: Architecture
+    raw: Mapping[str, Any], file: Mapping[str, Any], can_have: Sequence[bool] | None = None
 ) -> Windows:
     """Each layer's window, of a config's `file` and `raw`, its fields with the defaults.
 
-    `layer_types` that the architecture does not read must say the same.
+    `layer_types` that the family does not read must say the same. Without them, only layers that
+    `can_have` one have a window.
     """
     given = file.get("layer_types")
     if given is not None and not isinstance(given, list):
@@ -26,7 +29,7 @@ def sliding_windows(
     if unknown := [kind for kind in given or () if kind not in LAYER_TYPES]:
         allowed = ", ".join(LAYER_TYPES)
         raise ValueError(f"layer_types {shorten(unknown)} are not supported; {allowed} are")
-    windows = _windows(raw, architecture)
+    windows = _windows(raw, can_have)
     if given not in (None, [SLIDING if window else FULL for window in windows]):
         raise ValueError(
             f"layer_types {shorten(given)} contradict the windows of {raw['architectures'][0]}'s"
@@ -36,16 +39,15 @@ def sliding_windows(
 
 
 def longest(windows: Iterable[int | None]) -> int | None:
-    """The largest window; None if one of them is unlimited."""
+    """The largest window; None if one of them is unlimited, 0 if there are none."""
     known = list(windows)
-    return None if None in known else max(window for window in known if window is not None)
+    if None in known:
+        return None
+    return max((window for window in known if window is not None), default=0)
 
 
-def _windows(raw: Mapping[str, Any], architecture: Architecture) -> Windows:
-    """By `layer_types`, or for all layers from `max_window_layers` on.
-
-    If the architecture has layers without rotation, only those have a window.
-    """
+def _windows(raw: Mapping[str, Any], can_have: Sequence[bool] | None) -> Windows:
+    """By `layer_types`, or for all layers from `max_window_layers` on that can have one."""
     num_layers: int = raw["num_hidden_layers"]
     uses_windows = check_bool("use_sliding_window", raw["use_sliding_window"])
     window = raw["sliding_window"] if uses_windows else None
@@ -53,12 +55,10 @@ def _windows(raw: Mapping[str, Any], architecture: Architecture) -> Windows:
         check_int("sliding_window", window, 1)
     if (types := raw["layer_types"]) is None:
         first = check_int("max_window_layers", raw["max_window_layers"], 0) if window else 0
-        rotated = rotated_layers(raw, architecture)
-        has_window = [
-            index >= first and not (architecture.unrotated_layers and rotated[index])
-            for index in range(num_layers)
-        ]
-        return tuple(window if has else None for has in has_window)
+        allowed = can_have or (True,) * num_layers
+        return tuple(
+            window if index >= first and allowed[index] else None for index in range(num_layers)
+        )
     if len(types) != num_layers:
         raise ValueError(f"layer_types has {len(types)} entries, num_hidden_layers={num_layers}")
     if SLIDING in types and window is None:
@@ -66,11 +66,9 @@ def _windows(raw: Mapping[str, Any], architecture: Architecture) -> Windows:
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-def rotated_layers(raw: Mapping[str, Any], architecture: Architecture) -> tuple[bool, ...]:
-    """All layers, or those with a 1 in `no_rope_layers`; without it all but every Nth."""
+def rotated_layers(raw: Mapping[str, Any]) -> tuple[bool, ...]:
+    """The layers with a 1 in `no_rope_layers`; without that field, all but every Nth."""
     num_layers: int = raw["num_hidden_layers"]
-    if not architecture.unrotated_layers:
-        return (True,) * num_layers
     flags = raw["no_rope_layers"]
     if flags is None:
         interval = check_int("no_rope_layer_interval", raw["no_rope_layer_interval"], 1)

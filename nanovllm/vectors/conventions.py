@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.engine.requests.pool import Pooling
-from nanovllm.models.config import fields_of
+from nanovllm.models.fields import fields_of
 from nanovllm.utils.checks import check_bool, check_int, shorten
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"

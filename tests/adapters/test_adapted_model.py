@@ -25,6 +25,7 @@ from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.lora import group_rows
 from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.formats import Formats
@@ -43,7 +44,7 @@ SLOTS = [1, -1, 0, 2, 1]  # of the prompts
 def load(
     path: Path, kernels: Kernels = PLAIN, ranks: Ranks = ALONE, whole_experts: bool = False
 ) -> CausalLM:
-    model = CausalLM(ModelConfig.from_dir(path), 64, ranks, whole_experts)
+    model = build_model(ModelConfig.from_dir(path), 64, ranks, whole_experts)
     load_model(model, path)
     model.bind(Backend(TorchBackend(), kernels))
     return model.eval()
@@ -235,7 +236,7 @@ def test_adapters_of_quantized_layers_multiply_rows_that_are_not_rounded(
     path = make_model(tmp_path / "model")
     adapter = make_adapter(path, tmp_path / "adapter")
     config, kernels = ModelConfig.from_dir(path, quantization), triton_kernels()
-    model = CausalLM(config, 64, formats=Formats(config.quantization))
+    model = build_model(config, 64, formats=Formats(config.quantization))
     load_model(model, path)
     model.bind(Backend(TorchBackend(), kernels))
     read = read_adapter(adapter, model, 8)

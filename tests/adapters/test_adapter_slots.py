@@ -15,6 +15,7 @@ from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.context import Context, adapter_rows, attending, keep_adapters_of
 from nanovllm.layers.lora import group_rows
+from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_model
@@ -34,7 +35,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.inference_mode()
 def load(path: Path, **options: Any) -> CausalLM:
-    model = CausalLM(ModelConfig.from_dir(path), 64, **options)
+    model = build_model(ModelConfig.from_dir(path), 64, **options)
     load_model(model, path)
     return model
 

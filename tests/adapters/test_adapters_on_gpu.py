@@ -15,8 +15,8 @@ from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.lora import group_rows
+from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_model
 
 pytestmark = pytest.mark.cuda
@@ -90,7 +90,7 @@ def test_mixed_adapters_equal_peft(tmp_path: Path) -> None:
     ]
     kernels = triton_kernels()
     with torch.device("cuda"):
-        model = CausalLM(ModelConfig.from_dir(path), 64)
+        model = build_model(ModelConfig.from_dir(path), 64)
         load_model(model, path)
         model.bind(Backend(TorchBackend(), kernels))
         slots = AdapterSlots(model, 3, 8)
@@ -117,7 +117,7 @@ def test_replacements_take_no_memory_of_the_gpu(tmp_path: Path) -> None:
     path = make_model(tmp_path / "model")
     adapters = [make_adapter(path, tmp_path / f"{i}", seed=i, r=3 + i) for i in range(2)]
     with torch.device("cuda"):
-        model = CausalLM(ModelConfig.from_dir(path), 64)
+        model = build_model(ModelConfig.from_dir(path), 64)
         load_model(model, path)
         before = torch.cuda.memory_allocated()
         slots = AdapterSlots(model, 4, 8)
@@ -134,7 +134,7 @@ def test_placing_does_not_wait_for_the_gpu(is_pinned: bool, tmp_path: Path) -> N
     """A step that was launched goes on; the next one finds the new adapter in the slot."""
     path = make_model(tmp_path / "model")
     with torch.device("cuda"):
-        model = CausalLM(ModelConfig.from_dir(path), 64)
+        model = build_model(ModelConfig.from_dir(path), 64)
         load_model(model, path)
         slots = AdapterSlots(model, 2, 8)
     read = [read_adapter(make_adapter(path, tmp_path / f"{i}", seed=i), model, 8) for i in range(2)]

@@ -16,6 +16,7 @@ from nanovllm.adapters.peft import read_adapter
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
+from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import InFile, load_model
@@ -33,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 def model(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     path = make_model(tmp_path_factory.mktemp("model"))
     with torch.inference_mode():
-        model = CausalLM(ModelConfig.from_dir(path), 64)
+        model = build_model(ModelConfig.from_dir(path), 64)
         load_model(model, path)
     return model
 
@@ -211,7 +212,7 @@ def test_the_base_weights_that_peft_saves_are_compared_in_parts(
     """It saves embedding and head beside their adapters, unless it is told not to."""
     path = make_model(tmp_path / "model")
     with torch.inference_mode():
-        model = CausalLM(ModelConfig.from_dir(path), 64)
+        model = build_model(ModelConfig.from_dir(path), 64)
         load_model(model, path)
         if binds:
             model.lm_head.bind(Backend(TorchBackend(), PLAIN))
@@ -249,7 +250,7 @@ def moe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def moe(moe_path: Path) -> CausalLM:
     with torch.inference_mode():
-        model = CausalLM(ModelConfig.from_dir(moe_path), 64)
+        model = build_model(ModelConfig.from_dir(moe_path), 64)
         load_model(model, moe_path)
     return model
 

@@ -10,8 +10,8 @@ from conftest import make_model
 
 from nanovllm.engine.adapters.adapter import number_of
 from nanovllm.engine.adapters.parts import AdapterParts
+from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -23,7 +23,7 @@ SHAPES = {"model.layers.0.self_attn.q_proj": (64, 64)}
 def parts(tmp_path: Path) -> AdapterParts:
     path = make_model(tmp_path / "model")
     with torch.inference_mode():
-        model = CausalLM(ModelConfig.from_dir(path), 64)
+        model = build_model(ModelConfig.from_dir(path), 64)
         load_model(model, path)
     return AdapterParts(model, 2, 8, 2)
 

@@ -25,10 +25,10 @@ from nanovllm.kernels.triton.adapted_few_rows import AdaptedFewRows, with_counte
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import Context, attending
+from nanovllm.layers.few_rows import with_adapters
 from nanovllm.layers.lora import group_rows
-from nanovllm.models.adapted import with_adapters
+from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_model
 
 pytestmark = [
@@ -175,7 +175,7 @@ def test_a_decoder_of_few_rows_equals_one_layer_after_the_other(tmp_path: Path) 
     with torch.inference_mode(), torch.device(DEVICE):
         torch.set_default_dtype(bf16)
         try:
-            model = CausalLM(ModelConfig.from_dir(path), 64)
+            model = build_model(ModelConfig.from_dir(path), 64)
         finally:
             torch.set_default_dtype(torch.float32)
         load_model(model, path)
@@ -192,8 +192,8 @@ def test_a_decoder_of_few_rows_equals_one_layer_after_the_other(tmp_path: Path) 
         assert isinstance(few, AdaptedFewRows) and len(few.adapters) == 2 * 4
         with attending(context, TorchBackend()):
             wanted, _ = model(ids, positions)
-            rope = decoder.rotary_emb(positions)
-            found, _ = decoder._forward_few(few, decoder.embed_tokens(ids), rope)
+            ropes = decoder.rotations(positions)
+            found, _ = decoder._forward_few(few, decoder.embed_tokens(ids), ropes)
         base = Context(True, torch.full((5,), -1), ends, ends, 3, 3)
         with attending(base, TorchBackend()):
             without, _ = model(ids, positions)

@@ -33,7 +33,9 @@ from nanovllm.kernels.triton.common import ROOM, rows_with_room, with_room
 from nanovllm.kernels.triton.few_rows import FewRows, few_rows_for
 from nanovllm.kernels.triton.held_weights import can_hold_tiles, can_share_tiles
 from nanovllm.kernels.triton.route import Router
-from nanovllm.models.decoder import Decoder, SparseMLP
+from nanovllm.layers.few_rows import expert_weights
+from nanovllm.models import decoder as decoder_module
+from nanovllm.models.decoder import Decoder
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "four_processors"),
@@ -459,7 +461,7 @@ def test_only_decode_steps_of_few_rows_take_these_kernels(
 
 @pytest.mark.parametrize("why", ["two ranks", "no router"])
 def test_experts_that_it_cannot_compute_do_not_take_these_kernels(
-    why: str, kernel_device: str
+    why: str, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks, each with a part of a sum; experts whose router is quantized."""
     weight = torch.zeros(64, 64, dtype=bf16, device=kernel_device)
@@ -467,16 +469,13 @@ def test_experts_that_it_cannot_compute_do_not_take_these_kernels(
     def decoder(why: str) -> Any:
         ranks = SimpleNamespace(size=1 + (why == "two ranks"))
         router = None if why == "no router" else Router.of(weight, bf16)
-        mlp = SimpleNamespace(
-            gate=SimpleNamespace(kernel=router, per_token=1, normalized=True),
-            experts=SimpleNamespace(operands=(weight[None], weight[None]), ranks=ranks),
-        )
-        operands = [weight, weight, *SparseMLP.operands.fget(mlp)]
-        norm = SimpleNamespace(weight=weight[0])
-        return SimpleNamespace(
-            layers=[SimpleNamespace(operands=operands)], norm=norm, few_rows=None
-        )
+        gate: Any = SimpleNamespace(kernel=router, per_token=1, normalized=True)
+        experts: Any = SimpleNamespace(operands=(weight[None], weight[None]), ranks=ranks)
+        operands = [weight, weight, expert_weights(gate, experts)]
+        norm = SimpleNamespace(weight=weight[0], is_plain=True)
+        return SimpleNamespace(layers=[operands], norm=norm, few_rows=None)
 
+    monkeypatch.setattr(decoder_module, "operands_of", lambda operands: operands)
     for case in (why, "neither"):
         made = decoder(case)
         Decoder.bind_few_rows(made, triton_kernels())

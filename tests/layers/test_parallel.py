@@ -34,10 +34,11 @@ from nanovllm.layers.linear import (
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.weights.choice import format_of
 from nanovllm.layers.weights.scheme import Scheme
+from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.eagle3 import load_head
 from nanovllm.models.eagle3_config import HeadConfig
+from nanovllm.models.eagle3_files import load_head
 from nanovllm.models.loader import InFile, load_dummy, load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -247,7 +248,7 @@ def test_layers_refuse_tensors_of_a_ranks_shape() -> None:
 
 
 def build(path: Path, ranks: Ranks, whole_experts: bool = False) -> CausalLM:
-    model = CausalLM(ModelConfig.from_dir(path), 64, ranks, whole_experts)
+    model = build_model(ModelConfig.from_dir(path), 64, ranks, whole_experts)
     load_model(model, path)
     for module in model.modules():
         if hasattr(module, "backend"):
@@ -378,7 +379,7 @@ def test_kernels_between_ranks_sum_what_one_rank_computes(
         if few and ranks is not ALONE:
             decoder = model.model
             decoder.forward = lambda ids, positions, rows=None: decoder._forward_few(
-                PLAIN_FEW, decoder.embed_tokens(ids), decoder.rotary_emb(positions)
+                PLAIN_FEW, decoder.embed_tokens(ids), decoder.rotations(positions)
             )
         return logits_of(model, prompts)
 
@@ -411,7 +412,7 @@ def test_taps_are_the_residuals_before_layers(
         if few:
             kernels = SimpleNamespace(**vars(PLAIN_FEW), add=plain_few.add_linear)
             decoder.forward = lambda ids, positions, rows=None: decoder._forward_few(
-                kernels, decoder.embed_tokens(ids), decoder.rotary_emb(positions)
+                kernels, decoder.embed_tokens(ids), decoder.rotations(positions)
             )
         return states_of(model, [PROMPT])[1]
 
@@ -488,10 +489,10 @@ def test_dummy_weights_are_parts_of_one_model(name: str, size: int, tmp_path: Pa
     config = ModelConfig.from_dir(make_model(tmp_path, **MODELS[name]))
     prompts = [[(7 * i) % 259 for i in range(20)], [258], [5, 6, 7]]
     with torch.device("meta"):
-        whole = CausalLM(config, max_positions=64)
+        whole = build_model(config, max_positions=64)
 
     def logits(ranks: Ranks) -> torch.Tensor:
-        model = CausalLM(config, 64, ranks, name == WHOLE_EXPERTS).eval()
+        model = build_model(config, 64, ranks, name == WHOLE_EXPERTS).eval()
         load_dummy(model, whole, seed=3)
         for param in model.parameters():
             param.data *= 10  # or every logit is almost zero

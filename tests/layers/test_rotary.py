@@ -20,9 +20,9 @@ from nanovllm.layers.rotary_embedding import (
     ROPE_TYPES,
     RotaryEmbedding,
     get_rope,
-    max_rope_positions,
     rope_frequencies,
 )
+from nanovllm.models.rope import max_rope_positions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,7 +1,10 @@
 """The steps of docs/adding_a_model.md, done to the letter."""
 
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -9,6 +12,7 @@ from conftest import make_model
 from reference import check_logits, make_case, make_prompts
 
 from nanovllm.models import registry
+from nanovllm.models.fields import DEFAULTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_model.md"
 SEED_OSS = "SeedOssForCausalLM"
@@ -22,37 +26,54 @@ pytestmark = [
 
 
 @pytest.fixture
-def entry(monkeypatch: pytest.MonkeyPatch) -> registry.Architecture:
-    """Run the page's own code, and undo it after the test."""
-    monkeypatch.setattr(registry, "ARCHITECTURES", dict(registry.ARCHITECTURES))
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    exec(block, {})
-    return registry.get_architecture(SEED_OSS)
+def module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """Write the page's file, run its call, and undo both after the test."""
+    monkeypatch.setattr(registry, "_registered", {})
+    file, call = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "seed_oss.py").write_text(file)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    exec(call, {})
+    registry.family_of(SEED_OSS)
+    yield sys.modules["seed_oss"]
+    del sys.modules["seed_oss"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("out_bias", "num_ranks"), [(False, 1), (True, 1), (True, 2)])
 def test_a_model_added_by_the_page_equals_transformers(
-    entry: registry.Architecture, out_bias: bool, num_ranks: int, tmp_path: Path
+    module: Any, out_bias: bool, num_ranks: int, tmp_path: Path
 ) -> None:
     path = make_model(
-        tmp_path, family="SeedOss", seed=2, attention_bias=True, attention_out_bias=out_bias
-    )
+        tmp_path / "model", family="SeedOss", seed=2, attention_bias=True,
+        attention_out_bias=out_bias,
+    )  # fmt: skip
     case = make_case(path, make_prompts())
     check_logits(case, max_num_batched_tokens=64, tensor_parallel_size=num_ranks)
 
 
-def test_defaults_of_the_page_are_those_of_transformers(entry: registry.Architecture) -> None:
+def test_defaults_of_the_page_are_those_of_transformers(module: Any) -> None:
     theirs = transformers.SeedOssConfig()
-    for name, value in entry.defaults.items():
+    own = set(module.DEFAULTS)
+    assert own
+    for name, value in {**DEFAULTS, **module.DEFAULTS}.items():
         if name == "rope_theta":
             assert theirs.rope_parameters[name] == value
-        else:
+        elif name in own or (hasattr(theirs, name) and name != "layer_types"):
             assert getattr(theirs, name) == value, name
 
 
-def test_the_page_names_every_flag() -> None:
-    """And no other name."""
-    rows = re.findall(r"^\|.*\| (`.*`) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert named == set(registry.Architecture.__dataclass_fields__)
+def test_the_page_names_every_choice_that_exists() -> None:
+    """Of norms, activations and parts of blocks; a name that is gone would mislead."""
+    from nanovllm.layers import activation, block, feed_forward, layernorm, self_attention
+    from nanovllm.layers.names import Names
+    from nanovllm.models import parts
+
+    table = "\n".join(re.findall(r"^\|.*\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+    named = set(re.findall(r"`(?:parts\.)?(\w+)(?:\(.*?\))?`", table))
+    modules = (activation, block, feed_forward, layernorm, self_attention, parts)
+    known = {name for each in modules for name in vars(each)} | {*Names.__dataclass_fields__}
+    assert named - known == {"residual_scale", "qkv_proj", "gate_up_proj"}
+    assert named >= {*Names.__dataclass_fields__}
+    for each in (block.pre_norms, block.post_norms, block.sandwich_norms, layernorm.PlusOneRMSNorm):
+        assert each.__name__ in named
+    assert {each.__name__ for each in activation.ACTIVATIONS.values()} <= named

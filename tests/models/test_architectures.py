@@ -1,5 +1,6 @@
 """Each architecture's config: published files, what they leave out, and what is refused."""
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -10,9 +11,9 @@ import torch
 import transformers
 
 from nanovllm.models import model_size
+from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.decoder import CausalLM
-from nanovllm.models.registry import ARCHITECTURES
+from nanovllm.models.registry import MODELS
 
 LLAMA3 = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",
@@ -122,6 +123,19 @@ NEEDS_5 = pytest.mark.skipif(
 )
 
 
+# The field that decides about each bias, or whether there is one.
+ATTENTION = dict(qkv_bias="attention_bias", o_bias="attention_bias")
+BIASES: dict[str, dict[str, str | bool]] = {
+    "Qwen3ForCausalLM": dict(ATTENTION, mlp_bias=False),
+    "Qwen3MoeForCausalLM": dict(ATTENTION, mlp_bias=False),
+    "Qwen2ForCausalLM": dict(qkv_bias=True, o_bias=False, mlp_bias=False),
+    "LlamaForCausalLM": dict(ATTENTION, mlp_bias="mlp_bias"),
+    "MistralForCausalLM": dict(qkv_bias=False, o_bias=False, mlp_bias=False),
+    "SmolLM3ForCausalLM": dict(ATTENTION, mlp_bias="mlp_bias"),
+    "Phi3ForCausalLM": dict(qkv_bias=False, o_bias=False, mlp_bias=False),
+}
+
+
 def family(architecture: str) -> str:
     return architecture.removesuffix("ForCausalLM")
 
@@ -137,7 +151,7 @@ def test_published_models_have_their_number_of_parameters(tmp_path: Path, name: 
     raw, count = PUBLISHED[name]
     config = read(tmp_path, raw)
     with torch.device("meta"):
-        model = CausalLM(config, max_positions=16)
+        model = build_model(config, max_positions=16)
     assert sum(param.numel() for param in model.parameters()) == count
     assert model_size.num_params(config) == count
 
@@ -171,12 +185,14 @@ def test_published_files_are_read_as_by_transformers(tmp_path: Path, name: str) 
 
 
 @NEEDS_5
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MODELS)
 def test_defaults_are_those_of_transformers(architecture: str) -> None:
     """For fields that old files leave out."""
     theirs = getattr(transformers, f"{family(architecture)}Config")()
     fields = type(theirs).__dataclass_fields__
-    for name, value in ARCHITECTURES[architecture].defaults.items():
+    for name, value in importlib.import_module(
+        f"nanovllm.models.{MODELS[architecture]}"
+    ).DEFAULTS.items():
         if name == "rope_theta":
             assert theirs.rope_parameters["rope_theta"] == value
         elif name in fields:
@@ -186,7 +202,7 @@ def test_defaults_are_those_of_transformers(architecture: str) -> None:
 
 
 @NEEDS_5
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MODELS)
 def test_absent_fields_are_read_as_by_transformers(tmp_path: Path, architecture: str) -> None:
     """A file with only the fields that have no default."""
     raw = {
@@ -206,8 +222,7 @@ def test_absent_fields_are_read_as_by_transformers(tmp_path: Path, architecture:
     assert config.rope_parameters["rope_theta"] == theirs.rope_parameters["rope_theta"]
     assert config.eos_token_ids == {theirs.eos_token_id} - {None}
     assert set(config.sliding_windows) == {getattr(theirs, "sliding_window", None)}
-    for name in ("qkv_bias", "o_bias", "mlp_bias"):
-        says = getattr(ARCHITECTURES[architecture], name)
+    for name, says in BIASES[architecture].items():
         expected = getattr(theirs, says) if isinstance(says, str) else says
         assert getattr(config, name) == expected
 

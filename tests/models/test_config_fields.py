@@ -3,6 +3,7 @@
 The reference is the config that transformers' `AutoConfig` reads from the same file.
 """
 
+import importlib
 import itertools
 import json
 import math
@@ -23,7 +24,8 @@ from nanovllm import LLM
 from nanovllm.command.info import describe
 from nanovllm.layers.rotary_embedding import ROPE_TYPES, rope_frequencies
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.registry import ARCHITECTURES, DEFAULTS
+from nanovllm.models.fields import DEFAULTS
+from nanovllm.models.registry import MODELS
 from nanovllm.models.rope import NEEDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,7 +59,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "SmolLM3ForCausalLM": (*BIASES, "no_rope_layers", "no_rope_layer_interval"),
     "Phi3ForCausalLM": ("sliding_window", "partial_rotary_factor"),
 }
-FIELDS = [(name, field) for name in ARCHITECTURES for field in (*COMMON, *OTHERS[name])]
+FIELDS = [(name, field) for name in MODELS for field in (*COMMON, *OTHERS[name])]
 
 
 def model_type(architecture: str) -> str:
@@ -73,6 +75,12 @@ def base(architecture: str, **changes: Any) -> dict[str, Any]:
     if architecture == "Qwen3MoeForCausalLM":
         raw |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
     return raw | changes
+
+
+def defaults(architecture: str) -> dict[str, Any]:
+    """The values that its family gives to fields that a file leaves out."""
+    family = importlib.import_module(f"nanovllm.models.{MODELS[architecture]}")
+    return {**DEFAULTS, **family.DEFAULTS}
 
 
 def write(path: Path, raw: dict[str, Any]) -> Path:
@@ -116,7 +124,7 @@ def reference(path: Path) -> dict[str, Any] | None:
         sliding_windows=windows, mlp_bias=getattr(theirs, "mlp_bias", False),
         rotated_layers=list(map(bool, getattr(theirs, "no_rope_layers", None) or [1] * layers)),
     )  # fmt: skip
-    if isinstance(ARCHITECTURES[theirs.architectures[0]].o_bias, str):
+    if "attention_bias" in OTHERS[theirs.architectures[0]]:
         values["o_bias"] = theirs.attention_bias
     if theirs.model_type == "qwen3_moe":
         values |= dict(
@@ -293,7 +301,7 @@ def test_an_error_of_another_kind_is_not_one_of_memory(
     def broken(*_: object) -> None:
         raise RuntimeError("shapes cannot be multiplied")
 
-    monkeypatch.setattr("nanovllm.engine.load.CausalLM", broken)
+    monkeypatch.setattr("nanovllm.engine.load.build_model", broken)
     write(tmp_path, base("Qwen3ForCausalLM"))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         LLM(tmp_path, device="cpu", load_format="dummy", max_model_len=64)
@@ -303,12 +311,12 @@ def test_an_error_of_another_kind_is_not_one_of_memory(
 
 
 @NEEDS_5
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MODELS)
 def test_defaults_equal_transformers(architecture: str) -> None:
     """Of all fields that we read and that this version knows."""
     theirs = getattr(transformers, f"{architecture.removesuffix('ForCausalLM')}Config")()
     known = type(theirs).__dataclass_fields__
-    ours = {**DEFAULTS, **ARCHITECTURES[architecture].defaults}
+    ours = defaults(architecture)
     missing = {f for f in (*COMMON, *OTHERS[architecture]) if f in known} - set(ours)
     assert missing <= {"architectures", "dtype", "rope_parameters"}
     assert theirs.rope_parameters["rope_theta"] == ours["rope_theta"]
@@ -318,7 +326,7 @@ def test_defaults_equal_transformers(architecture: str) -> None:
 
 
 @NEEDS_5
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MODELS)
 def test_a_file_with_a_name_alone_is_read_as_by_transformers(
     tmp_path: Path, architecture: str
 ) -> None:
@@ -329,12 +337,12 @@ def test_a_file_with_a_name_alone_is_read_as_by_transformers(
 
 
 @NEEDS_5
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", MODELS)
 def test_a_model_without_optional_fields_equals_transformers(
     tmp_path: Path, architecture: str
 ) -> None:
     """Greedy tokens of a model whose file has nothing but its sizes."""
-    default = {**DEFAULTS, **ARCHITECTURES[architecture].defaults}
+    default = defaults(architecture)
     # fmt: off
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim",
              "num_attention_heads", "num_key_value_heads", "num_experts", "pad_token_id",

@@ -14,6 +14,7 @@ from conftest import edit_config, make_model
 from reference import Case, check_logits, make_case, make_llm, make_prompts
 from safetensors.torch import load_file, save_file
 
+from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import INDEX, load_model
@@ -42,7 +43,7 @@ def store(path: Path, tensors: dict[str, torch.Tensor], *files: list[str]) -> No
 
 
 def load(path: Path) -> CausalLM:
-    model = CausalLM(ModelConfig.from_dir(path), max_positions=16)
+    model = build_model(ModelConfig.from_dir(path), max_positions=16)
     with torch.no_grad():
         load_model(model, path)
     return model

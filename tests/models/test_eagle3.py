@@ -18,8 +18,9 @@ from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.eagle3 import Eagle3Head, load_head
+from nanovllm.models.eagle3 import Eagle3Head
 from nanovllm.models.eagle3_config import LAYER_IDS, NESTED, HeadConfig
+from nanovllm.models.eagle3_files import load_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

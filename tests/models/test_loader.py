@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -22,8 +22,12 @@ from waiting import LIMIT, wait_until
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.layer import Layer
+from nanovllm.models import llama, registry
+from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.family import Family
+from nanovllm.models.fields import Fields, decoder_fields
 from nanovllm.models.loader import (
     INDEX,
     NUM_THREADS,
@@ -33,7 +37,7 @@ from nanovllm.models.loader import (
     resolve_model,
     weight_files,
 )
-from nanovllm.models.registry import ARCHITECTURES, Architecture
+from nanovllm.models.registry import register_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,7 +55,7 @@ Copy = Callable[[], Path]
 
 def build(path: Path, dtype: torch.dtype | None = torch.float32) -> CausalLM:
     """The model of `path` without its weights, every value NaN."""
-    model = CausalLM(ModelConfig.from_dir(path), max_positions=16).to(dtype=dtype)
+    model = build_model(ModelConfig.from_dir(path), max_positions=16).to(dtype=dtype)
     for param in model.parameters():
         param.data.fill_(torch.nan)
     return model
@@ -587,8 +591,13 @@ def test_a_field_without_a_default_is_named(copy_of_model: Copy, tmp_path: Path)
     """Instead of a KeyError: an architecture that users add may lack defaults."""
     path = copy_of_model()
     edit_config(path, architectures=["Added"], vocab_size=None)
+
+    def read(file: Mapping[str, Any]) -> Any:
+        return decoder_fields(Fields(file, {}))
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ARCHITECTURES, "Added", Architecture())
+        patch.setattr(registry, "_registered", {})
+        register_model("Added", Family(read, llama.build))
         assert "config.json has no field 'vocab_size'" in config_error(path)
 
 
@@ -799,7 +808,7 @@ def test_dummy_weights_need_no_files_and_depend_on_the_seed_alone(copy_of_model:
     assert first_tokens(1) == first_tokens(1)
 
     def weights(seed: int) -> list[torch.Tensor]:
-        model = CausalLM(ModelConfig.from_dir(path), max_positions=16)
+        model = build_model(ModelConfig.from_dir(path), max_positions=16)
         load_dummy(model, model, seed)
         return list(model.parameters())
 
@@ -827,7 +836,7 @@ def test_dummy_weights_do_not_depend_on_the_type(dtype: torch.dtype) -> None:
 
 def test_dummy_weights_keep_the_callers_random_state(model_dir: Path) -> None:
     before = torch.get_rng_state()
-    model = CausalLM(ModelConfig.from_dir(model_dir), max_positions=16)
+    model = build_model(ModelConfig.from_dir(model_dir), max_positions=16)
     load_dummy(model, model, 1)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -850,7 +859,7 @@ def test_loading_needs_less_than_twice_the_model(tmp_path: Path) -> None:
         json.dumps({**shape, "architectures": ["Qwen3ForCausalLM"], "rope_theta": 1e4})
     )
     with torch.device("meta"):
-        model = CausalLM(ModelConfig.from_dir(tmp_path), max_positions=16)
+        model = build_model(ModelConfig.from_dir(tmp_path), max_positions=16)
     weight_map = {}
     size = 0.0
     for index, (name, param) in enumerate(model.named_parameters()):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
+from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
 
 # Qwen3-*/config.json as published: hidden, layers, heads, intermediate, tied; then the number of
 # parameters, which the model cards round to 0.6, 1.7, 4.0, 8.2, 14.8 and 32.8 billion.
@@ -103,7 +103,7 @@ def test_published_models_have_their_number_of_parameters(tmp_path: Path, size: 
     assert num_parameters(*shape) == count
     config = read(tmp_path, published(size))
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(config, max_positions=16)
+        model = build_model(config, max_positions=16)
     assert sum(param.numel() for param in model.parameters()) == count
 
 

@@ -27,13 +27,14 @@ from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.names import USUAL_NAMES
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.weights import matrix
 from nanovllm.layers.weights.scheme import ONLINE
 from nanovllm.layers.weights.stored import Held
+from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.formats import FUSED as FUSED_PARTS
 from nanovllm.models.formats import Formats
 from nanovllm.models.loader import load_dummy, load_model
 
@@ -50,7 +51,7 @@ def load(path: Path, ranks: Ranks = ALONE, whole_experts: bool = False) -> Causa
     """A rank's model, not bound yet."""
     config = ModelConfig.from_dir(path)
     formats = choose_formats(Config(str(path)), config, path)
-    model = CausalLM(config, 64, ranks, whole_experts, formats)
+    model = build_model(config, 64, ranks, whole_experts, formats)
     load_model(model, path)
     return model
 
@@ -110,7 +111,7 @@ def test_inputs_are_rounded_where_the_config_says_it(name: str, tmp_path: Path) 
     first_is_largest = []
     for module, weight, _ in matrices(load(path)):
         above, _, leaf = module.rpartition(".")
-        parts = [part for part, (fused, _) in FUSED_PARTS.items() if fused == leaf] or [leaf]
+        parts = USUAL_NAMES.parts(leaf) or [leaf]
         for each in weight if isinstance(weight, list) else [weight]:
             if not isinstance(each, QuantizedMatrix):
                 continue
@@ -129,7 +130,7 @@ def test_inputs_are_rounded_for_weights_quantized_to_fp8(online: str, tmp_path: 
     """Not for the other types, nor those of routers and heads."""
     path = make_model(tmp_path / "model", **MOE)
     config = ModelConfig.from_dir(path, online)
-    model = CausalLM(config, 64, formats=Formats(config.quantization))
+    model = build_model(config, 64, formats=Formats(config.quantization))
     load_model(model, path)
     found = [
         each.rounds_inputs for _, each, _ in matrices(model) if isinstance(each, QuantizedMatrix)
@@ -341,7 +342,7 @@ def test_random_weights_are_as_large_as_plain_ones(
     edit_config(tmp_path, quantization_config=VARIANTS[name].config)
     config = ModelConfig.from_dir(tmp_path)
     formats = choose_formats(Config(str(tmp_path), load_format="dummy"), config, tmp_path)
-    model = CausalLM(config, 64, formats=formats)
+    model = build_model(config, 64, formats=formats)
     load_dummy(model, model, 0)
     found = weights(model)
     wrong = {name: float(w.std()) for name, w in found.items() if not 0.016 < w.std() < 0.035}

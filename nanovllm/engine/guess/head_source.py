@@ -12,8 +12,9 @@ from nanovllm.engine.guess.eagle3 import Eagle3Guesser
 from nanovllm.engine.placement import Placement, resolve_placement
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.eagle3 import HEAD_PATTERNS, Eagle3Head, load_head, random_head
+from nanovllm.models.eagle3 import Eagle3Head
 from nanovllm.models.eagle3_config import HeadConfig
+from nanovllm.models.eagle3_files import HEAD_PATTERNS, load_head, random_head
 from nanovllm.models.held_bytes import held_bytes
 from nanovllm.models.loader import resolve_model
 from nanovllm.speculative_config import errors_name_model

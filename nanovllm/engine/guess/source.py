@@ -10,7 +10,6 @@ from nanovllm.engine.guess.head_source import HeadSource, find_head
 from nanovllm.engine.load import load_part
 from nanovllm.engine.placement import Placement, resolve_placement
 from nanovllm.engine.requests.tokenizer import load_tokenizer
-from nanovllm.layers.rotary_embedding import max_rope_positions
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import resolve_model
@@ -77,7 +76,7 @@ def find_source(config: Config, model_config: ModelConfig, tokenizer: Any) -> So
 
 def _longest(model: ModelConfig, asked: int | None) -> int:
     """How many tokens of a sequence the model may see; what is `asked` may not be more."""
-    longest = max_rope_positions(model.rope_parameters, model.max_position_embeddings)
+    longest = model.max_context
     if asked is not None and asked > longest:
         raise ValueError(f"max_model_len must be at most {longest}, its limit, got {asked}")
     return asked or longest

@@ -38,6 +38,7 @@ from nanovllm.engine.remote.messages import (
     Tokens,
 )
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.models.registry import register_model
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.heap import keep_what_lives
@@ -302,8 +303,10 @@ def main(caller: int, line: int, connection: int) -> None:
 def _serve(link: socket.socket, outbox: Outbox) -> None:
     from nanovllm.engine.remote.served import ServedEngine
 
-    model, options, level = receive(link)
+    model, options, level, families = receive(link)
     log_to_stderr(level)  # the caller's handlers are in its process
+    for name, family in families.items():
+        register_model(name, family)
     commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
     engine = ServedEngine(model, **options)
     try:

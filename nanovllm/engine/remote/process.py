@@ -13,6 +13,7 @@ from nanovllm.engine.life_line import ending, start_process
 from nanovllm.engine.ranks.errors import RankError
 from nanovllm.engine.remote.frames import frame, receive
 from nanovllm.engine.remote.messages import Failed, Ready
+from nanovllm.models.registry import registered
 
 END_SECONDS = 10.0  # for the process to end by itself
 
@@ -21,6 +22,7 @@ class EngineProcess:
     """The process, and our end of the socket, `link`. Its messages are lists of events."""
 
     def __init__(self, model: str, options: Mapping[str, Any]) -> None:
+        families = registered()  # or a ValueError
         self.line, its_line = socket.socketpair()
         self.link, its_link = socket.socketpair()
         with its_line, its_link:
@@ -31,7 +33,7 @@ class EngineProcess:
             self, _end, os.getpid(), self._process, self.line, self.link
         )
         level = logging.getLogger("nanovllm").getEffectiveLevel()
-        self.link.sendall(frame((model, dict(options), level)))
+        self.link.sendall(frame((model, dict(options), level, families)))
 
     @property
     def pid(self) -> int:

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from nanovllm.models.config import read_json
+from nanovllm.models.fields import read_json
 from nanovllm.models.hub import TOKENIZER_PATTERNS, download, local_directory
 
 logger = logging.getLogger("nanovllm")

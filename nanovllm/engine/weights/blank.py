@@ -1,6 +1,7 @@
 """Blank models: a rank's model as it was before loading, and how its layers get memory."""
 
 import copy
+from dataclasses import replace
 
 import torch
 
@@ -9,6 +10,7 @@ from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import Ranks
 from nanovllm.layers.weights.stored import StoredTensor
 from nanovllm.layers.weights.tensors import SOURCE
+from nanovllm.models.build import made_with
 from nanovllm.models.decoder import CausalLM
 
 
@@ -18,10 +20,7 @@ def blank_model(shard: Shard, ranks: Ranks | None = None) -> CausalLM:
     torch.set_default_dtype(shard.placement.dtype)
     try:
         with torch.device("meta"), torch.inference_mode(False):
-            return CausalLM(
-                shard.model_config, shard.placement.max_positions, ranks or shard.ranks,
-                live.whole_experts, live.formats,
-            )  # fmt: skip
+            return made_with(shard.model_config, replace(live.make, ranks=ranks or shard.ranks))
     finally:
         torch.set_default_dtype(before)
 

@@ -172,6 +172,7 @@ class WeightCalls(LLMEngine):
         is_all = isinstance(items, list | tuple)
         for chunk in batches(items):
             held = self._held
+            chunk = [one for one in chunk if not held.known.blank.names.is_skipped(one.name)]
             tensors = {one.name: one.tensor for one in chunk}
             for name, tensor, _ in chunk:
                 held.known.check(name, tensor)

@@ -9,9 +9,8 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.layers.layer import Layer
-from nanovllm.models.bare import full_name
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.formats import hint_for, stored_name
+from nanovllm.models.formats import hint_for, usual_name
 from nanovllm.models.loader import TYPES, Target, checkpoint_targets
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # converted to each other
@@ -56,7 +55,7 @@ class KnownTensors:
         return known
 
     def _find(self, name: str) -> Known:
-        usual = full_name(stored_name(name), self.targets)
+        usual = usual_name(name, self.blank.names, self.targets)
         if usual not in self.targets:
             raise ValueError(f"the model has no tensor {name!r}{hint_for(name)}")
         target = self.targets[usual]

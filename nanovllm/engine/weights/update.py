@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.weights.blank import blank_model
 from nanovllm.engine.weights.held import held_weights
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models.formats import checkpoint_name
 from nanovllm.models.loader import dummy_values, is_left_out, read_weights
@@ -230,7 +231,8 @@ class Reload(NamedTuple):
                 weights.load(
                     (name, tensor)
                     for name, tensor in tensors.items()
-                    if not is_left_out(name, tensor, weights.known.targets)
+                    if not shard.model.names.is_skipped(name)
+                    and not is_left_out(name, tensor, weights.known.targets)
                     and weights.known[name].can_change
                 )
         weights.finish()
@@ -238,8 +240,11 @@ class Reload(NamedTuple):
 
 
 def dummy_weights(shard: Shard, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The random weights of `load_dummy`; what that leaves are ones."""
+    """The random weights of `load_dummy`, and the initial values of what that leaves."""
     whole = blank_model(shard, ALONE)
     for name, param, values in dummy_values(whole, seed, shard.device):
-        ones = torch.ones(param.shape, dtype=param.dtype, device=shard.device)
-        yield checkpoint_name(name), ones if values is None else values
+        if values is None:
+            layer = whole.get_submodule(name.rpartition(".")[0])
+            assert isinstance(layer, Layer)
+            values = torch.full_like(param, layer.initial, device=shard.device)
+        yield checkpoint_name(name), values

@@ -23,7 +23,8 @@ class Attention(Layer):
     """Rotate, store the step's KV, attend.
 
     With a window, a token attends to the last `window` tokens up to itself. A checkpoint may have
-    scales for a quantized cache, one for all keys and one for all values.
+    scales for a quantized cache, one for all keys and one for all values. `score_scale` is the
+    factor of the scores, by default `head_dim` to the power of -1/2.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Attention(Layer):
         head_dim: int,
         window: int | None = None,
         has_scales: bool = False,
+        score_scale: float | None = None,
     ) -> None:
         super().__init__()
         self.has_scales = has_scales
@@ -40,7 +42,8 @@ class Attention(Layer):
             self.register_parameter(name, nn.Parameter(scale, requires_grad=False))
         self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
         self.group = 0
-        self.kv = KVLayer(torch.empty(0), torch.empty(0), head_dim**-0.5, window)
+        factor = head_dim**-0.5 if score_scale is None else score_scale
+        self.kv = KVLayer(torch.empty(0), torch.empty(0), factor, window)
         self.attention_backend: AttentionBackend = TorchBackend()
         self.kernels: Kernels = PLAIN
 

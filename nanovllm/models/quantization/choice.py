@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.layers.names import USUAL_NAMES, Names
 from nanovllm.layers.weights.scheme import ONLINE
 from nanovllm.models.quantization.fields import refusal
 from nanovllm.models.quantization.methods import METHODS
@@ -17,7 +18,7 @@ from nanovllm.utils.checks import allowed_choices, shorten
 
 
 def choose_quantization(
-    raw: Mapping[str, Any], option: str | None, is_fused: bool = False
+    raw: Mapping[str, Any], option: str | None, names: Names = USUAL_NAMES
 ) -> Quantization:
     """The quantization of a checkpoint with this config, or else what the option makes of it.
 
@@ -36,7 +37,7 @@ def choose_quantization(
                 f" quantized by {allowed_choices(ONLINE)}"
             )
         found = _while_loading(option)
-    return replace(found, is_fused=is_fused)
+    return replace(found, names=names)
 
 
 def _while_loading(method: str) -> Quantization:

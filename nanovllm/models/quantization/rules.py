@@ -1,11 +1,11 @@
 """Quantization: how each linear layer of a model is quantized, by its name in the checkpoint."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from nanovllm.layers.names import Names
 from nanovllm.layers.weights.scheme import Scheme
-from nanovllm.models.registry import FUSED
 from nanovllm.utils.checks import shorten
 
 HEAD = "lm_head"
@@ -27,19 +27,17 @@ class Quantization:
     A layer that no rule matches has plain weights. `files` says which weights the checkpoint's
     files have: only "plain" ones; "quantized" ones where the rules say so; or, where they say so,
     either ("decide"), as the tools that write such checkpoints do not list all plain layers in the
-    config. With `is_fused`, rules are for the names of fused projections, not of their parts.
+    config. Rules are for the names that the files have.
     """
 
     method: str | None = None
     rules: tuple[Rule, ...] = ()
     files: Literal["plain", "quantized", "decide"] = "plain"
-    is_fused: bool = False
+    names: Names = field(default_factory=Names)
 
     def scheme(self, name: str) -> Scheme | None:
-        """The scheme of a linear layer, by its name in the checkpoint; None for plain weights."""
-        above, _, layer = name.rpartition(".")
-        if self.is_fused and layer in FUSED:
-            name = f"{above}.{FUSED[layer][0]}"
+        """The scheme of a linear layer, by its usual name; None for plain weights."""
+        name = self.names.theirs(name)
         return next((rule.scheme for rule in self.rules if rule.pattern.match(name)), None)
 
     @property

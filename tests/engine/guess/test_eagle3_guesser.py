@@ -22,8 +22,8 @@ from nanovllm.layers.context import Context
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.eagle3 import load_head
 from nanovllm.models.eagle3_config import HeadConfig
+from nanovllm.models.eagle3_files import load_head
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

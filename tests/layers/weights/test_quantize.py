@@ -20,8 +20,8 @@ from nanovllm import LLM
 from nanovllm.layers.ranks import Ranks
 from nanovllm.layers.weights.quantize import GROUP, LARGE, QUANTIZERS, to_fp8, to_int4, to_int8
 from nanovllm.layers.weights.scheme import ONLINE
+from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.decoder import CausalLM
 from nanovllm.models.formats import Formats
 from nanovllm.models.loader import load_model
 
@@ -212,7 +212,7 @@ def codes_of(path: Path, online: str, ranks: Ranks) -> dict[str, torch.Tensor]:
     """A rank's tensors of the layers, quantized."""
     config = ModelConfig.from_dir(path, online)
     with torch.no_grad():
-        model = CausalLM(config, 64, ranks, formats=Formats(config.quantization))
+        model = build_model(config, 64, ranks, formats=Formats(config.quantization))
         load_model(model, path)
     return {name: tensor for name, tensor in model.named_buffers() if "quantized" in name}
 
@@ -255,8 +255,8 @@ LOAD = """
 import sys, threading
 from pathlib import Path
 import torch
+from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.decoder import CausalLM
 from nanovllm.models.formats import Formats
 from nanovllm.models.loader import load_model
 
@@ -276,7 +276,7 @@ thread = threading.Thread(target=watch)
 thread.start()
 with torch.no_grad():
     config = ModelConfig.from_dir(path, online)
-    model = CausalLM(config, 16, formats=Formats(config.quantization))
+    model = build_model(config, 16, formats=Formats(config.quantization))
     load_model(model, path)
 done.set()
 thread.join()
@@ -292,7 +292,7 @@ def test_loading_takes_the_memory_of_the_codes(online: str, bits: float, tmp_pat
     """Besides the codes, a few matrices are held. Mapped pages of the files are not counted."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     with torch.device("meta"):
-        params = dict(CausalLM(ModelConfig.from_dir(tmp_path), 16).named_parameters())
+        params = dict(build_model(ModelConfig.from_dir(tmp_path), 16).named_parameters())
     weights = {name: torch.empty(p.shape).bfloat16().normal_() for name, p in params.items()}
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     done = subprocess.run(

@@ -1,0 +1,123 @@
+"""Decode steps of few rows: fewer kernels for blocks of the form that most models have.
+
+Six kernels a block instead of nine, or eight with experts; with several ranks eight, as two of
+them sum over the ranks. The form is a norm before each part, self-attention, and a feed-forward
+part gated by silu, or of experts. Blocks of another form are computed one kernel after the other.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanovllm.kernels.low_rank import LowRank
+from nanovllm.kernels.plain.few_rows import ExpertWeights, Scaled
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.block import Block
+from nanovllm.layers.experts import Experts
+from nanovllm.layers.feed_forward import MLP, FeedForward, SparseMLP
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import LinearBase, RowParallelLinear
+from nanovllm.layers.lora import AdapterRows
+from nanovllm.layers.mixer import Ropes
+from nanovllm.layers.router import Router
+from nanovllm.layers.self_attention import SelfAttention
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
+
+
+def operands_of(block: Block) -> list[Any]:
+    """What the kernels read, in the order of their use; [None] for a block of another form.
+
+    For what has None, there are no such kernels.
+    """
+    mixer, feed_forward, before_mixer, after_mixer, before, after = block.parts
+    norms = before_mixer, before
+    if not all(norm is not None and norm.is_plain for norm in norms) or after_mixer or after:
+        return [None]
+    if not isinstance(mixer, SelfAttention) or block.residual_scale != 1.0:
+        return [None]
+    return [*_operands(mixer.qkv_proj, mixer.o_proj), *_operands_after(feed_forward)]
+
+
+def _operands(*linears: LinearBase) -> list[Any]:
+    return [linear.operand_and_bias[0] for linear in linears]
+
+
+def _operands_after(feed_forward: FeedForward) -> list[Any]:
+    if isinstance(feed_forward, SparseMLP):
+        return [expert_weights(feed_forward.gate, feed_forward.experts)]
+    if isinstance(feed_forward, MLP) and isinstance(feed_forward.act_fn, SiluAndMul):
+        return _operands(feed_forward.gate_up_proj, feed_forward.down_proj)
+    return [None]
+
+
+def expert_weights(gate: Router, experts: Experts) -> ExpertWeights | None:
+    """What the kernels read of experts. They do not sum experts over several ranks."""
+    if experts.ranks.size > 1 or experts.operands is None:
+        return None
+    return ExpertWeights(gate.kernel, *experts.operands, gate.per_token, gate.normalized)
+
+
+def compute_block(
+    block: Block,
+    few_rows: "FewRows",
+    x: torch.Tensor,
+    scaled: Scaled | None,
+    ropes: Ropes,
+    norm: RMSNorm,
+) -> tuple[torch.Tensor, Scaled]:
+    """The residual after the block, and that scaled for `norm`, which follows the block.
+
+    x is the residual before it. `scaled` is x scaled for the block's first norm, None in the first
+    block.
+    """
+    attention, feed_forward, first, _, second, _ = block.parts
+    assert isinstance(attention, SelfAttention) and first is not None and second is not None
+    qkv = attention.qkv_proj
+    if scaled is None:
+        attended = attention.mix(first(x), ropes)
+    else:
+        attended = attention.attend(few_rows.linear(scaled, *qkv.operand_and_bias), ropes)
+    x, scaled = _add(few_rows, attended, attention.o_proj, x, second)
+    if isinstance(feed_forward, SparseMLP):
+        weights = expert_weights(feed_forward.gate, feed_forward.experts)
+        assert weights is not None
+        return few_rows.add_experts(scaled, weights, x, norm.weight, norm.eps)
+    assert isinstance(feed_forward, MLP)
+    gated = few_rows.gated(scaled, *feed_forward.gate_up_proj.operand_and_bias)
+    return _add(few_rows, gated, feed_forward.down_proj, x, norm)
+
+
+def _add(
+    few_rows: "FewRows",
+    x: torch.Tensor,
+    linear: RowParallelLinear,
+    residual: torch.Tensor,
+    norm: RMSNorm,
+) -> tuple[torch.Tensor, Scaled]:
+    """The residual and all ranks' outputs of `linear`, added up, and that scaled for `norm`."""
+    if norm.ranks.size == 1:
+        return few_rows.add(x, *linear.operand_and_bias, residual, norm.weight, norm.eps)
+    assert norm.ranks.peer_kernels is not None
+    part = few_rows.product(x, *linear.operand_and_bias)
+    return norm.ranks.peer_kernels.add_scaled(part, residual, norm.weight, norm.eps)
+
+
+def with_adapters(
+    few_rows: "FewRows", blocks: Iterable[Block], adapters: AdapterRows
+) -> "FewRows | None":
+    """The kernels for few rows with adapters; None if experts have room for some."""
+    low_ranks: dict[int, LowRank] = {}
+    for module in (module for block in blocks for module in block.modules()):
+        if isinstance(module, Experts) and module.low_ranks:
+            return None
+        if isinstance(module, LinearBase) and module.low_rank:
+            low_ranks[id(module.operand_and_bias[0])] = module.low_rank
+    from nanovllm.kernels.triton.adapted_few_rows import AdaptedFewRows, with_counters
+
+    return AdaptedFewRows(
+        most_rows=few_rows.most_rows, arrivals=few_rows.arrivals, groups=adapters.groups,
+        adapters=with_counters(low_ranks),
+    )  # fmt: skip

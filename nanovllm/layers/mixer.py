@@ -1,0 +1,40 @@
+"""Mixer: the part of a block in which a token reads the tokens before it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.plain.norm_rope_store import Rope
+from nanovllm.kernels.quantized import Rounding
+from nanovllm.layers.cache_spec import CacheSpec
+
+Ropes = Mapping[str, Rope]  # a step's cosines and sines, by the name that the decoder gives a rope
+
+
+class Mixer(nn.Module):
+    """Owns its projections, and says what it keeps between steps: `cache`, on this rank.
+
+    A step calls `mix` for all of its tokens, and then `project` for the rows that are needed:
+    after the last layer few are. The layers' context has the step's sequences and slots.
+    """
+
+    cache: CacheSpec
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What mixers that use the same kernels have in common; it can be hashed."""
+        return type(self), self.cache
+
+    def rounding(self, x: torch.Tensor) -> Rounding | None:  # noqa: ARG002
+        """How `mix` rounds as many rows as x has: it takes those, too. None: not at all."""
+        return None
+
+    def mix(self, x: Any, ropes: Ropes) -> torch.Tensor:
+        """Hidden states [T, hidden] -> [T, N], and the step's tokens enter the cache."""
+        raise NotImplementedError
+
+    def project(self, mixed: torch.Tensor) -> torch.Tensor:
+        """Rows [R, N] -> [R, hidden], which the ranks must sum up."""
+        raise NotImplementedError

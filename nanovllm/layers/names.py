@@ -1,0 +1,63 @@
+"""Names: what the files of checkpoints call the tensors of a model."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+# Layers that hold several projections of a checkpoint, in this order.
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+# The same of each expert's matrices.
+EXPERTS: Mapping[str, tuple[str, ...]] = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
+
+
+@dataclass(frozen=True)
+class Names:
+    """How the names in a family's files differ from those of its modules.
+
+    `fused` and `experts` map a layer, or an expert's matrix, to its parts in the files. `prefixes`
+    maps beginnings of names in the files to what they are here; the first that fits counts.
+    Tensors whose names begin with one of `skipped` are left out: the model has no use for them.
+    With `stores_fused`, files have the fused layers, and rules of quantized ones name those.
+    """
+
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: FUSED)
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: EXPERTS)
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+    skipped: tuple[str, ...] = ()
+    stores_fused: bool = False
+
+    def parts(self, layer: str) -> tuple[str, ...]:
+        """What the files call the parts of a layer, by its last name; none if it is not fused."""
+        return self.fused.get(layer, ())
+
+    def is_skipped(self, name: str) -> bool:
+        """Whether a tensor of the files is left out."""
+        return name.startswith(self.skipped)
+
+    def ours(self, name: str) -> str:
+        """Our name of a tensor, or of a module, that the files call `name`."""
+        return _renamed(name, self.prefixes.items())
+
+    def theirs(self, name: str) -> str:
+        """What the files call a module that we call `name`, as rules of quantized ones have it."""
+        above, _, layer = name.rpartition(".")
+        if self.stores_fused:
+            layer = next((whole for whole, parts in self.fused.items() if layer in parts), layer)
+        name = f"{above}.{layer}" if above else layer
+        return _renamed(name, ((ours, theirs) for theirs, ours in self.prefixes.items()))
+
+
+def _renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
+    """The name with another prefix. Prefixes end with a dot, or are whole names."""
+    for old, new in prefixes:
+        if f"{name}.".startswith(old):
+            return f"{new}{f'{name}.'[len(old) :]}".removesuffix(".")
+    return name
+
+
+USUAL_NAMES = Names()

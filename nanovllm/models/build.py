@@ -1,0 +1,37 @@
+"""Building a model: by its config's family, for one rank."""
+
+from dataclasses import replace
+from typing import Any
+
+from nanovllm.layers.build import Build
+from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.models import registry
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.family import Family
+from nanovllm.models.formats import PLAIN_FORMATS, Formats
+
+
+def build_model(
+    config: ModelConfig,
+    max_positions: int,
+    ranks: Ranks = ALONE,
+    whole_experts: bool = False,
+    formats: Formats = PLAIN_FORMATS,
+) -> CausalLM:
+    """The model with parameters that are not filled, in PyTorch's default type and device."""
+    formats = replace(formats, names=_family_of(config).names)
+    return made_with(config, Build(ranks, formats, max_positions, whole_experts))
+
+
+def made_with(config: ModelConfig, make: Build) -> CausalLM:
+    """As `build_model`, for what another model of the same config was made with."""
+    model: CausalLM = _family_of(config).build(config, make)
+    return model
+
+
+def _family_of(config: ModelConfig) -> Family[Any]:
+    """The family of a config, which may have been read by another process."""
+    if config.family:
+        return registry.imported(config.family)
+    return registry.family_of(config.architecture)

@@ -1,0 +1,153 @@
+"""Reading the fields of a `config.json`: what the families share, one function for each matter.
+
+An absent field gets the family's default, or is an error without one. No PyTorch here.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nanovllm.config import DTYPES
+from nanovllm.models.rope import MAX_POSITIONS
+from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int, shorten
+
+MAX_LAYERS = 10_000
+# What most of transformers' config classes give to fields that a file leaves out.
+DEFAULTS: Mapping[str, Any] = {
+    "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
+    "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "hidden_act": "silu",
+    "use_sliding_window": False, "sliding_window": None, "max_window_layers": 0,
+    "layer_types": None, "eos_token_id": None,
+}  # fmt: skip
+
+
+class Fields(dict[str, Any]):
+    """The fields of a `file`, with values for those that it leaves out.
+
+    `defaults` are transformers' values, where they differ from `DEFAULTS`. `fixed` overrides the
+    file: transformers does not read these fields for this architecture.
+    """
+
+    def __init__(
+        self,
+        file: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        fixed: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__({**DEFAULTS, **defaults, **file, **(fixed or {})})
+        self.file = file
+        self.default_head_dim: int | None = defaults.get("head_dim")
+
+    @property
+    def architecture(self) -> str:
+        """The name that the file gives to the architecture, for messages."""
+        return str(self["architectures"][0])
+
+    def size(self, name: str, high: int | None = None) -> int:
+        """A number of at least 1."""
+        return check_int(name, self[name], 1, high)
+
+    def flag(self, name: str) -> bool:
+        """True or False."""
+        return check_bool(name, self[name])
+
+    def number(self, name: str, low: float = 0.0) -> float:
+        """A number above `low`."""
+        return check_float(name, self[name], low, above=True)
+
+
+def decoder_fields(fields: Fields) -> dict[str, Any]:
+    """What the config of every decoder has, by our names."""
+    num_heads, num_kv_heads, head_dim = heads(fields)
+    return dict(
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=fields.size("hidden_size"),
+        intermediate_size=fields.size("intermediate_size"),
+        num_hidden_layers=fields.size("num_hidden_layers", MAX_LAYERS),
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        max_position_embeddings=fields.size("max_position_embeddings", MAX_POSITIONS),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        dtype=_dtype(fields),
+        eos_token_ids=ids("eos_token_id", fields["eos_token_id"])
+        | eos_ids(fields.file, fields["vocab_size"]),
+    )
+
+
+def heads(fields: Fields) -> tuple[int, int, int]:
+    """The numbers of query heads and of key heads, and the dimension of a head."""
+    num_heads = fields.size("num_attention_heads")
+    has_kv_heads = fields["num_key_value_heads"] is not None
+    num_kv_heads = fields.size("num_key_value_heads") if has_kv_heads else num_heads
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_attention_heads={num_heads} is not a multiple of"
+            f" num_key_value_heads={num_kv_heads}"
+        )
+    # Null stands for the quotient only where that is the default, as in transformers.
+    has_head_dim = fields["head_dim"] is not None or fields.default_head_dim is not None
+    head_dim = fields.size("head_dim") if has_head_dim else fields.size("hidden_size") // num_heads
+    if head_dim % 2 or not head_dim:
+        raise ValueError(
+            f"head_dim must be even and above 0, got {head_dim}; without it, it is hidden_size="
+            f"{fields['hidden_size']} // num_attention_heads={num_heads}"
+        )
+    return num_heads, num_kv_heads, head_dim
+
+
+def check_activation(fields: Fields, supported: str = "silu", name: str = "hidden_act") -> None:
+    """Raise unless the activation is the one that the family has."""
+    if fields[name] != supported:
+        raise ValueError(f"{name} must be {supported!r}, got {shorten(fields[name])}")
+
+
+def ids(name: str, value: Any) -> frozenset[int]:
+    """The ids of a field that holds null, one id, or a list of ids."""
+    if value is None:
+        return frozenset()
+    return frozenset(check_int(name, i, 0) for i in (value if isinstance(value, list) else [value]))
+
+
+def eos_ids(file: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
+    """The EOS ids that a file gives; one that the model cannot produce is a ValueError."""
+    found = ids("eos_token_id", file.get("eos_token_id"))
+    if outside := [i for i in found if i >= vocab_size]:
+        raise ValueError(
+            f"eos_token_id {shorten(outside)} is outside the vocabulary: vocab_size={vocab_size}"
+        )
+    return found
+
+
+def _dtype(raw: Mapping[str, Any]) -> str:
+    spelt = (name for name in ("dtype", "torch_dtype") if raw.get(name) is not None)
+    name = next(spelt, None)
+    return "float32" if name is None else check_choice(name, raw[name], DTYPES[1:])
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; a broken or missing file is an OSError that names the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} does not exist; a model directory must have it") from None
+    except ValueError as error:
+        raise OSError(f"{path} is not valid JSON ({error}); copy or download it again") from None
+    if not isinstance(value, dict):
+        raise OSError(f"{path} must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
+@contextlib.contextmanager
+def fields_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The fields of a file, for a block whose errors are given the file's name."""
+    raw = read_json(path)
+    try:
+        yield raw
+    except KeyError as error:
+        raise ValueError(f"{path} has no field {error}") from None
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}") from None

@@ -1,0 +1,95 @@
+"""The parts that most families compose their models of, by the fields of a `ModelConfig`."""
+
+from collections.abc import Callable
+
+from nanovllm.layers.block import Block, Norms
+from nanovllm.layers.block import pre_norms as named_pre_norms
+from nanovllm.layers.build import Build
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.feed_forward import MLP, SparseMLP
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
+from nanovllm.layers.self_attention import ROPE, SelfAttention
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM, Decoder
+from nanovllm.models.quantization.rules import HEAD
+
+
+def norm(config: ModelConfig) -> RMSNorm:
+    """A norm of hidden states."""
+    return RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+def pre_norms(config: ModelConfig) -> Norms:
+    """A norm before each part of a block."""
+    return named_pre_norms(norm(config), norm(config))
+
+
+def attention(config: ModelConfig, index: int, make: Build) -> SelfAttention:
+    """The attention of layer `index`."""
+    head_norms = None
+    if config.qk_norm:
+        eps = config.rms_norm_eps
+        head_norms = RMSNorm(config.head_dim, eps), RMSNorm(config.head_dim, eps)
+    return SelfAttention(
+        make, config.hidden_size, config.heads(index),
+        rope=ROPE if config.rotated_layers[index] else None, qkv_bias=config.qkv_bias,
+        o_bias=config.o_bias, head_norms=head_norms,
+    )  # fmt: skip
+
+
+def mlp(config: ModelConfig, make: Build) -> MLP:
+    """A dense feed-forward part, gated by silu."""
+    return MLP(make, config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+
+
+def sparse_mlp(config: ModelConfig, make: Build) -> SparseMLP:
+    """The experts of a layer."""
+    experts = config.experts
+    assert experts is not None
+    return SparseMLP(
+        make, config.hidden_size, experts.intermediate_size, experts.num_experts,
+        experts.per_token, normalized=experts.norm_topk_prob,
+    )  # fmt: skip
+
+
+def rope(config: ModelConfig, make: Build) -> RotaryEmbedding:
+    """The rotation that all layers share."""
+    return get_rope(
+        config.head_dim, make.max_positions, config.max_position_embeddings, config.rope_parameters
+    )
+
+
+def causal_lm(config: ModelConfig, make: Build, block: Callable[[int, Build], Block]) -> CausalLM:
+    """The model with these blocks, one rope, and a plain norm at the end."""
+    decoder = Decoder(
+        make,
+        VocabParallelEmbedding(config.vocab_size, config.hidden_size, make.ranks),
+        blocks(config, make, block),
+        norm(config),
+        {ROPE: rope(config, make)},
+    )
+    return CausalLM(make, decoder, head(config, make, decoder.embed_tokens))
+
+
+def blocks(config: ModelConfig, make: Build, block: Callable[[int, Build], Block]) -> list[Block]:
+    """The blocks of all layers, each made for its place in the model."""
+    inside = make.inside("model")
+    return [block(i, inside.inside(f"layers.{i}")) for i in range(config.num_hidden_layers)]
+
+
+def head(
+    config: ModelConfig, make: Build, embedding: VocabParallelEmbedding,
+    scale: float = 1.0, soft_cap: float | None = None,
+) -> ParallelLMHead:  # fmt: skip
+    """The projection to the vocabulary.
+
+    A head that is stored quantized is not the embedding's table, whatever the config says.
+    """
+    stored = make.formats.of(HEAD)
+    made = ParallelLMHead(
+        config.vocab_size, config.hidden_size, make.ranks, stored, scale=scale, soft_cap=soft_cap
+    )
+    if config.tie_word_embeddings and stored.is_plain:
+        made.tie(embedding)
+    return made

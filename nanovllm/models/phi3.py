@@ -1,0 +1,39 @@
+"""Phi 3, 3.5 and 4, text only: Llama with fused tensors, a window, and partly rotated heads."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.layers.names import Names
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.family import Family
+from nanovllm.models.fields import Fields, check_activation, decoder_fields
+from nanovllm.models.llama import build
+from nanovllm.models.rope import rope_parameters
+from nanovllm.models.windows import EVERY_LAYER, sliding_windows
+
+DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 32_064, "hidden_size": 3072, "intermediate_size": 8192,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
+    "eos_token_id": 32_000,
+}  # fmt: skip
+FIXED: Mapping[str, Any] = {"use_sliding_window": True, **EVERY_LAYER}
+OLD_ROPE_TYPES = {"su": "longrope", "yarn": "longrope"}
+
+
+def read(file: Mapping[str, Any]) -> ModelConfig:
+    """`partial_rotary_factor` may limit the rotation to a part of each head."""
+    fields = Fields(file, DEFAULTS, FIXED)
+    check_activation(fields)
+    common = decoder_fields(fields)
+    return ModelConfig(
+        **common,
+        rope_parameters=rope_parameters(
+            fields, file, common["head_dim"], partial=True, old_types=OLD_ROPE_TYPES
+        ),
+        sliding_windows=sliding_windows(fields, file),
+        rotated_layers=(True,) * common["num_hidden_layers"],
+    )
+
+
+FAMILY = Family(read, build, Names(stores_fused=True))

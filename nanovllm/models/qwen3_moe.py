@@ -1,0 +1,78 @@
+"""Qwen3 with experts in all layers, or in some: 30B-A3B, 235B-A22B."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.models.config import ExpertsConfig, ModelConfig
+from nanovllm.models.family import Family
+from nanovllm.models.fields import Fields, check_activation, decoder_fields, ids
+from nanovllm.models.qwen2 import SIZES
+from nanovllm.models.rope import rope_parameters
+from nanovllm.models.windows import EVERY_LAYER, sliding_windows
+from nanovllm.utils.checks import check_int, shorten
+
+if TYPE_CHECKING:
+    from nanovllm.layers.build import Build
+    from nanovllm.models.decoder import CausalLM
+
+DEFAULTS: Mapping[str, Any] = {
+    **SIZES, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24,
+    "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "decoder_sparse_step": 1, "mlp_only_layers": None,
+    "norm_topk_prob": False,
+}  # fmt: skip
+
+
+def read(file: Mapping[str, Any]) -> ModelConfig:
+    """If there is a window, all layers have it."""
+    fields = Fields(file, DEFAULTS, EVERY_LAYER)
+    check_activation(fields)
+    common = decoder_fields(fields)
+    return ModelConfig(
+        **common,
+        rope_parameters=rope_parameters(fields, file, common["head_dim"]),
+        qk_norm=True,
+        qkv_bias=fields.flag("attention_bias"),
+        o_bias=fields.flag("attention_bias"),
+        sliding_windows=sliding_windows(fields, file),
+        rotated_layers=(True,) * common["num_hidden_layers"],
+        experts=_experts(fields),
+    )
+
+
+def _experts(fields: Fields) -> ExpertsConfig:
+    """Read the experts. Transformers 5 writes `num_experts` as `num_local_experts`."""
+    spelt = "num_local_experts" if "num_local_experts" in fields else "num_experts"
+    num_experts, step = fields.size(spelt), fields.size("decoder_sparse_step")
+    dense = fields["mlp_only_layers"]
+    if dense is not None and not isinstance(dense, list):
+        raise TypeError(f"mlp_only_layers must be a list of numbers, got {shorten(dense)}")
+    layers = range(step - 1, fields["num_hidden_layers"], step)
+    return ExpertsConfig(
+        num_experts=num_experts,
+        per_token=check_int("num_experts_per_tok", fields["num_experts_per_tok"], 1, num_experts),
+        intermediate_size=fields.size("moe_intermediate_size"),
+        norm_topk_prob=fields.flag("norm_topk_prob"),
+        layers=frozenset(layers) - ids("mlp_only_layers", dense),
+    )
+
+
+def build(config: ModelConfig, make: "Build") -> "CausalLM":
+    """Qwen3, with experts instead of the gated layer where the config says so."""
+    from nanovllm.layers.block import Block
+    from nanovllm.models import parts
+
+    def block(index: int, make: "Build") -> Block:
+        assert config.experts is not None
+        feed_forward = parts.sparse_mlp if index in config.experts.layers else parts.mlp
+        return Block(
+            make,
+            parts.pre_norms(config),
+            parts.attention(config, index, make.inside("self_attn")),
+            feed_forward(config, make.inside("mlp")),
+        )
+
+    return parts.causal_lm(config, make, block)
+
+
+FAMILY = Family(read, build)

@@ -1,0 +1,74 @@
+"""LayerShape: what the engine knows of a layer before it is built: its matrices and its cache."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues
+
+
+class Matrix(NamedTuple):
+    """A linear layer's weight [out, in], by its name in the checkpoint's decoder layer."""
+
+    name: str
+    size_out: int
+    size_in: int
+    is_experts: bool = False  # every expert has one
+
+
+class ExpertCount(NamedTuple):
+    """The experts of a layer, and how many of them each token uses."""
+
+    total: int
+    per_token: int
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A layer of the whole model, not of one rank.
+
+    `split` has the sizes that the ranks divide, by their names in the config; those of experts
+    are in `split_experts`, as the ranks may hold whole experts instead. `num_others` counts the
+    parameters of norms and biases.
+    """
+
+    cache: CacheSpec
+    matrices: tuple[Matrix, ...]
+    num_others: int
+    split: Mapping[str, int] = field(default_factory=dict)
+    split_experts: Mapping[str, int] = field(default_factory=dict)
+    experts: ExpertCount | None = None
+
+
+def attention_matrices(
+    hidden_size: int, heads: KeysAndValues, above: str = "self_attn"
+) -> tuple[Matrix, ...]:
+    """Those of the projections of self-attention."""
+    size, kv_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    return (
+        Matrix(f"{above}.q_proj", size, hidden_size),
+        Matrix(f"{above}.k_proj", kv_size, hidden_size),
+        Matrix(f"{above}.v_proj", kv_size, hidden_size),
+        Matrix(f"{above}.o_proj", hidden_size, size),
+    )
+
+
+def gated_matrices(hidden_size: int, intermediate_size: int) -> tuple[Matrix, ...]:
+    """Those of a dense feed-forward part."""
+    return _gated("mlp", hidden_size, intermediate_size, is_experts=False)
+
+
+def expert_matrices(
+    hidden_size: int, intermediate_size: int, num_experts: int
+) -> tuple[Matrix, ...]:
+    """Those of experts and their router."""
+    experts = _gated("mlp.experts.0", hidden_size, intermediate_size, is_experts=True)
+    return Matrix("mlp.gate", num_experts, hidden_size), *experts
+
+
+def _gated(above: str, hidden: int, inner: int, is_experts: bool) -> tuple[Matrix, ...]:
+    return (
+        Matrix(f"{above}.gate_proj", inner, hidden, is_experts),
+        Matrix(f"{above}.up_proj", inner, hidden, is_experts),
+        Matrix(f"{above}.down_proj", hidden, inner, is_experts),
+    )

@@ -1,0 +1,86 @@
+"""A family from outside of the package, of Gemma's form: used by test_strangers.py."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nanovllm.layers.activation import GeluTanhAndMul
+from nanovllm.layers.block import Block, sandwich_norms
+from nanovllm.layers.build import Build
+from nanovllm.layers.embed_head import VocabParallelEmbedding
+from nanovllm.layers.feed_forward import MLP
+from nanovllm.layers.layernorm import PlusOneRMSNorm
+from nanovllm.layers.names import Names
+from nanovllm.layers.rotary_embedding import get_rope
+from nanovllm.layers.self_attention import SelfAttention
+from nanovllm.models import parts
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM, Decoder
+from nanovllm.models.family import Family
+from nanovllm.models.fields import Fields, check_activation, decoder_fields
+from nanovllm.models.shapes import LayerShape
+from nanovllm.models.windows import sliding_windows
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandwichConfig(ModelConfig):
+    """With the fields that Llama's decoder has not."""
+
+    local_theta: float
+    query_scalar: float
+    soft_cap: float
+
+    def layer_shape(self, index: int) -> LayerShape:
+        """Four norms of hidden states, and two of heads."""
+        others = 4 * self.hidden_size + 2 * self.head_dim
+        return replace(super().layer_shape(index), num_others=others)
+
+
+def read(file: Mapping[str, Any]) -> SandwichConfig:
+    fields = Fields(file, {"attn_logit_softcapping": None}, fixed={"use_sliding_window": True})
+    check_activation(fields, "gelu_pytorch_tanh")
+    if fields["attn_logit_softcapping"] is not None:
+        raise ValueError("attn_logit_softcapping is not supported")
+    common = decoder_fields(fields)
+    return SandwichConfig(
+        **common,
+        rope_parameters={"rope_type": "default", "rope_theta": fields.number("rope_theta", 1.0)},
+        sliding_windows=sliding_windows(fields, file),
+        rotated_layers=(True,) * common["num_hidden_layers"],
+        local_theta=fields.number("local_theta", 1.0),
+        query_scalar=fields.number("query_scalar"),
+        soft_cap=fields.number("final_logit_softcapping"),
+    )
+
+
+def build(config: SandwichConfig, make: Build) -> CausalLM:
+    hidden, dim = config.hidden_size, config.head_dim
+
+    def norm(size: int = hidden) -> PlusOneRMSNorm:
+        return PlusOneRMSNorm(size, config.rms_norm_eps)
+
+    def block(index: int, make: Build) -> Block:
+        heads = config.heads(index)
+        attention = SelfAttention(
+            make.inside("self_attn"), hidden, heads, rope="local" if heads.window else "global",
+            head_norms=(norm(dim), norm(dim)), scale=config.query_scalar**-0.5,
+        )  # fmt: skip
+        mlp = MLP(make.inside("mlp"), hidden, config.intermediate_size, activation=GeluTanhAndMul)
+        return Block(make, sandwich_norms(norm(), norm(), norm(), norm()), attention, mlp)
+
+    def rope(theta: float) -> Any:
+        parameters = {"rope_type": "default", "rope_theta": theta}
+        return get_rope(dim, make.max_positions, config.max_position_embeddings, parameters)
+
+    ropes = {
+        "global": rope(config.rope_parameters["rope_theta"]),
+        "local": rope(config.local_theta),
+    }
+    embedding = VocabParallelEmbedding(config.vocab_size, hidden, make.ranks, scale=hidden**0.5)
+    decoder = Decoder(make, embedding, parts.blocks(config, make, block), norm(), ropes)
+    head = parts.head(config, make, embedding, soft_cap=config.soft_cap)
+    return CausalLM(make, decoder, head)
+
+
+NAMES = Names(prefixes={"model.language_model.": "model."}, skipped=("model.visual.",))
+FAMILY = Family(read, build, NAMES)

@@ -1,0 +1,424 @@
+"""A family from outside of the package: its tokens equal those of a plain loop in PyTorch.
+
+The loop has no cache, no batch and no ranks: it computes each sequence anew for every token.
+"""
+
+import json
+import logging
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sandwich_family
+import torch
+import torch.nn.functional as F
+from conftest import byte_tokenizer
+from reference import (
+    HARD,
+    NUM_STEPS,
+    SMALL_POOL,
+    Case,
+    assert_same,
+    audit_at_rest,
+    decisive,
+    generate,
+    make_llm,
+    make_prompts,
+)
+from safetensors.torch import load_file, save_file
+from waiting import LIMIT
+
+import nanovllm
+from nanovllm import SamplingParams
+from nanovllm.adapters.peft import read_adapter
+from nanovllm.command.info import describe
+from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues
+from nanovllm.layers.few_rows import operands_of
+from nanovllm.models import model_size, registry
+from nanovllm.models.build import build_model
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.family import Family
+
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded", "registered")
+
+NAME = "SandwichForCausalLM"
+CONFIG: dict[str, Any] = dict(
+    architectures=[NAME], vocab_size=259, hidden_size=64, intermediate_size=96,
+    num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    rms_norm_eps=1e-6, max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=257,
+    hidden_act="gelu_pytorch_tanh", rope_theta=1e6, local_theta=100.0, query_scalar=7.0,
+    final_logit_softcapping=9.0, sliding_window=20, dtype="float32",
+    layer_types=["sliding_attention", "full_attention"] * 2,
+)  # fmt: skip
+THEIRS, OURS = "model.language_model.", "model."
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "all at once": {},
+    "plain PyTorch": dict(attention_backend="torch"),
+    "chunks of 7": dict(max_num_batched_tokens=7),
+    "blocks of 1, chunks of 16": dict(max_num_batched_tokens=16, kvcache_block_size=1),
+    "no prefix cache": dict(enable_prefix_caching=False),
+    "small pool": SMALL_POOL,
+    "small pool, chunks of 16": HARD,
+    "small pool, overlap": dict(HARD, overlap=True),
+    "mixed": dict(scheduling="mixed", max_num_batched_tokens=60),
+    "n-grams": dict(speculative_config=dict(method="ngram", num_speculative_tokens=3)),
+    "n-grams, small pool": dict(
+        HARD, speculative_config=dict(method="ngram", num_speculative_tokens=3)
+    ),
+    "two ranks": dict(tensor_parallel_size=2, max_num_batched_tokens=64),
+    "two ranks, small pool": dict(HARD, tensor_parallel_size=2),
+}
+
+
+@pytest.fixture(scope="module")
+def registered() -> Iterator[None]:
+    before = dict(registry._registered)
+    nanovllm.register_model(NAME, sandwich_family.FAMILY)
+    yield
+    registry._registered.clear()
+    registry._registered.update(before)
+
+
+def random_weights() -> dict[str, torch.Tensor]:
+    """By the names of the files."""
+    generator = torch.Generator().manual_seed(5)
+    hidden, inner, dim = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["head_dim"]
+    heads, kv_heads = CONFIG["num_attention_heads"] * dim, CONFIG["num_key_value_heads"] * dim
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (259, hidden), "norm": (hidden,)}
+    for index in range(CONFIG["num_hidden_layers"]):
+        layer = {
+            "self_attn.q_proj": (heads, hidden), "self_attn.k_proj": (kv_heads, hidden),
+            "self_attn.v_proj": (kv_heads, hidden), "self_attn.o_proj": (hidden, heads),
+            "self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,),
+            "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,), "pre_feedforward_layernorm": (hidden,),
+            "post_feedforward_layernorm": (hidden,),
+        }  # fmt: skip
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    return {
+        f"{THEIRS}{name}.weight": torch.randn(shape, generator=generator)
+        * (0.15 if len(shape) > 1 else 0.3)
+        for name, shape in shapes.items()
+    }
+
+
+def write_model(path: Path, **changes: Any) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(CONFIG | changes))
+    unused = {"model.visual.patches.weight": torch.zeros(3, 3)}
+    save_file(random_weights() | unused, path / "model.safetensors")
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+class Loop:
+    """The model in plain PyTorch, for one sequence at a time."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+        self.weights = {name.removeprefix(THEIRS): tensor for name, tensor in weights.items()}
+        self.config = config
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"])
+        return x * scale * (1 + self.weights[f"{name}.weight"])
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ self.weights[f"{name}.weight"].T
+
+    def rotate(self, x: torch.Tensor, theta: float) -> torch.Tensor:
+        """Heads [H, T, D]."""
+        half = x.shape[-1] // 2
+        frequencies = theta ** (-torch.arange(half) / half)
+        angles = torch.arange(x.shape[1])[:, None] * frequencies
+        first, second = x[..., :half], x[..., half:]
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    def attention(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        config, name, length = self.config, f"layers.{index}.self_attn", len(x)
+        is_local = config["layer_types"][index] == "sliding_attention"
+        theta = config["local_theta"] if is_local else config["rope_theta"]
+        q, k, v = (
+            self.linear(x, f"{name}.{n}_proj").view(length, -1, config["head_dim"]) for n in "qkv"
+        )
+        q = self.rotate(self.norm(q, f"{name}.q_norm").transpose(0, 1), theta)
+        k = self.rotate(self.norm(k, f"{name}.k_norm").transpose(0, 1), theta)
+        group = config["num_attention_heads"] // config["num_key_value_heads"]
+        k, v = (each.repeat_interleave(group, 0) for each in (k, v.transpose(0, 1)))
+        ages = torch.arange(length)[:, None] - torch.arange(length)
+        seen = (ages >= 0) & (ages < (config["sliding_window"] if is_local else length))
+        scores = (q @ k.transpose(1, 2) / math.sqrt(config["query_scalar"])).masked_fill(
+            ~seen, -math.inf
+        )
+        attended = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+        return self.linear(attended, f"{name}.o_proj")
+
+    def feed_forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        name = f"layers.{index}.mlp"
+        gate = F.gelu(self.linear(x, f"{name}.gate_proj"), approximate="tanh")
+        return self.linear(gate * self.linear(x, f"{name}.up_proj"), f"{name}.down_proj")
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """Of the token after `ids`."""
+        x = self.weights["embed_tokens.weight"][ids] * math.sqrt(self.config["hidden_size"])
+        for index in range(self.config["num_hidden_layers"]):
+            name = f"layers.{index}"
+            mixed = self.attention(self.norm(x, f"{name}.input_layernorm"), index)
+            x = x + self.norm(mixed, f"{name}.post_attention_layernorm")
+            fed = self.feed_forward(self.norm(x, f"{name}.pre_feedforward_layernorm"), index)
+            x = x + self.norm(fed, f"{name}.post_feedforward_layernorm")
+        last = self.linear(self.norm(x[-1:], "norm"), "embed_tokens")[0]
+        cap = self.config["final_logit_softcapping"]
+        return torch.tanh(last / cap) * cap
+
+    def continued(self, ids: list[int]) -> torch.Tensor:
+        """The logits [NUM_STEPS, vocab] of the greedy continuation."""
+        steps = []
+        for _ in range(NUM_STEPS):
+            steps.append(self.logits(ids))
+            ids = [*ids, int(steps[-1].argmax())]
+        return torch.stack(steps)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    path = write_model(tmp_path_factory.mktemp("stranger"))
+    loop, prompts = Loop(load_file(path / "model.safetensors"), CONFIG), make_prompts()
+    with torch.inference_mode():
+        known = {tuple(prompt): loop.continued(prompt) for prompt in map(list, prompts)}
+    logits = torch.stack([known[tuple(prompt)] for prompt in prompts])
+    kept = decisive(logits)
+    logits = logits[kept]
+    return Case(path, [prompts[i] for i in kept], logits.argmax(-1).tolist(), logits)
+
+
+@pytest.mark.sampled(share=0.5)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_stranger_equals_the_loop_with(name: str, case: Case) -> None:
+    with make_llm(case.path, **SCENARIOS[name]) as llm:
+        assert_same(generate(llm, case), case.expected)
+        if "small pool" in name:
+            assert llm.scheduler.num_preemptions >= 10
+        audit_at_rest(llm)
+
+
+def test_prefix_hits_of_a_stranger_keep_the_output(case: Case) -> None:
+    with make_llm(case.path, kvcache_block_size=4, max_num_batched_tokens=64) as llm:
+        assert_same(generate(llm, case), case.expected)
+        again = generate(llm, case)
+        assert_same(again, case.expected)
+        for prompt, out in zip(case.prompts, again, strict=True):
+            assert out["num_cached_tokens"] == (len(prompt) - 1) // 4 * 4
+
+
+def test_forks_of_a_stranger_equal_the_loop(case: Case) -> None:
+    with make_llm(case.path, **HARD) as llm:
+        params = [SamplingParams(temperature=0, n=2, max_tokens=NUM_STEPS, ignore_eos=True)]
+        outputs = llm.generate(case.prompts[:12], params * 12, use_tqdm=False)
+        for output, tokens in zip(outputs, case.tokens, strict=False):
+            assert [one.token_ids for one in output.outputs] == [tokens, tokens]
+        audit_at_rest(llm)
+
+
+def test_aborted_requests_of_a_stranger_leave_correct_kv(case: Case) -> None:
+    with make_llm(case.path, **SMALL_POOL, max_num_batched_tokens=32) as llm:
+        ids = [llm.add_request(p, s) for p, s in zip(case.prompts, case.params, strict=True)]
+        finished: set[int] = set()
+        for _ in range(25):
+            finished |= {out["request_id"] for out in llm.step()}
+        for request_id in set(ids) - finished:
+            llm.abort_request(request_id)
+        audit_at_rest(llm)
+        assert_same(generate(llm, case), case.expected)
+
+
+def test_weights_of_a_stranger_are_updated_by_either_name(case: Case) -> None:
+    """What files call them, and what the model does; the factors of its norms follow."""
+    prompts, weights = case.prompts[:8], random_weights()
+    other = {name: torch.roll(tensor, 1, 0) for name, tensor in weights.items()}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with make_llm(case.path) as llm, torch.inference_mode():
+        for theirs in (False, True):
+            names = {n: n if theirs else n.replace(THEIRS, OURS) for n in weights}
+            llm.update_weights({names[name]: tensor for name, tensor in other.items()})
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            loop = Loop(other, CONFIG)
+            expected = [loop.continued(prompt).argmax(-1).tolist()[:8] for prompt in prompts]
+            assert [out["token_ids"] for out in outputs] == expected
+            unused = {"model.visual.patches.weight": torch.zeros(3, 3)}
+            llm.update_weights({names[n]: tensor for n, tensor in weights.items()} | unused)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert [out["token_ids"] for out in outputs] == [t[:8] for t in case.tokens[:8]]
+        read = llm.get_weights()
+        assert read.keys() == {name.replace(THEIRS, OURS) for name in weights}
+        assert all(torch.equal(read[n.replace(THEIRS, OURS)], t) for n, t in weights.items())
+
+
+def test_adapters_of_a_stranger_have_the_names_of_its_files(case: Case, tmp_path: Path) -> None:
+    model = build_model(ModelConfig.from_dir(case.path), 16)
+    file = dict(peft_type="LORA", r=2, lora_alpha=2, target_modules=["q_proj"])
+    (tmp_path / "adapter_config.json").write_text(json.dumps(file))
+    start = f"base_model.model.{THEIRS}layers.1.self_attn.q_proj.lora_"
+    pair = {f"{start}A.weight": torch.ones(2, 64), f"{start}B.weight": torch.ones(64, 2)}
+    save_file(pair, tmp_path / "adapter_model.safetensors")
+    assert [*read_adapter(tmp_path, model, 8)] == [f"{OURS}layers.1.self_attn.q_proj"]
+
+
+def test_rules_of_quantized_strangers_have_the_names_of_their_files() -> None:
+    rules = dict(quant_method="fp8", modules_to_not_convert=[f"{THEIRS}layers.0"])
+    config = ModelConfig.parse(CONFIG | dict(quantization_config=rules))
+    schemes = [config.quantization.scheme(f"{OURS}layers.{i}.mlp.up_proj") for i in (0, 1)]
+    assert schemes[0] is None and schemes[1] is not None
+
+
+def test_what_is_left_out_is_logged_once(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "nanovllm"), make_llm(case.path):
+        pass
+    said = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert len(said) == 1 and "model.visual.patches.weight" in said[0]
+
+
+def test_a_stranger_is_described_before_it_is_built(case: Case) -> None:
+    config = ModelConfig.from_dir(case.path)
+    with torch.device("meta"):
+        model = build_model(config, 16)
+    count = sum(param.numel() for param in model.parameters())
+    assert model_size.num_params(config) == count
+    assert describe({"model": str(case.path), "device": "cpu"})["num_parameters"] == count
+    assert [layer.cache.window for layer in config.layers] == [20, None] * 2  # type: ignore[attr-defined]
+    assert config.longest_window is None
+    with pytest.raises(ValueError, match="cannot split num_attention_heads=4"):
+        config.check_parallel_size(3)
+
+
+def test_kernels_for_few_rows_leave_other_blocks_alone(case: Case) -> None:
+    model = build_model(ModelConfig.from_dir(case.path), 16)
+    layers: list[Any] = list(model.model.layers)
+    assert [operands_of(layer) for layer in layers] == [[None]] * 4
+
+
+def test_a_soft_cap_on_scores_is_refused_by_name(tmp_path: Path) -> None:
+    path = write_model(tmp_path, attn_logit_softcapping=50.0)
+    with pytest.raises(ValueError, match=r"config\.json: attn_logit_softcapping"):
+        make_llm(path)
+
+
+@dataclass(frozen=True)
+class State(CacheSpec):
+    """What no layer keeps yet."""
+
+
+@pytest.mark.parametrize(
+    ("cache", "says"),
+    [
+        (KeysAndValues(8, 2, 16), "different numbers or sizes of heads"),
+        (KeysAndValues(4, 1, 16), "different numbers or sizes of heads"),
+        (KeysAndValues(4, 2, 32), "different numbers or sizes of heads"),
+        (State(), "layers that keep State are not supported"),
+    ],
+)
+def test_what_layers_cannot_keep_is_refused(
+    cache: CacheSpec, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the engine has caches for it."""
+    shape_of = sandwich_family.SandwichConfig.layer_shape
+
+    def other(self: Any, index: int) -> Any:
+        shape = shape_of(self, index)
+        return replace(shape, cache=cache) if index == 2 else shape
+
+    monkeypatch.setattr(sandwich_family.SandwichConfig, "layer_shape", other)
+    with pytest.raises(ValueError, match=says):
+        ModelConfig.parse(CONFIG)
+
+
+# The registry
+
+
+def test_a_family_must_read_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = sandwich_family.FAMILY
+    monkeypatch.setitem(registry._registered, NAME, replace(family, read=dict))
+    with pytest.raises(TypeError, match=f"the family of {NAME} must read a ModelConfig"):
+        ModelConfig.parse(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("family", "error", "says"),
+    [
+        ("sandwich_family", ValueError, '"module:NAME"'),
+        (":FAMILY", ValueError, '"module:NAME"'),
+        ("a:b c", ValueError, '"module:NAME"'),
+        (sandwich_family, TypeError, "must be a Family"),
+        (None, TypeError, "must be a Family"),
+    ],
+)
+def test_what_is_no_family_is_refused(family: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        nanovllm.register_model("Other", family)
+    assert "Other" not in registry.names()
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [("no_such_module:FAMILY", "no_such_module"), ("sandwich_family:NONE", "NONE"),
+     ("sandwich_family:NAMES", "must be a Family")],
+)  # fmt: skip
+def test_a_family_that_is_not_there_is_an_error(
+    place: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    nanovllm.register_model(NAME, place)
+    path = write_model(tmp_path)
+    with pytest.raises((TypeError, ValueError), match=says):
+        make_llm(path)
+
+
+def test_a_family_that_workers_cannot_import_is_refused_before_they_start(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank needs no import."""
+    monkeypatch.setattr(registry, "_registered", {})
+    family = sandwich_family.FAMILY
+    nanovllm.register_model(NAME, Family(family.read, family.build, family.names))
+    monkeypatch.setattr("nanovllm.engine.startup.Workers", None)
+    with pytest.raises(ValueError, match=f"{NAME}.*cannot be|{NAME}.*not at the top of a module"):
+        make_llm(case.path, tensor_parallel_size=2)
+    with make_llm(case.path) as llm:
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        (out,) = llm.generate([case.prompts[0]], params, use_tqdm=False)
+        assert out["token_ids"] == case.tokens[0][:4]
+    with pytest.raises(ValueError, match=NAME):
+        nanovllm.AsyncLLM(str(case.path), device="cpu")
+
+
+SCRIPT = """
+import asyncio, sys
+import nanovllm
+nanovllm.register_model("SandwichForCausalLM", "sandwich_family:FAMILY")
+
+async def main():
+    llm = nanovllm.AsyncLLM(sys.argv[1], device="cpu", dtype="float32", cpu_kvcache_gib=0.05)
+    params = nanovllm.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    print([i async for event in llm.generate(eval(sys.argv[2]), params) for i in event.token_ids])
+    llm.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_in_its_own_process_knows_a_stranger(case: Case) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(case.path), str(case.prompts[3])],
+        capture_output=True, text=True, timeout=LIMIT, cwd=Path(__file__).parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"\[.*\]", done.stdout)[-1] == str(case.tokens[3][:6])
