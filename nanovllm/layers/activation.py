@@ -35,6 +35,3 @@ class GeluTanhAndMul(Layer):
 
 
 Activation = SiluAndMul | GeluTanhAndMul
-ACTIVATIONS: dict[str, type[Activation]] = {
-    "silu": SiluAndMul, "gelu_pytorch_tanh": GeluTanhAndMul,
-}  # fmt: skip

@@ -581,7 +581,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         block_size=st.sampled_from(BLOCK_SIZES),
-        num_blocks=st.integers(4, 12),
+        num_blocks=st.integers(2, 12),
         max_num_seqs=st.integers(1, 5),
         max_num_batched_tokens=st.integers(1, 40),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
@@ -597,10 +597,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         in_table=st.booleans(),
         forces=st.booleans(),
     )
-    def start(self, block_size: int, num_blocks: int, **options: Any) -> None:
+    def start(self, block_size: int, num_blocks: int, windows: Any, **options: Any) -> None:
+        least = 2 * len(windows)  # a request has two tokens at least
         self.simulation = Simulation(
-            kvcache_block_size=block_size, num_kvcache_blocks=num_blocks, **options
-        )
+            kvcache_block_size=block_size, num_kvcache_blocks=max(least, num_blocks),
+            windows=windows, **options,
+        )  # fmt: skip
         self.prompts = first_prompts()
 
     @rule(

@@ -118,6 +118,16 @@ def test_a_block_needs_a_norm_between_its_parts() -> None:
         Block(make, norms, Part(1, ALONE), Part(2, ALONE))
 
 
+def test_modules_have_the_names_that_checkpoints_give_them() -> None:
+    make, norms = Build(ALONE, PLAIN_FORMATS, 16), [RMSNorm(HIDDEN, EPS) for _ in range(4)]
+    names = dict(mixer_name="linear_attn", feed_forward_name="block_sparse_moe")
+    block = Block(make, sandwich_norms(*norms), Part(1, ALONE), Part(2, ALONE), **names)
+    assert [name for name, _ in block.named_children()] == [
+        "linear_attn", "block_sparse_moe", "input_layernorm", "post_attention_layernorm",
+        "pre_feedforward_layernorm", "post_feedforward_layernorm",
+    ]  # fmt: skip
+
+
 def test_a_sum_that_no_norm_follows_is_refused() -> None:
     """It would never be added up over the ranks."""
     make = Build(ALONE, PLAIN_FORMATS, 16)

@@ -121,10 +121,13 @@ def test_a_connection_that_the_server_has_closed_is_replaced(capsys: Any) -> Non
 
 
 def test_requests_arrive_at_the_asked_rate(capsys: Any) -> None:
-    """The last one is sent after a tenth of a second, or later on a busy machine."""
+    """The last one is sent after a tenth of a second, or later on a busy machine.
+
+    Event loops round their timers to milliseconds.
+    """
     with FakeServer() as server:
         result = result_of(capsys, server, "--num-prompts", "11", "--request-rate", "100")
-    assert result["seconds"] >= 0.1
+    assert result["seconds"] >= 0.099
 
 
 def test_the_body_has_the_options(capsys: Any) -> None:
