@@ -250,16 +250,17 @@ def assert_near(out: torch.Tensor, twin: Twin, paged: Paged) -> None:
     """A weight's error counts by the size of its value, so that the twin gives the bound too.
 
     16-bit kernels round each weight and each result once, by half an eps: together an eps of
-    sum(weights * |values|). What float32 loses in scores, exponentials and sums is below 1e-5 of
-    it: scores are below about 30, so an error of 2^-24 of them is 2e-6, and sums of 700 weights err
-    by less than that. At sizes where the twin computes in float32 too, both do, over more keys.
+    sum(weights * |values|). What float32 loses in scores, exponentials and sums is below 2e-5 of
+    it: scores are below about 30 and sums of up to 256 products, so that they err by some times
+    2e-6, and sums of 700 weights by less than that. At sizes where the twin computes in float32
+    too, both do, over more keys.
     """
     wide = torch.float64 if paged.caches.numel() < 1 << 22 else torch.float32
     clean = torch.where(paged.caches.isnan(), 0, paged.caches).to(wide)
     q = paged.q.to(wide)
     expected, spread = twin(q, *clean), twin(q, clean[0], clean[1].abs_())
     eps = 0.0 if paged.shape.dtype == FP32 else torch.finfo(paged.shape.dtype).eps
-    float32 = 1e-5 if wide == torch.float64 else 3e-5
+    float32 = 2e-5 if wide == torch.float64 else 4e-5
     # A weight far below the greatest is subnormal in float16: it loses 2^-25 of a value of 1.
     nothing = 2e-5 if paged.shape.dtype == FP16 else 1e-7
     allowed = (eps + float32) * spread + nothing
