@@ -108,7 +108,7 @@ def test_ranks_equal_transformers_with_chunks_hits_and_preemptions(
     with make_llm(case.path, **parallel_options(device, size, name) | HARD) as llm:
         outputs = generate(llm, case)
         assert_same(outputs, case.expected)
-        assert llm.scheduler.num_preemptions >= (10 if device == "cpu" else 5)  # 9 on two GPUs
+        assert llm.scheduler.num_preemptions >= 5  # 7 with a window in one layer, 9 on two GPUs
         assert sum(out["num_cached_tokens"] for out in outputs) > 0
         audit_at_rest(llm)
 
