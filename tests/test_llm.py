@@ -940,10 +940,10 @@ def test_the_pool_is_freed_with_the_engine(
     llm = make_llm(model_dir, **options)
     generate(llm, TEXT)
     llm.add_request(TEXT)  # a pending request must not keep it alive
-    parts = [
-        weakref.ref(llm.model_runner.shard.pool.cache),
-        weakref.ref(llm.model_runner.shard.model),
-    ]
+    shard = llm.model_runner.shard
+    layer_cache = shard.model.attentions[0].kv.k_cache  # a part of the pool's memory
+    parts = [*map(weakref.ref, (shard.pool.cache, layer_cache, shard.model))]
+    del shard, layer_cache
     gc.disable()
     try:
         if how == "del":

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.adapters.parts import AdapterParts
-from nanovllm.engine.cache.groups import divide
+from nanovllm.engine.cache.groups import CacheGroups, divide
 from nanovllm.engine.cache.kv_pool import KVPool
 from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.device import computing_on
@@ -62,13 +62,13 @@ class Shard:
         self.backend, self.block_size = placement.backend, placement.block_size
         self.sampler = Sampler(self.backend.kernels)
         self.guesser = guesser or guesser_of(placement.drafting, self.backend.kernels)
-        self.groups = divide(model.attentions, placement.max_positions, self.guesser.longest_window)
-        if self.guesser.pools and self.groups.parts[0] != 1:
+        groups = divide(model.attentions, placement.max_positions, self.guesser.longest_window)
+        if self.guesser.pools and groups.parts[0] != 1:
             raise ValueError(
                 f"speculative_config: a {self.guesser.name} needs a model whose layers without a"
                 " window have the largest keys"
             )
-        self.pool = KVPool(self.groups, self.block_size, placement.kv_dtype, self.device)
+        self.pool = KVPool(groups, self.block_size, placement.kv_dtype, self.device)
         self.pool.beside = self.guesser.pools
         self.adapters = adapters
         self.graphs: DecodeGraphs | None = None
@@ -82,6 +82,11 @@ class Shard:
     def vocab_size(self) -> int:
         """Columns of the logits."""
         return self.model_config.vocab_size
+
+    @property
+    def groups(self) -> CacheGroups:
+        """Which of the model's layers share block tables. The pool has them."""
+        return self.pool.groups
 
     @property
     def models(self) -> list[tuple[ModelConfig, CausalLM]]:
