@@ -36,7 +36,8 @@ def operands_of(block: Block) -> list[Any]:
     norms = before_mixer, before
     if not all(norm is not None and norm.is_plain for norm in norms) or after_mixer or after:
         return [None]
-    if not isinstance(mixer, SelfAttention) or block.residual_scale != 1.0:
+    # A subclass may compute something else, which these kernels would leave out.
+    if type(block) is not Block or type(mixer) is not SelfAttention or block.residual_scale != 1.0:
         return [None]
     return [*_operands(mixer.qkv_proj, mixer.o_proj), *_operands_after(feed_forward)]
 
@@ -46,9 +47,9 @@ def _operands(*linears: LinearBase) -> list[Any]:
 
 
 def _operands_after(feed_forward: FeedForward) -> list[Any]:
-    if isinstance(feed_forward, SparseMLP):
+    if type(feed_forward) is SparseMLP:
         return [expert_weights(feed_forward.gate, feed_forward.experts)]
-    if isinstance(feed_forward, MLP) and isinstance(feed_forward.act_fn, SiluAndMul):
+    if type(feed_forward) is MLP and type(feed_forward.act_fn) is SiluAndMul:
         return _operands(feed_forward.gate_up_proj, feed_forward.down_proj)
     return [None]
 

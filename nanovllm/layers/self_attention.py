@@ -67,7 +67,7 @@ class SelfAttention(Mixer):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        return *super().kind, self.rope is None
+        return *super().kind, self.rope
 
     def rounding(self, x: torch.Tensor) -> Rounding | None:
         return self.qkv_proj.rounding(x)

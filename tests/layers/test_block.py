@@ -7,12 +7,16 @@ import pytest
 import torch
 from thread_ranks import on_ranks
 
+from nanovllm.kernels.table import PLAIN
+from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backend import Backend
 from nanovllm.layers.block import Block, Norms, post_norms, pre_norms, sandwich_norms
 from nanovllm.layers.build import Build
 from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.feed_forward import FeedForward
+from nanovllm.layers.feed_forward import MLP, FeedForward
 from nanovllm.layers.few_rows import operands_of
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.layernorm import PlusOneRMSNorm, RMSNorm
 from nanovllm.layers.mixer import Mixer
 from nanovllm.layers.ranks import ALONE, Ranks
@@ -148,6 +152,34 @@ def test_blocks_of_other_parts_have_no_kernels_for_few_rows(form: str) -> None:
     norms = make_norms(*(RMSNorm(HIDDEN, EPS) for _ in range(number)))
     parts = Part(1, ALONE), Part(2, ALONE)
     assert operands_of(Block(Build(ALONE, PLAIN_FORMATS, 16), norms, *parts)) == [None]
+
+
+class OtherBlock(Block):
+    """A family's own, which may compute something else."""
+
+
+class OtherAttention(SelfAttention):
+    """The same for a mixer."""
+
+
+class OtherMLP(MLP):
+    """And for a feed-forward part."""
+
+
+@pytest.mark.parametrize("other", [None, OtherBlock, OtherAttention, OtherMLP])
+def test_what_a_family_makes_of_a_part_is_not_left_out_by_kernels_for_few_rows(other: Any) -> None:
+    """A subclass is of another form: it may have a gate, for example."""
+    make = Build(ALONE, PLAIN_FORMATS, 16)
+    norms = pre_norms(RMSNorm(HIDDEN, EPS), RMSNorm(HIDDEN, EPS))
+    attention = OtherAttention if other is OtherAttention else SelfAttention
+    mixer = attention(make, HIDDEN, KeysAndValues(2, 1, 4))
+    feed_forward = (OtherMLP if other is OtherMLP else MLP)(make, HIDDEN, 2 * HIDDEN)
+    block = (OtherBlock if other is OtherBlock else Block)(make, norms, mixer, feed_forward)
+    for module in block.modules():
+        if isinstance(module, Layer):
+            module.bind(Backend(TorchBackend(), PLAIN))
+    # Four matrices, here without an arrangement for a GPU; else None in place of some.
+    assert (len(operands_of(block)) == 4) == (other is None)
 
 
 def test_a_soft_cap_on_scores_is_refused() -> None:

@@ -171,7 +171,7 @@ class BlockManager:
         return sum(len(self._shortest_tables(seq)) for seq in seqs)
 
     def append_blocks(self, seq: Sequence) -> None:
-        """Give `seq` blocks for `block_size` more tokens, of which the caller has seen enough.
+        """Give `seq` blocks for `block_size` more tokens; the caller checked that enough are free.
 
         One in each group, except that a group may have its own already after a prompt.
         """
@@ -219,7 +219,7 @@ class BlockManager:
                 self._forget_generated(seq, group, start)
 
     def _forget_generated(self, seq: Sequence, group: int, start: int) -> None:
-        """Unpublish the generated blocks behind the window, of which those before `start` are.
+        """Unpublish the generated blocks behind the window, from the one before `start` on.
 
         Except the last one: a request that continues the last full block reads it.
         """

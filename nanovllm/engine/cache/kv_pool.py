@@ -138,11 +138,17 @@ def settle_length(asked: int | None, pool: KVPool, num_blocks: int, max_position
     share = "cpu_kvcache_gib" if pool.device.type == "cpu" else "gpu_memory_utilization"
     way_out = f"raise num_kvcache_blocks if it is set, or {share}"
     longest = longest_sequence(num_blocks, block_size, windows)
+    if longest < 1:
+        raise ValueError(
+            f"the KV pool has {num_blocks} block{'s' * (num_blocks != 1)}, too few for"
+            f" {len(windows)} groups of layers: {way_out}"
+        )
     capacity = _capacity(num_blocks, block_size, windows, max_positions)
     if asked is not None and asked > longest:
         hint = ""
         if None not in windows:
-            enough = sum(most_held(window, block_size) for window in windows)
+            # The option counts the blocks of each group.
+            enough = -(-sum(most_held(window, block_size) for window in windows) // len(windows))
             hint = f"; {enough} blocks are enough for any length"
         raise ValueError(
             f"max_model_len={asked} does not fit: the KV pool holds {capacity} tokens ({num_blocks}"
