@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.config import DTYPES
-from nanovllm.models.rope import MAX_POSITIONS
+from nanovllm.models.rope import MAX_POSITIONS, rope_parameters
+from nanovllm.models.windows import rotated_layers, sliding_windows
 from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int, shorten
 
 MAX_LAYERS = 10_000
@@ -58,14 +59,27 @@ class Fields(dict[str, Any]):
         return check_float(name, self[name], low, above=True)
 
 
-def decoder_fields(fields: Fields) -> dict[str, Any]:
-    """What the config of every decoder has, by our names."""
+def decoder_fields(
+    fields: Fields,
+    *,
+    partial_rotary: bool = False,
+    old_rope_types: Mapping[str, str] | None = None,
+    has_unrotated: bool = False,
+) -> dict[str, Any]:
+    """What the config of every decoder has, by our names.
+
+    `partial_rotary` and `old_rope_types` are for `rope_parameters`. If the family `has_unrotated`
+    layers, only those can have a window.
+    """
     num_heads, num_kv_heads, head_dim = heads(fields)
+    num_layers = fields.size("num_hidden_layers", MAX_LAYERS)
+    rotated = rotated_layers(fields) if has_unrotated else (True,) * num_layers
+    can_have_window = [not each for each in rotated] if has_unrotated else None
     return dict(
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
         intermediate_size=fields.size("intermediate_size"),
-        num_hidden_layers=fields.size("num_hidden_layers", MAX_LAYERS),
+        num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
@@ -75,6 +89,11 @@ def decoder_fields(fields: Fields) -> dict[str, Any]:
         dtype=_dtype(fields),
         eos_token_ids=ids("eos_token_id", fields["eos_token_id"])
         | eos_ids(fields.file, fields["vocab_size"]),
+        rope_parameters=rope_parameters(
+            fields, fields.file, head_dim, partial=partial_rotary, old_types=old_rope_types
+        ),
+        sliding_windows=sliding_windows(fields, fields.file, can_have_window),
+        rotated_layers=rotated,
     )
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, check_activation, decoder_fields
-from nanovllm.models.rope import rope_parameters
-from nanovllm.models.windows import NO_WINDOW, sliding_windows
+from nanovllm.models.windows import NO_WINDOW
 
 if TYPE_CHECKING:
     from nanovllm.layers.build import Build
@@ -26,15 +25,11 @@ def read(file: Mapping[str, Any]) -> ModelConfig:
     """Biases in all of attention, or in all feed-forward layers; no windows."""
     fields = Fields(file, DEFAULTS, NO_WINDOW)
     check_activation(fields)
-    common = decoder_fields(fields)
     return ModelConfig(
-        **common,
-        rope_parameters=rope_parameters(fields, file, common["head_dim"]),
+        **decoder_fields(fields),
         qkv_bias=fields.flag("attention_bias"),
         o_bias=fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
-        sliding_windows=sliding_windows(fields, file),
-        rotated_layers=(True,) * common["num_hidden_layers"],
     )
 
 

@@ -7,8 +7,6 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, check_activation, decoder_fields
 from nanovllm.models.llama import build
-from nanovllm.models.rope import rope_parameters
-from nanovllm.models.windows import sliding_windows
 
 DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336,
@@ -22,13 +20,7 @@ def read(file: Mapping[str, Any]) -> ModelConfig:
     """With `layer_types` transformers 5 loads this name as Ministral: some layers have windows."""
     fields = Fields(file, DEFAULTS, FIXED)
     check_activation(fields)
-    common = decoder_fields(fields)
-    return ModelConfig(
-        **common,
-        rope_parameters=rope_parameters(fields, file, common["head_dim"]),
-        sliding_windows=sliding_windows(fields, file),
-        rotated_layers=(True,) * common["num_hidden_layers"],
-    )
+    return ModelConfig(**decoder_fields(fields))
 
 
 FAMILY = Family(read, build)

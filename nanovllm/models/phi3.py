@@ -8,8 +8,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, check_activation, decoder_fields
 from nanovllm.models.llama import build
-from nanovllm.models.rope import rope_parameters
-from nanovllm.models.windows import EVERY_LAYER, sliding_windows
+from nanovllm.models.windows import EVERY_LAYER
 
 DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 32_064, "hidden_size": 3072, "intermediate_size": 8192,
@@ -25,15 +24,7 @@ def read(file: Mapping[str, Any]) -> ModelConfig:
     """`partial_rotary_factor` may limit the rotation to a part of each head."""
     fields = Fields(file, DEFAULTS, FIXED)
     check_activation(fields)
-    common = decoder_fields(fields)
-    return ModelConfig(
-        **common,
-        rope_parameters=rope_parameters(
-            fields, file, common["head_dim"], partial=True, old_types=OLD_ROPE_TYPES
-        ),
-        sliding_windows=sliding_windows(fields, file),
-        rotated_layers=(True,) * common["num_hidden_layers"],
-    )
+    return ModelConfig(**decoder_fields(fields, partial_rotary=True, old_rope_types=OLD_ROPE_TYPES))
 
 
 FAMILY = Family(read, build, Names(stores_fused=True))

@@ -7,8 +7,6 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, check_activation, decoder_fields
 from nanovllm.models.llama import build
-from nanovllm.models.rope import rope_parameters
-from nanovllm.models.windows import sliding_windows
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 22_016,
@@ -22,13 +20,9 @@ def read(file: Mapping[str, Any]) -> ModelConfig:
     """With `use_sliding_window`, the layers from `max_window_layers` on have a window."""
     fields = Fields(file, DEFAULTS)
     check_activation(fields)
-    common = decoder_fields(fields)
     return ModelConfig(
-        **common,
-        rope_parameters=rope_parameters(fields, file, common["head_dim"]),
+        **decoder_fields(fields),
         qkv_bias=True,
-        sliding_windows=sliding_windows(fields, file),
-        rotated_layers=(True,) * common["num_hidden_layers"],
     )
 
 

@@ -8,8 +8,6 @@ from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, check_activation, decoder_fields
 from nanovllm.models.llama import build
 from nanovllm.models.qwen2 import SIZES
-from nanovllm.models.rope import rope_parameters
-from nanovllm.models.windows import sliding_windows
 
 DEFAULTS: Mapping[str, Any] = {**SIZES, "head_dim": 128, "max_window_layers": 28}
 
@@ -18,15 +16,11 @@ def read(file: Mapping[str, Any]) -> ModelConfig:
     """`attention_bias` is for all projections of attention."""
     fields = Fields(file, DEFAULTS)
     check_activation(fields)
-    common = decoder_fields(fields)
     return ModelConfig(
-        **common,
-        rope_parameters=rope_parameters(fields, file, common["head_dim"]),
+        **decoder_fields(fields),
         qk_norm=True,
         qkv_bias=fields.flag("attention_bias"),
         o_bias=fields.flag("attention_bias"),
-        sliding_windows=sliding_windows(fields, file),
-        rotated_layers=(True,) * common["num_hidden_layers"],
     )
 
 

@@ -7,8 +7,7 @@ from nanovllm.models.config import ExpertsConfig, ModelConfig
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, check_activation, decoder_fields, ids
 from nanovllm.models.qwen2 import SIZES
-from nanovllm.models.rope import rope_parameters
-from nanovllm.models.windows import EVERY_LAYER, sliding_windows
+from nanovllm.models.windows import EVERY_LAYER
 from nanovllm.utils.checks import check_int, shorten
 
 if TYPE_CHECKING:
@@ -27,15 +26,11 @@ def read(file: Mapping[str, Any]) -> ModelConfig:
     """If there is a window, all layers have it."""
     fields = Fields(file, DEFAULTS, EVERY_LAYER)
     check_activation(fields)
-    common = decoder_fields(fields)
     return ModelConfig(
-        **common,
-        rope_parameters=rope_parameters(fields, file, common["head_dim"]),
+        **decoder_fields(fields),
         qk_norm=True,
         qkv_bias=fields.flag("attention_bias"),
         o_bias=fields.flag("attention_bias"),
-        sliding_windows=sliding_windows(fields, file),
-        rotated_layers=(True,) * common["num_hidden_layers"],
         experts=_experts(fields),
     )
 

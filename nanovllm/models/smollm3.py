@@ -7,8 +7,6 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, check_activation, decoder_fields
 from nanovllm.models.llama import build
-from nanovllm.models.rope import rope_parameters
-from nanovllm.models.windows import rotated_layers, sliding_windows
 
 DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 11_008,
@@ -22,16 +20,11 @@ def read(file: Mapping[str, Any]) -> ModelConfig:
     """Only layers that rotate nothing may have a window."""
     fields = Fields(file, DEFAULTS)
     check_activation(fields)
-    common = decoder_fields(fields)
-    rotated = rotated_layers(fields)
     return ModelConfig(
-        **common,
-        rope_parameters=rope_parameters(fields, file, common["head_dim"]),
+        **decoder_fields(fields, has_unrotated=True),
         qkv_bias=fields.flag("attention_bias"),
         o_bias=fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
-        sliding_windows=sliding_windows(fields, file, [not each for each in rotated]),
-        rotated_layers=rotated,
     )
 
 

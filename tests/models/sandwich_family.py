@@ -19,7 +19,6 @@ from nanovllm.models.decoder import CausalLM, Decoder
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, check_activation, decoder_fields
 from nanovllm.models.shapes import LayerShape
-from nanovllm.models.windows import sliding_windows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +40,8 @@ def read(file: Mapping[str, Any]) -> SandwichConfig:
     check_activation(fields, "gelu_pytorch_tanh")
     if fields["attn_logit_softcapping"] is not None:
         raise ValueError("attn_logit_softcapping is not supported")
-    common = decoder_fields(fields)
     return SandwichConfig(
-        **common,
-        rope_parameters={"rope_type": "default", "rope_theta": fields.number("rope_theta", 1.0)},
-        sliding_windows=sliding_windows(fields, file),
-        rotated_layers=(True,) * common["num_hidden_layers"],
+        **decoder_fields(fields),
         local_theta=fields.number("local_theta", 1.0),
         query_scalar=fields.number("query_scalar"),
         soft_cap=fields.number("final_logit_softcapping"),
