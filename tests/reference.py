@@ -16,6 +16,7 @@ from conftest import LogitRecorder
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.batch import Batch
 from nanovllm.outputs import RequestOutput
 
 NUM_STEPS = 24
@@ -188,3 +189,52 @@ def check_logits(case: Case, **options: Any) -> None:
             seen = recorder.of(out)
             error = (seen - case.logits[index, : len(seen)]).abs().amax()
             assert error < MAX_LOGIT_ERROR, f"prompt {index}: logits differ by {error}"
+
+
+def check_preemptions(case: Case, least: int, **options: Any) -> None:
+    """A crowd of requests keeps its output, with at least that many preemptions."""
+    crowd = make_case(case.path, make_crowd())
+    with make_llm(case.path, **options) as llm:
+        assert_same(generate(llm, crowd), crowd.expected)
+        assert llm.scheduler.num_preemptions >= least
+        audit_at_rest(llm)
+
+
+def check_hits(case: Case, **options: Any) -> None:
+    """All full blocks of the prompts, but their last token, are hits of a second call."""
+    with make_llm(case.path, **options) as llm:
+        size = llm.config.kvcache_block_size
+        for cached in (False, True):
+            outputs = generate(llm, case)
+            assert_same(outputs, case.expected)
+            if cached:
+                expected = [(len(prompt) - 1) // size * size for prompt in case.prompts]
+                assert [out["num_cached_tokens"] for out in outputs] == expected
+            audit_at_rest(llm)
+
+
+def check_samples(case: Case, **options: Any) -> None:
+    """Three greedy samples of each of the longest prompts are equal."""
+    order = sorted(range(len(case.prompts)), key=lambda index: -len(case.prompts[index]))[:20]
+    params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, n=3)] * len(order)
+    with make_llm(case.path, **options) as llm:
+        outputs = llm.generate([case.prompts[index] for index in order], params, use_tqdm=False)
+        for index, out in zip(order, outputs, strict=True):
+            assert [sample["token_ids"] for sample in out["outputs"]] == [case.tokens[index]] * 3
+        audit_at_rest(llm)
+
+
+def check_freed_blocks(case: Case, **options: Any) -> None:
+    """Free blocks are filled with NaN before every step; NaN times a weight of 0 is NaN, too."""
+    with make_llm(case.path, enable_prefix_caching=False, **options) as llm:
+        begin, pool = llm.model_runner.begin, llm.model_runner.shard.pool
+
+        def poisoning(batch: Batch) -> Any:
+            free = list(llm.scheduler.block_manager.free_queue)
+            with torch.inference_mode():
+                assert pool.cache is not None
+                pool.cache[:, free] = torch.nan
+            return begin(batch)
+
+        llm.model_runner.begin = poisoning  # type: ignore[method-assign]
+        assert_same(generate(llm, case), case.expected)

@@ -6,21 +6,22 @@ It costs more than 20 seconds: transformers computes each model's answers, to lo
 from typing import Any
 
 import pytest
-import torch
 from conftest import make_model
 from reference import (
     Case,
     assert_same,
     audit_at_rest,
+    check_freed_blocks,
+    check_hits,
+    check_preemptions,
+    check_samples,
     generate,
     make_case,
-    make_crowd,
     make_llm,
     make_prompts,
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.batch import Batch
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
@@ -92,55 +93,25 @@ def test_freeing_blocks_behind_the_window_keeps_the_output_on_a_device(
 @pytest.mark.parametrize("options", [{}, dict(overlap=True), dict(enable_prefix_caching=False)])
 def test_preemptions_keep_the_output(options: dict[str, Any], case: Case) -> None:
     """Preempted sequences are computed again, shorter and longer than the window."""
-    crowd = make_case(case.path, make_crowd())
-    with make_llm(case.path, **SMALL, **options, max_num_batched_tokens=64) as llm:
-        assert_same(generate(llm, crowd), crowd.expected)
-        assert llm.scheduler.num_preemptions >= 100
-        audit_at_rest(llm)
+    check_preemptions(case, 100, **SMALL, **options, max_num_batched_tokens=64)
 
 
 def test_hits_behind_the_window_keep_the_output(case: Case) -> None:
     """In a pool that holds everything, so that freed blocks are still cached."""
-    with make_llm(case.path, kvcache_block_size=4, num_kvcache_blocks=3000) as llm:
-        for cached in (False, True):
-            outputs = generate(llm, case)
-            assert_same(outputs, case.expected)
-            if cached:
-                expected = [(len(prompt) - 1) // 4 * 4 for prompt in case.prompts]
-                assert [out["num_cached_tokens"] for out in outputs] == expected
-            audit_at_rest(llm)
+    check_hits(case, kvcache_block_size=4, num_kvcache_blocks=3000)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [SMALL, dict(SMALL, overlap=True, max_num_batched_tokens=16)])
 def test_greedy_samples_of_a_prompt_are_equal(options: dict[str, Any], case: Case) -> None:
     """They share the prompt's blocks in the window, and copy its last block."""
-    order = sorted(range(len(case.prompts)), key=lambda index: -len(case.prompts[index]))[:20]
-    params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, n=3)] * len(order)
-    with make_llm(case.path, **options) as llm:
-        outputs = llm.generate([case.prompts[index] for index in order], params, use_tqdm=False)
-        for index, out in zip(order, outputs, strict=True):
-            assert [sample["token_ids"] for sample in out["outputs"]] == [case.tokens[index]] * 3
-        audit_at_rest(llm)
+    check_samples(case, **options)
 
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("budget", [16, 16384])
 def test_freed_blocks_are_never_read(budget: int, case: Case) -> None:
-    """Free blocks are filled with NaN before every step; NaN times a weight of 0 is NaN, too."""
-    options = dict(SMALL, enable_prefix_caching=False, attention_backend="cpu")
-    with make_llm(case.path, **options, max_num_batched_tokens=budget) as llm:
-        begin, pool = llm.model_runner.begin, llm.model_runner.shard.pool
-
-        def poisoning(batch: Batch) -> Any:
-            free = list(llm.scheduler.block_manager.free_queue)
-            with torch.inference_mode():
-                assert pool.cache is not None
-                pool.cache[:, free] = torch.nan
-            return begin(batch)
-
-        llm.model_runner.begin = poisoning  # type: ignore[method-assign]
-        assert_same(generate(llm, case), case.expected)
+    check_freed_blocks(case, **SMALL, attention_backend="cpu", max_num_batched_tokens=budget)
 
 
 def test_blocks_in_use_do_not_grow_with_the_context(case: Case) -> None:
