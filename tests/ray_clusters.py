@@ -8,6 +8,7 @@ import contextlib
 import functools
 import os
 import tempfile
+import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,29 +53,30 @@ def _cluster() -> Iterator[Path]:
     from ray._private.parameter import RayParams
 
     before = set(processes_under(os.getpid()))
-    with tempfile.TemporaryDirectory(
+    folder = tempfile.TemporaryDirectory(
         prefix="ray-",
         dir="/tmp",  # for its sockets, whose paths must be short
         ignore_cleanup_errors=True,  # processes that are still ending may write
-    ) as path:
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in VARIABLES.items():
-                patch.setenv(name, value)
-            make = functools.partialmethod(
-                RayParams.__init__, no_monitor=True, include_log_monitor=False
-            )
-            patch.setattr(RayParams, "__init__", make)
-            ray.init(
-                "local", num_cpus=NUM_CPUS, object_store_memory=1 << 27, include_dashboard=False,
-                log_to_driver=False, logging_level="error", _node_ip_address="127.0.0.1",
-                _temp_dir=path,
-            )  # fmt: skip
+    )
+    with folder as path, pytest.MonkeyPatch.context() as patch:
+        for name, value in VARIABLES.items():
+            patch.setenv(name, value)  # until the end: Ray Data reads them when it is used
+        make = functools.partialmethod(
+            RayParams.__init__, no_monitor=True, include_log_monitor=False
+        )
+        patch.setattr(RayParams, "__init__", make)
+        ray.init(
+            "local", num_cpus=NUM_CPUS, object_store_memory=1 << 27, include_dashboard=False,
+            log_to_driver=False, logging_level="error", _node_ip_address="127.0.0.1",
+            _temp_dir=path,
+        )  # fmt: skip
         try:
             yield Path(path)
         finally:
             ours = set(processes_under(os.getpid())) - before
             ray.shutdown()
     wait_until("processes of the cluster are left", lambda: all(map(has_ended, ours)))
+    wait_until("threads of Ray are left", lambda: not any(map(is_of_ray, threading.enumerate())))
 
 
 def processes_under(pid: int) -> dict[int, str]:
@@ -93,6 +95,12 @@ def processes_under(pid: int) -> dict[int, str]:
                 command = Path(f"/proc/{child}/cmdline").read_bytes()
                 found[child] = command.replace(b"\0", b" ").decode()
     return found
+
+
+def is_of_ray(thread: threading.Thread) -> bool:
+    """Whether a thread's function or class is Ray's, as far as Python tells."""
+    sources = (type(thread), getattr(thread, "_target", None))
+    return any(getattr(one, "__module__", "").partition(".")[0] == "ray" for one in sources)
 
 
 def has_ended(pid: int) -> bool:
