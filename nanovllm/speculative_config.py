@@ -62,6 +62,11 @@ class SpeculativeConfig:
         None, "longer sequences get no drafts", int_range(2), none="the draft model's own limit"
     )
 
+    @property
+    def most_drafts(self) -> int:
+        """The most drafts of a sequence in a step, guessed or forced."""
+        return 0 if self.method == "none" else self.num_speculative_tokens
+
     def __post_init__(self) -> None:
         check_options(self)
         low, high = self.prompt_lookup_min, self.prompt_lookup_max

@@ -75,7 +75,7 @@ def make_mixed(path: Path, **overrides: Any) -> None:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_greedy_output_equals_transformers_with(name: str, case: Case) -> None:
     with make_llm(case.path, **SCENARIOS[name]) as llm:
-        assert llm.scheduler.windows == (None, *[WINDOW] * 5)
+        assert llm.scheduler.layout.windows == (None, *[WINDOW] * 5)
         assert_same(generate(llm, case), case.expected)
         audit_at_rest(llm)
 
@@ -160,7 +160,7 @@ def tokens_of_pool(path: Path, gib: float, length: int) -> int:
     """How many tokens of sequences of this length a pool holds."""
     with make_llm(path, cpu_kvcache_gib=gib, max_model_len=length) as llm:
         blocks, size = llm.config.num_kvcache_blocks, llm.config.kvcache_block_size
-        windows = llm.scheduler.windows
+        windows = llm.scheduler.layout.windows
         each = sum(min(-(-length // size), most_held(window, size)) for window in windows)
         return blocks * length // each
 
@@ -180,7 +180,7 @@ def test_a_pool_holds_more_long_sequences(tmp_path: Path) -> None:
 def test_a_window_as_long_as_the_longest_sequence_is_none(tmp_path: Path) -> None:
     make_mixed(tmp_path)
     with make_llm(tmp_path, max_model_len=WINDOW) as llm:
-        assert llm.scheduler.windows == (None,)
+        assert llm.scheduler.layout.windows == (None,)
 
 
 def test_the_pool_of_a_model_with_windows_bounds_its_length(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ are not counted: they are small, or can be hidden.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanovllm.layers.cache_spec import KeysAndValues
+from nanovllm.layers.cache_spec import KeysAndValues, State
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.model_size import (
     decoder_params,
@@ -53,6 +54,16 @@ def _attentions(config: ModelConfig) -> list[KeysAndValues]:
     """What the layers keep that grows with a sequence."""
     caches = [layer.cache for layer in config.layers]
     return [cache for cache in caches if isinstance(cache, KeysAndValues)]
+
+
+def state_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Bytes of the states of one sequence, all layers together."""
+    return sum(
+        math.prod(shape) * (4 if in_float32 else itemsize)
+        for layer in config.layers
+        if isinstance(layer.cache, State)
+        for shape, in_float32 in layer.cache.tensors
+    )
 
 
 def kv_bytes_per_token(config: ModelConfig, head_bytes: int) -> int:
@@ -120,6 +131,9 @@ def floor(
 
     row_seconds = 2 * (decoder_params(config) + head_params(config)) / machine.flops_per_second
     kv_bytes = decode_kv_bytes(config, kv_head_bytes, input_lens, output_lens)
+    # Each token after the first reads a sequence's states and writes them.
+    num_decoded = sum(output_lens) - len(output_lens)
+    kv_bytes += 2 * state_bytes(config, sizes.itemsize) * num_decoded
     return Floor(
         prefill_seconds=max(
             weight_seconds(sum(input_lens)),

@@ -90,14 +90,16 @@ def _memory(
     from nanovllm.models.weight_bytes import WeightBytes
 
     kv_bytes = roofline.kv_bytes_per_token(model, kv_head_bytes)
+    state_bytes = roofline.state_bytes(model, itemsize)
     sizes = WeightBytes(itemsize, model.quantization)
     weight_bytes = model_size.model_bytes(model, sizes)
     return {
         "weight_bytes": weight_bytes,
         "kv_bytes_per_token": kv_bytes,
+        "state_bytes_per_sequence": state_bytes,
         "kv_tokens_by_gib": {
             gib: max(0, int(gib * GIB * config.gpu_memory_utilization) - weight_bytes) // kv_bytes
-            for gib in MEMORIES_GIB
+            for gib in (MEMORIES_GIB if kv_bytes else ())
         },
     }
 
@@ -138,6 +140,12 @@ def _text(info: dict[str, Any]) -> str:
         f"  weights: {memory_text(info['weight_bytes'])} in {info['dtype']}"
         f" (checkpoint: {info['checkpoint_dtype']})",
         *(f"  quantized: {scheme}" for scheme in info["quantization"]),
+    ]
+    if info["state_bytes_per_sequence"]:
+        lines.append(f"  states: {memory_text(info['state_bytes_per_sequence'])} a sequence")
+    if not info["kv_bytes_per_token"]:
+        return "\n".join(lines)
+    lines += [
         f"  KV cache: {info['kv_bytes_per_token']:,} bytes a token,"
         f" {memory_text(longest)} for the longest sequence, {info['max_model_len']:,} tokens",
         "  KV tokens beside the weights, by memory (activations not counted):",

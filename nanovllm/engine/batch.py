@@ -1,8 +1,19 @@
 """Batch: the value that goes from the scheduler to the runner."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from nanovllm.engine.sequence import Sequence
+
+
+class SlotCopies(NamedTuple):
+    """Pairs of state slots (from, to) that a step copies: before it computes, and after."""
+
+    before: list[tuple[int, int]]
+    after: list[tuple[int, int]]
+
+
+NO_COPIES = SlotCopies([], [])
 
 
 @dataclass(slots=True)
@@ -16,7 +27,8 @@ class Batch:
 
     `drafts` are tokens that may come after a decoding sequence's last one. The step computes them
     too, beside the scheduled tokens, and draws the token after each: those of right drafts count.
-    Where the device guesses, each sequence has up to `num_drafts`, and `drafts` is empty.
+    Where the device guesses, each sequence has up to `num_drafts`, and `drafts` is empty. `copies`
+    are those of state slots, if the model has states.
 
     `sampling_seqs` has the sequence of each token that the step draws, and `offsets` how many
     tokens come between that and the sequence's last one: 0, and for drafts 1, 2, ....
@@ -32,6 +44,7 @@ class Batch:
     num_decodes: int = 0
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
     num_drafts: int = 0
+    copies: SlotCopies = NO_COPIES
     all_seqs: list[Sequence] = field(init=False)
     sampling_seqs: list[Sequence] = field(init=False)
     offsets: list[int] = field(init=False)

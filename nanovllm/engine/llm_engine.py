@@ -31,6 +31,7 @@ from nanovllm.models.loader import resolve_model
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.speculative_config import MOST_FORCED
 from nanovllm.utils.checks import shorten
 
 T = TypeVar("T")
@@ -91,14 +92,17 @@ class LLMEngine(AdapterRequests):
         self._finalizer = weakref.finalize(self, self.model_runner.close)
         self.config = self.model_runner.config
         shard = runner.shard
+        most_forced = MOST_FORCED if shard.backend.attention.packs_few_queries else 0
+        if shard.state_pool is not None:  # which has slots for so many
+            most_forced = min(most_forced, shard.placement.most_rejected)
         speculator = speculator_of(
             asked.speculative_config, costs_of(shard),
             in_table=shard.placement.most_drafts > 0, longest=shard.guesser.longest,
-            forces=shard.backend.attention.packs_few_queries,
+            most_forced=most_forced,
         )  # fmt: skip
         self.adapters = AdapterCalls(runner) if self.config.enable_lora else None
         residents = self.adapters.residents if self.adapters else None
-        self.scheduler = Scheduler(self.config, shard.groups.windows, speculator, residents)
+        self.scheduler = Scheduler(self.config, shard.cache_layout, speculator, residents)
         self.counter = StepCounter()
         self.meter = RequestMeter()
         self._intake = Intake(self.config, self.model_config, self.tokenizer)

@@ -25,6 +25,8 @@ class Placement:
     max_positions: int
     uses_graphs: bool  # whether decode steps are CUDA graphs
     drafting: SpeculativeConfig | None = None  # if decode steps have drafts; others are in prefills
+    most_rejected: int = 0  # tokens that a step may compute of a sequence in vain: drafts
+    caches_prefixes: bool = True
 
     @property
     def most_drafts(self) -> int:
@@ -72,4 +74,8 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
     on_host = {"grammar", "none"} | ({"ngram"} if backend.attention.packs_few_queries else set())
     if drafting and drafting.method in on_host:
         drafting = None
-    return Placement(ranks, device, dtype, kv_dtype, backend, max_positions, uses_graphs, drafting)
+    asked = config.speculative_config
+    return Placement(
+        ranks, device, dtype, kv_dtype, backend, max_positions, uses_graphs, drafting,
+        asked.most_drafts if asked else 0, config.enable_prefix_caching,
+    )  # fmt: skip

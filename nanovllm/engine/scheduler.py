@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.cache.block_manager import BlockManager, Window
+from nanovllm.engine.cache.block_manager import BlockManager
+from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.forecast import Forecast, Lengths
 from nanovllm.engine.sequence import PENDING, Sequence, SequenceStatus
@@ -35,8 +36,8 @@ class Scheduler:
 
     Both queues are sorted by priority, then by age. Every admitted sequence finishes: the first in
     order gets blocks before all others, the last is preempted when blocks run out, and the engine
-    accepts only requests that fit the whole pool, so the first always advances. `windows` says for
-    each cache group how far back its layers attend; blocks behind that are freed.
+    accepts only requests that fit the whole pool, so the first always advances. `layout` says what
+    the model's layers keep of a sequence.
 
     A `speculator` adds drafts to steps, which verify them. They take what the step leaves of budget
     and blocks: no other sequence waits for them, and wrong ones leave nothing behind.
@@ -47,7 +48,7 @@ class Scheduler:
     def __init__(
         self,
         config: EngineConfig,
-        windows: tuple[Window, ...] = (None,),
+        layout: CacheLayout = CacheLayout(),  # noqa: B008
         speculator: Speculator | None = None,
         adapters: Adapters | None = None,
     ) -> None:
@@ -56,7 +57,7 @@ class Scheduler:
         self.enable_prefix_caching = config.enable_prefix_caching
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_num_running = config.max_num_running
-        self.windows = windows
+        self.layout = layout
         self.mixes = config.scheduling == "mixed"
         self.lengths = Lengths()
         self.speculator = speculator
@@ -69,9 +70,10 @@ class Scheduler:
 
         For use after an interrupt, which may have left anything half done.
         """
-        self.block_manager = BlockManager(
-            self.num_blocks, self.block_size, self.enable_prefix_caching, self.windows
-        )
+        self.caches = Caches(
+            self.layout, self.num_blocks, self.block_size, self.max_num_running,
+            self.enable_prefix_caching,
+        )  # fmt: skip
         if self.speculator is not None:
             self.speculator.reset()
         self.running: deque[Sequence] = deque()
@@ -90,6 +92,11 @@ class Scheduler:
             ):
                 seq.token_ids.pop()
 
+    @property
+    def block_manager(self) -> BlockManager:
+        """The KV blocks of the caches."""
+        return self.caches.blocks
+
     def add(self, seq: Sequence) -> None:
         """Queue a sequence with its siblings; none is longer than `longest_sequence` allows."""
         _enter(self.waiting, seq)
@@ -100,6 +107,12 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """Choose the next step's work; None if all sequences wait for tokens in flight."""
+        batch = self._next_batch()
+        if batch is not None:
+            self.caches.plan(batch)
+        return batch
+
+    def _next_batch(self) -> Batch | None:
         before = self.num_preemptions
         decodes = self._schedule_decode() if self.mixes else []
         seqs, budget = self._schedule_prefill(self.max_num_batched_tokens - len(decodes), decodes)
@@ -116,7 +129,7 @@ class Scheduler:
         """A decode step, with drafts where they pay; None if it must wait for tokens in flight."""
         if self.speculator is None or not self.speculator.in_table:
             return Batch(seqs, is_prefill=False, drafts=self._draft(seqs))
-        number = self.speculator.plan(seqs, self.max_num_batched_tokens, self.block_manager)
+        number = self.speculator.plan(seqs, self.max_num_batched_tokens, self.caches)
         if number == 0 and any(seq.num_possible_tokens for seq in seqs):
             for seq in seqs:
                 seq.num_scheduled_tokens = 0
@@ -166,15 +179,17 @@ class Scheduler:
             seq.num_scheduled_tokens = 0
             batch.ends.append(end)
             if batch.is_prefill:  # later steps run after this one on the device
-                self.block_manager.publish(seq, min(end, seq.num_known_tokens))
-            if self.block_manager.has_windows:
-                self.block_manager.pass_by(seq)
+                self.caches.publish(seq, min(end, seq.num_known_tokens))
+            if self.caches.has_windows:
+                self.caches.pass_by(seq)
         for seq in batch.seqs if batch.num_drafts else batch.sampling_seqs:
             if seq.status is FINISHED:
                 continue
             seq.token_ids.append(PENDING)
             seq.num_pending_tokens += 1
             seq.num_possible_tokens += batch.num_drafts
+            if self.layout.states:
+                self.caches.release_states(seq)
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
         """Append a step's tokens, one for each of `batch.sampling_seqs`.
@@ -192,7 +207,7 @@ class Scheduler:
         finished = []
         drawn: Iterable[tuple[Sequence, int]]
         if self.speculator is not None and batch.num_drafts:
-            drawn = self.speculator.counted(batch, token_ids, self.block_manager)
+            drawn = self.speculator.counted(batch, token_ids, self.caches)
         else:
             drawn = zip(batch.sampling_seqs, token_ids, strict=True)
             if self.speculator is not None and batch.drafts:
@@ -215,7 +230,7 @@ class Scheduler:
                 seq.finish("length")
                 finished.append(seq)
         if self.speculator is not None and batch.drafts and not batch.num_drafts:
-            self.speculator.settle(batch, self.block_manager)
+            self.speculator.settle(batch, self.caches)
         for seq in batch.pooled_seqs:
             if seq.status is not FINISHED and not seq.pool.wanted:
                 seq.finish("stop")
@@ -227,14 +242,14 @@ class Scheduler:
     def _publish(self, batch: Batch) -> None:
         block_size = self.block_size
         for seq, end in zip(batch.all_seqs, batch.ends, strict=True):
-            if end % block_size == 0 and seq.block_tables:  # `advance` publishes those of prompts
-                self.block_manager.publish(seq, end)
+            if end % block_size == 0 and seq.room:  # `advance` publishes those of prompts
+                self.caches.publish(seq, end)
 
     def preempt(self) -> None:
         """Free the blocks of the last running sequence and move it back to `waiting`."""
         seq = self.running.pop()
         seq.status = SequenceStatus.WAITING
-        self.block_manager.free(seq)
+        self.caches.free(seq)
         _enter(self.waiting, seq)
         self.refused = None  # the next in line may be another sequence, which fits
         self.num_preemptions += 1
@@ -255,7 +270,7 @@ class Scheduler:
 
     def clear_cache(self) -> None:
         """Empty the prefix cache; what running sequences have computed does not enter it either."""
-        self.block_manager.clear()
+        self.caches.clear()
         for seq in self.running:
             seq.num_published_blocks = max(1, seq.num_published_blocks)
 
@@ -274,7 +289,7 @@ class Scheduler:
                 assert len(table) * self.block_size >= seq.room
                 if num_passed and self.enable_prefix_caching:
                     assert num_passed < seq.num_published_blocks, "the next one's parent"
-        self.block_manager.audit([seq.held_blocks for seq in self.running])
+        self.caches.audit([*self.running])
 
     def _schedule_prefill(self, budget: int, decodes: list[Sequence]) -> tuple[list[Sequence], int]:
         """Continue the prompts that have begun, in order; returns them and the budget left.
@@ -308,8 +323,8 @@ class Scheduler:
         num_running = self._num_places_taken() + sum(len(seq.siblings) for seq in self.running)
         if num_running >= self.max_num_running:
             return
-        manager = self.block_manager
-        in_progress = {block for seq in seqs for block in manager.full_block_hashes(seq)}
+        caches, manager = self.caches, self.block_manager
+        in_progress = {block for seq in seqs for block in caches.in_progress(seq)}
         forecast = Forecast(
             self.lengths, self.running, manager.num_free_blocks, self.block_size, manager.most_held
         )
@@ -318,10 +333,10 @@ class Scheduler:
             seq = next(candidates, None)
             if seq is None or seq is self.refused:
                 break
-            if not manager.allocate(seq, in_progress, forecast.admits):
+            if not caches.admit(seq, in_progress, forecast.admits):
                 self.refused = None if seqs else seq
                 break
-            in_progress.update(manager.full_block_hashes(seq))
+            in_progress.update(caches.in_progress(seq))
             seq.status = SequenceStatus.RUNNING
             _enter(self.running, seq)
             num_running += 1 + len(seq.siblings)
@@ -346,7 +361,7 @@ class Scheduler:
         room = self.max_num_running - self._num_places_taken() if parents else 0
         for seq in parents:
             for sibling in seq.siblings:
-                if len(forks) < room and self.block_manager.fork(seq, sibling):
+                if len(forks) < room and self.caches.fork(seq, sibling):
                     sibling.num_scheduled_tokens = sibling.num_tokens
                     sibling.status = SequenceStatus.RUNNING
                     _enter(self.running, sibling)
@@ -364,7 +379,7 @@ class Scheduler:
         """Schedule as many of its tokens as budget and blocks allow; returns their number."""
         start = seq.num_cached_tokens
         end = start + min(seq.num_uncached_tokens, budget)
-        seq.num_scheduled_tokens = self.block_manager.grow(seq, end) - start
+        seq.num_scheduled_tokens = self.caches.grow(seq, end) - start
         return seq.num_scheduled_tokens
 
     def _schedule_decode(self) -> list[Sequence]:
@@ -389,7 +404,7 @@ class Scheduler:
         if manager.num_needed(growing) > manager.num_free_blocks and self.speculator is not None:
             for seq in self.running:  # blocks for drafts, of a step before
                 if not seq.num_possible_tokens:
-                    manager.shrink(seq, len(seq.token_ids))
+                    self.caches.rewind(seq, len(seq.token_ids))
         while manager.num_needed(growing) > manager.num_free_blocks:
             if growing[-1] is self.running[-1]:
                 growing.pop()
@@ -408,14 +423,14 @@ class Scheduler:
             return {}
         num_tokens = len(decodes) + sum(seq.num_scheduled_tokens for seq in others)
         budget = self.max_num_batched_tokens - num_tokens
-        return self.speculator.draft(decodes, num_tokens, budget, self.block_manager)
+        return self.speculator.draft(decodes, num_tokens, budget, self.caches)
 
     def _remove_finished(self, finished: list[Sequence]) -> None:
         self.refused = None
         for seq in finished:
-            if not seq.block_tables:  # it was preempted while its last token was in flight
+            if not seq.room:  # it was preempted while its last token was in flight
                 self.waiting.remove(seq)
-            self.block_manager.free(seq)
+            self.caches.free(seq)
             if seq.finish_reason != "abort":
                 self.lengths.learn(seq)
         self.running = deque(s for s in self.running if s.status is SequenceStatus.RUNNING)

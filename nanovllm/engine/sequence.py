@@ -42,7 +42,9 @@ class Sequence:
 
     State space: `0 <= num_cached_tokens <= num_cached_tokens + num_scheduled_tokens <= num_tokens`.
     The KV of the cached tokens is in the blocks of `block_tables`, one table for each cache group;
-    the first `room` tokens have blocks in all groups. The scheduled tokens are those that the step
+    the first `room` tokens have blocks in all groups, and without `room` it holds nothing. `slots`
+    are for the states of its last tokens, and `checkpoints` for those after some of the tokens that
+    steps in flight compute, by their number. The scheduled tokens are those that the step
     in progress computes. The last `num_pending_tokens` are in flight: the step that
     samples them has been launched, and `token_ids` holds `PENDING` in their place. A step with
     drafts has one of these, as one token is sure to come, and its drafts are `num_possible_tokens`:
@@ -62,6 +64,7 @@ class Sequence:
         "bad_words",
         "block_hashes",
         "block_tables",
+        "checkpoints",
         "constraint",
         "counts",
         "eos_token_ids",
@@ -95,6 +98,7 @@ class Sequence:
         "seed",
         "seq_id",
         "siblings",
+        "slots",
         "states",
         "status",
         "stop_reason",
@@ -336,7 +340,7 @@ class Sequence:
         self.token_ids[at : at + 1] = [PENDING] * num_tokens
         self.num_pending_tokens += num_tokens - 1
         self.num_possible_tokens -= num_drafts
-        if self.block_tables:  # else it was preempted meanwhile
+        if self.room:  # else it was preempted meanwhile
             self.num_cached_tokens += num_tokens - 1
 
     def release_cache(self) -> None:
@@ -351,6 +355,8 @@ class Sequence:
         self.num_published_blocks = 0
         # At the start of each table: freed, as they are behind the group's window.
         self.num_passed_blocks: list[int] = []
+        self.slots: list[int] = []
+        self.checkpoints: dict[int, int] = {}
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the sequence; the scheduler frees its blocks."""
@@ -365,7 +371,7 @@ class Sequence:
         assert self.num_cached_tokens + self.num_scheduled_tokens <= self.num_tokens, self
         assert self.token_ids.count(PENDING) == self.num_pending_tokens, self
         assert self.num_prompt_tokens <= self.num_tokens <= self.max_num_tokens, self
-        assert bool(self.block_tables) == (self.status is SequenceStatus.RUNNING), self
+        assert bool(self.room) == (self.status is SequenceStatus.RUNNING), self
         for table, start in zip(self.block_tables, self.num_passed_blocks, strict=True):
             assert 0 <= start <= len(table), self
         assert not self.siblings or self.num_tokens == self.num_prompt_tokens, self

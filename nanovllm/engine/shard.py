@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from nanovllm.engine.adapters.parts import AdapterParts
+from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.cache.groups import CacheGroups, divide
 from nanovllm.engine.cache.kv_pool import KVPool
+from nanovllm.engine.cache.state_pool import StatePool
 from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.device import computing_on
 from nanovllm.engine.guess.guesser import Guesser, guesser_of
@@ -28,8 +30,8 @@ from nanovllm.engine.step.logprobs import drawn_columns, prompt_columns, rows_at
 from nanovllm.engine.step.reports import Columns, ReportInputs
 from nanovllm.engine.step.transfer import Array, upload, upload_ahead, upload_all
 from nanovllm.engine.step_size import Size, adapter_sizes, batch_ladder, draft_sizes
-from nanovllm.kernels.plain.read_table import Decoding, read_groups
-from nanovllm.layers.context import Context, attending
+from nanovllm.kernels.plain.read_table import Decoding, read_groups, read_slots
+from nanovllm.layers.context import Context, StateStep, attending
 from nanovllm.layers.lora import AdapterRows
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.config import ModelConfig
@@ -39,7 +41,7 @@ MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels on
 
 
 class Shard:
-    """What all ranks do alike. Startup makes it: `make_table`, `pool.allocate`, `capture_graphs`.
+    """What all ranks do alike. Startup makes it: `make_table`, `make_caches`, `capture_graphs`.
 
     Steps run within `computing`, which also limits the CPU threads to `num_threads`, if given.
     """
@@ -63,13 +65,20 @@ class Shard:
         self.sampler = Sampler(self.backend.kernels)
         self.guesser = guesser or guesser_of(placement.drafting, self.backend.kernels)
         groups = divide(model.attentions, placement.max_positions, self.guesser.longest_window)
-        if self.guesser.pools and groups.parts[0] != 1:
+        if self.guesser.pools and (not groups.groups or groups.parts[0] != 1):
             raise ValueError(
                 f"speculative_config: a {self.guesser.name} needs a model whose layers without a"
                 " window have the largest keys"
             )
         self.pool = KVPool(groups, self.block_size, placement.kv_dtype, self.device)
         self.pool.beside = self.guesser.pools
+        self.state_pool: StatePool | None = None
+        if mixers := model.state_mixers:
+            self.state_pool = StatePool(
+                mixers, placement.dtype, self.device, 1 + placement.most_rejected,
+                placement.caches_prefixes,
+            )  # fmt: skip
+        self.cache_layout = CacheLayout(groups.windows)
         self.adapters = adapters
         self.graphs: DecodeGraphs | None = None
         self.graph_seconds: dict[Size, float] = {}  # how long they take, if that matters
@@ -106,10 +115,28 @@ class Shard:
         layout = TableLayout(
             num_running, max_blocks, self.block_size, self.placement.most_drafts, longest,
             self.adapters is not None, self.groups.parts,
+            self.state_pool.num_each if self.state_pool else 0,
         )  # fmt: skip
         write = self.backend.kernels.write_table if self.device.type == "cuda" else None
         self.table = DeviceTable(layout, self.device, write)
         self.guesser.make_rows(layout.num_rows)
+
+    def make_caches(self, num_blocks: int, num_running: int) -> None:
+        """Make a KV pool of `num_blocks`, and slots for the states of `num_running` sequences."""
+        self.pool.allocate(num_blocks)
+        if self.state_pool is not None:
+            num_groups = max(1, len(self.groups.groups))
+            layout = self.state_pool.layout(
+                num_blocks // num_groups, self.block_size, self.pool.block_bytes * num_groups
+            )
+            self.state_pool.allocate(layout.num_slots(num_running))
+            self.cache_layout = self.cache_layout._replace(states=layout)
+
+    def drop_caches(self) -> None:
+        """Free what `make_caches` has made."""
+        self.pool.release()
+        if self.state_pool is not None:
+            self.state_pool.release()
 
     def _drop_table(self) -> None:
         if hasattr(self, "table"):
@@ -117,6 +144,16 @@ class Shard:
 
     def compute(self, inputs: StepInputs) -> Computed:
         """Compute a step. It does not wait for the device, except with plain PyTorch's kernels."""
+        self._copy_states(inputs.copied_before)
+        computed = self._compute(inputs)
+        self._copy_states(inputs.copied_after)
+        return computed
+
+    def _copy_states(self, pairs: Array | None) -> None:
+        if pairs is not None and self.state_pool is not None:
+            self.state_pool.copy(pairs)
+
+    def _compute(self, inputs: StepInputs) -> Computed:
         self.table.write(inputs.changes)
         if inputs.prefill is not None:
             return self._compute_prefill(inputs)
@@ -271,7 +308,8 @@ class Shard:
         """
         input_ids, positions, contexts = self._upload(prefill, width)
         rows = None if needed is None else upload_ahead(self.device, needed)[0]
-        hidden, residuals = self._forward(input_ids, positions, contexts, rows)
+        states = self._prefill_states(prefill)
+        hidden, residuals = self._forward(input_ids, positions, contexts, rows, states)
         self.guesser.prefill(
             self.table.state, prefill, input_ids, positions, contexts[0], residuals
         )
@@ -289,7 +327,7 @@ class Shard:
         if len(pending[0]):
             self.share_tokens()
             input_ids = self.table.fill_pending(input_ids, *upload_ahead(self.device, *pending))
-        groups = slots.view(-1, len(input_ids))
+        groups = slots.view(-1, len(input_ids)) if len(slots) else slots[None]
         tables: list[torch.Tensor | None] = [None] * len(groups)
         if width:
             (table_rows,) = upload_ahead(self.device, prefill.table_rows)
@@ -308,6 +346,16 @@ class Shard:
             adapters=self._adapter_rows(prefill.adapter_slots),
         )
         return input_ids, positions, _for_groups(context, groups[1:], tables[1:])
+
+    def _prefill_states(self, prefill: PrefillInputs) -> StateStep | None:
+        """Where a prefill finds and leaves states; a warm-up's leaves none."""
+        if self.state_pool is None:
+            return None
+        before, after, ends = prefill.states_before, prefill.states_after, prefill.cu_seqlens_q
+        if before is None or after is None:
+            before, after = np.zeros(len(ends) - 1, np.int64), np.full(int(ends[-1]), -1)
+        slots = upload_ahead(self.device, before, after)
+        return StateStep(slots[0], slots[1], ends)
 
     def _adapter_rows(self, slots: Array | None) -> AdapterRows | None:
         """The adapters of rows with these slots; None if no row has one."""
@@ -338,7 +386,13 @@ class Shard:
             tables = self.table.block_tables[1:]
             more = read_groups(self.table.state, tables, decoding, self.block_size)
             contexts = _for_groups(context, *more)
-        hidden, residuals = self._forward(decoding.input_ids, decoding.positions, contexts)
+        states = None
+        if self.state_pool is not None:
+            before, after = read_slots(self.table.slots, self.table.state, decoding)
+            states = StateStep(before, after, num_queries=size.num_queries)
+        hidden, residuals = self._forward(
+            decoding.input_ids, decoding.positions, contexts, states=states
+        )
         self.guesser.keep(self.table.state, size, residuals)
         return hidden, decoding, adapters
 
@@ -368,11 +422,12 @@ class Shard:
         positions: torch.Tensor,
         contexts: list[Context],
         rows: torch.Tensor | None = None,
+        states: StateStep | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The hidden states of these tokens, or only of those at `rows`; the tapped residuals."""
-        with attending(contexts, self.backend.attention):
-            states: tuple[torch.Tensor, list[torch.Tensor]] = self.model(input_ids, positions, rows)
-            return states
+        with attending(contexts, self.backend.attention, states):
+            out: tuple[torch.Tensor, list[torch.Tensor]] = self.model(input_ids, positions, rows)
+            return out
 
     def decode_graphs(self, num_running: int) -> DecodeGraphs:
         """The decode steps of a ladder, not captured; they run on any device."""
@@ -421,7 +476,7 @@ class Shard:
         self.held_weights = None
         if self.adapters is not None:
             self.adapters.close()
-        del self.model, self.pool
+        del self.model, self.pool, self.state_pool
         self.guesser = Guesser()
         self._drop_table()
         if self.memory is not None and device_works:

@@ -14,7 +14,7 @@ MAX_GIB = 1 << 30  # more than any machine has: an infinite option becomes a fin
 
 def fit_kv_blocks(shard: Shard, config: Config) -> int:
     """How many blocks fit in memory beside all else: the least of any rank."""
-    block_bytes = shard.pool.block_bytes
+    block_bytes, own_bytes = cache_bytes(shard, most_running(config))
     if shard.device.type == "cpu":
         budget = int(min(config.cpu_kvcache_gib, MAX_GIB) * GIB) // shard.ranks.size
         option, hint = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", "raise it"
@@ -22,13 +22,30 @@ def fit_kv_blocks(shard: Shard, config: Config) -> int:
         budget = _free_device_bytes(shard, config)
         option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
         hint = "raise it, or lower max_num_batched_tokens"
-    num_blocks = shard.ranks.minimum(budget // block_bytes)
+    num_blocks = shard.ranks.minimum((budget - own_bytes) // block_bytes)
     if num_blocks < 1:
+        states = ""
+        if own_bytes:
+            states = f", states of max_num_seqs={config.max_num_seqs} take {own_bytes / MIB:.3f}"
+            hint += ", or lower max_num_seqs"
         raise ValueError(
             f"{option} leaves {max(budget, 0) / MIB:.3f} MiB for the KV cache, one block takes"
-            f" {block_bytes / MIB:.3f} MiB; {hint}"
+            f" {block_bytes / MIB:.3f} MiB{states}; {hint}"
         )
     return num_blocks
+
+
+def cache_bytes(shard: Shard, num_running: int) -> tuple[int, int]:
+    """What a block takes with its share of checkpoints, and what states take before the first."""
+    block_bytes, states = shard.pool.block_bytes, shard.state_pool
+    if states is None:
+        return block_bytes, 0
+    num_groups = max(1, len(shard.groups.groups))
+    layout = states.layout(0, shard.block_size, block_bytes * num_groups)
+    if layout.interval:
+        share = shard.block_size / (layout.interval * num_groups)
+        block_bytes += -int(-states.slot_bytes * share // 1)
+    return max(1, block_bytes), layout.num_slots(num_running) * states.slot_bytes
 
 
 def _free_device_bytes(shard: Shard, config: Config) -> int:
@@ -50,18 +67,18 @@ def _free_device_bytes(shard: Shard, config: Config) -> int:
 def _activation_bytes(shard: Shard, config: Config, num_running: int) -> int:
     """The most memory that a step takes and gives back."""
     shard.make_table(num_running, shard.placement.max_positions)
-    shard.pool.allocate(num_blocks=1)  # without any, steps have kernels that are not used later
+    shard.make_caches(1, num_running)  # without any, steps have kernels that are not used later
     torch.cuda.reset_peak_memory_stats(shard.device)
     resident = torch.cuda.memory_allocated(shard.device)
     warm_up(shard, config, num_running)
     activations = torch.cuda.max_memory_allocated(shard.device) - resident
-    shard.pool.release()
+    shard.drop_caches()
     return activations
 
 
 def _copies(shard: Shard) -> float:
     """The memory of the copies that attention makes of KV, in sizes of the pool."""
-    copied = 2 * shard.backend.attention.copied_layers / shard.groups.num_slots
+    copied = 2 * shard.backend.attention.copied_layers / max(1, shard.groups.num_slots)
     if shard.placement.kv_dtype == CODES:  # copied with their values, before and after the scale
         copied *= 1 + 2 * shard.placement.dtype.itemsize
     return copied
@@ -71,11 +88,11 @@ def _graph_bytes(shard: Shard, num_running: int) -> int:
     """The memory of the decode graphs: capture them on a placeholder cache, then drop them."""
     if not shard.placement.uses_graphs:
         return 0
-    shard.pool.allocate(num_blocks=1)
+    shard.make_caches(1, num_running)
     before, _ = torch.cuda.mem_get_info(shard.device)
     shard.capture_graphs(num_running)
     after, _ = torch.cuda.mem_get_info(shard.device)
     shard.drop_graphs()
-    shard.pool.release()
+    shard.drop_caches()
     torch.cuda.empty_cache()
     return before - after

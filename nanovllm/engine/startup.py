@@ -71,7 +71,7 @@ def start_shard(shard: Shard, config: Config) -> EngineConfig:
         for _, model in shard.models:
             model.model.agree_on_few_rows()
         compile_steps(shard, config)
-        num_blocks = (config.num_kvcache_blocks or 0) * len(shard.groups.groups)
+        num_blocks = (config.num_kvcache_blocks or 0) * max(1, len(shard.groups.groups))
         num_blocks = num_blocks or fit_kv_blocks(shard, config)
         max_model_len = settle_length(
             config.max_model_len, shard.pool, num_blocks, shard.placement.max_positions

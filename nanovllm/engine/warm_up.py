@@ -40,7 +40,7 @@ def compile_steps(shard: Shard, config: Config) -> None:
         return
     num_running = most_running(config)
     shard.make_table(num_running, shard.placement.max_positions)
-    shard.pool.allocate(num_blocks=1)
+    shard.make_caches(1, num_running)
 
     def steps() -> None:
         _run_largest_step(shard, config.max_num_batched_tokens, num_running)
@@ -54,7 +54,7 @@ def compile_steps(shard: Shard, config: Config) -> None:
         for _, model in shard.models:
             stack.enter_context(_two_layers_of_each_kind(model))
         compile_ahead(steps, shard.device)
-    shard.pool.release()
+    shard.drop_caches()
 
 
 def warm_up(shard: Shard, config: Config, num_running: int) -> None:
@@ -116,7 +116,7 @@ def _prefill(shard: Shard, prefill: PrefillInputs, width: int = 0) -> torch.Tens
     """
     if shard.guesser.longest:
         shard.catch_up(catch_up_inputs(prefill, shard, width))
-    num_groups = len(shard.groups.groups)
+    num_groups = max(1, len(shard.groups.groups))
     prefill = replace(prefill, slot_mapping=np.tile(prefill.slot_mapping, num_groups))
     if shard.adapters is not None:
         slots = np.zeros(len(prefill.input_ids), np.int32)

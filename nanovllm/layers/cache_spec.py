@@ -1,6 +1,7 @@
 """CacheSpec: what a mixer keeps between steps. Layers with equal specs share a cache group."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -19,3 +20,17 @@ class KeysAndValues(CacheSpec):
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+
+
+class StateTensor(NamedTuple):
+    """A tensor of a state, in float32 or in the model's type."""
+
+    shape: tuple[int, ...]
+    in_float32: bool = False
+
+
+@dataclass(frozen=True)
+class State(CacheSpec):
+    """Tensors of fixed sizes for each sequence, which each token changes."""
+
+    tensors: tuple[StateTensor, ...]

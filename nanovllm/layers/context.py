@@ -7,7 +7,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,30 +40,91 @@ class Context:
     adapters: AdapterRows | None = None
 
 
+class StateBatch(NamedTuple):
+    """N sequences of a step with T tokens each. Slots are as in `StateStep`.
+
+    All of `before` is read first: the states after a token may replace those before the first.
+    """
+
+    rows: torch.Tensor  # [N, T] of the step's tokens
+    before: torch.Tensor  # [N]
+    after: torch.Tensor  # [N, T]
+
+
+@dataclass(slots=True)
+class StateStep:
+    """Where the B sequences of a step find states, and where its T tokens leave them.
+
+    `before` [B] has the slots with the states before the sequences' first tokens: slot 0, whose
+    states are zeros, for those that begin. `after` [T] has the slots for the states after each
+    token; -1, the last slot, where they are not kept. Sequence b's tokens are the rows
+    `ends[b]:ends[b + 1]`, where `ends` is on the host; in a decode step each has `num_queries`.
+    """
+
+    before: torch.Tensor
+    after: torch.Tensor
+    ends: Any = None  # a NumPy array; None in a decode step
+    num_queries: int = 1
+    _batches: list[StateBatch] | None = None
+
+    @property
+    def batches(self) -> list[StateBatch]:
+        """The sequences, those with equally many tokens together; made when first asked for."""
+        if self._batches is None:
+            if self.ends is None:
+                rows = torch.arange(len(self.after), device=self.after.device)
+                shape = -1, self.num_queries
+                self._batches = [StateBatch(rows.view(shape), self.before, self.after.view(shape))]
+            else:
+                self._batches = self._prefill_batches(self.ends.tolist())
+        return self._batches
+
+    def _prefill_batches(self, ends: list[int]) -> list[StateBatch]:
+        by_length: dict[int, list[tuple[int, int]]] = {}
+        for index, (start, end) in enumerate(pairwise(ends)):
+            by_length.setdefault(end - start, []).append((index, start))
+        batches, device = [], self.after.device
+        for length, places in by_length.items():
+            indices, starts = torch.tensor(places, device=device).unbind(1)
+            rows = starts[:, None] + torch.arange(length, device=device)
+            batches.append(StateBatch(rows, self.before[indices], self.after[rows]))
+        return batches
+
+
 _current = threading.local()
 
 
 @contextmanager
-def attending(contexts: Context | list[Context], backend: Any) -> Iterator[None]:
+def attending(
+    contexts: Context | list[Context], backend: Any, states: StateStep | None = None
+) -> Iterator[None]:
     """A block whose layers attend by this metadata, which the attention backend plans for.
 
     With several cache groups there is a context for each: they differ in slots and block tables.
+    `states` is for layers that keep states.
     """
     if isinstance(contexts, Context):
         contexts = [contexts]
     for context in contexts:
         backend.plan(context)
     _current.contexts, _current.adapters = contexts, contexts[0].adapters
+    _current.states = states
     try:
         yield
     finally:
-        del _current.contexts, _current.adapters
+        del _current.contexts, _current.adapters, _current.states
 
 
 def get_context(group: int = 0) -> Context:
     """The current step's metadata, for the layers of a cache group."""
     context: Context = _current.contexts[group]
     return context
+
+
+def state_step() -> StateStep:
+    """Where the current step's tokens find and leave states."""
+    step: StateStep = _current.states
+    return step
 
 
 def adapter_rows() -> AdapterRows | None:

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanovllm.layers.cache_spec import KeysAndValues
+from nanovllm.layers.cache_spec import KeysAndValues, State
 from nanovllm.models import registry
 from nanovllm.models.bare import causal_name, lacks_head
 from nanovllm.models.fields import eos_ids, fields_of
@@ -183,6 +183,8 @@ class ModelConfig:
         """Raise a ValueError unless all layers keep keys and values of the same heads."""
         heads = self.num_attention_heads, self.num_key_value_heads, self.head_dim
         for cache in {layer.cache for layer in self.layers}:
+            if isinstance(cache, State):
+                continue
             if not isinstance(cache, KeysAndValues):
                 raise ValueError(f"layers that keep {type(cache).__name__} are not supported")
             if (cache.num_heads, cache.num_kv_heads, cache.head_dim) != heads:

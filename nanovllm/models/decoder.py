@@ -27,6 +27,7 @@ from nanovllm.layers.lora import AdapterRows
 from nanovllm.layers.mixer import Ropes
 from nanovllm.layers.names import USUAL_NAMES, Names
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.state_mixer import StateMixer
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
@@ -144,6 +145,11 @@ class Model(nn.Module):
     def attentions(self) -> list[Attention]:
         """The attention of each decoder layer, in order."""
         return [module for module in self.modules() if isinstance(module, Attention)]
+
+    @property
+    def state_mixers(self) -> list[StateMixer]:
+        """The mixers that keep states, in order."""
+        return [module for module in self.modules() if isinstance(module, StateMixer)]
 
     def bind(self, backend: Backend) -> None:
         """Set the kernels of all layers."""

@@ -15,6 +15,7 @@ from conftest import byte_tokenizer
 from drafts import Eager, RandomProposer
 
 from nanovllm.config import Config
+from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.forecast import MIN_ENDED
 from nanovllm.engine.requests.output_text import OutputText
@@ -32,7 +33,8 @@ def make_scheduler(
     num_blocks: int = 100, block_size: int = 4, window: int | None = None, **options: Any
 ) -> Scheduler:
     config = Config("m", kvcache_block_size=block_size, overlap=False, **options)
-    return Scheduler(EngineConfig.settle(config, num_blocks, num_blocks * block_size), (window,))
+    layout = CacheLayout((window,))
+    return Scheduler(EngineConfig.settle(config, num_blocks, num_blocks * block_size), layout)
 
 
 def fresh(num_tokens: int) -> list[int]:

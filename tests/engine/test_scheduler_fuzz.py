@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import selection
 from drafts import Eager, RandomProposer
@@ -28,17 +29,22 @@ from nanovllm.config import Config
 from nanovllm.engine.adapters.adapter import Adapter
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cache import prefixes
+from nanovllm.engine.cache.caches import CacheLayout
+from nanovllm.engine.cache.states import StateLayout
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.speculative.grammar import GrammarProposer
 from nanovllm.engine.speculative.speculator import Speculator
+from nanovllm.engine.step.inputs import state_slots
 from nanovllm.sampling_params import SamplingParams
 
 BLOCK_SIZES = (1, 2, 3, 4, 16)
 EOS, STOP = 3, 4
 NUM_TOKENS = 5  # so few that prompts share prefixes all the time
 MOST_DRAFTS = 5
+
+EMPTY = -1  # the number of the prefix without tokens
 
 Slot = tuple[int, int]
 
@@ -90,6 +96,7 @@ class Simulation:
         draft_seed: int | None = None,
         in_table: bool = False,
         forces: bool = False,
+        states: StateLayout | None = None,
         **options: Any,
     ) -> None:
         self.overlap = overlap
@@ -112,7 +119,9 @@ class Simulation:
                 None if draft_seed is None else proposer, 0 if draft_seed is None else 3, Eager,
                 grammar=GrammarProposer(), most_forced=MOST_DRAFTS,
             )  # fmt: skip
-        self.scheduler = Scheduler(self.config, windows, speculator)
+        self.scheduler = Scheduler(self.config, CacheLayout(windows, states), speculator)
+        self.states = {0: EMPTY}  # what a slot holds, as the number of a prefix
+        self.num_restored = 0
         self.arriving: dict[int, list[tuple[Sequence, range]]] = {}  # states, by id of a batch
         # With a window a sequence that decodes holds the blocks of that, and two tokens more than
         # a block's at least, wherever they begin; if the pool has so many, there is no end to it.
@@ -185,11 +194,14 @@ class Simulation:
             self.check_batch(batch)
             self.note_states(batch)
             sampled = [tokens[index % len(tokens)] for index in range(len(batch.sampling_seqs))]
+            self.copy_states(batch.copies.before)
+            self.num_restored += len(batch.copies.before)
             if batch.num_drafts:
                 sampled, drawn = self.verify(batch, sampled)
             else:
                 self.write(batch)
                 drawn = self.drawn(batch, sampled)
+            self.copy_states(batch.copies.after)
             for seq, more in drawn.items():
                 self.computed[seq] += more
             if not self.overlap:
@@ -222,15 +234,20 @@ class Simulation:
 
     def interrupted_step(self, computed: bool, restart: bool) -> None:
         """A step that is not booked, whether or not the device computed it, and what follows."""
+        if self.in_flight is not None and self.scheduler.must_wait(self.in_flight[0]):
+            computed = False  # which tokens come before it is not known
         batch = self.scheduler.schedule()
         if batch is not None:
             self.check_batch(batch)
+            self.copy_states(batch.copies.before if computed else [])
             if computed and batch.num_drafts:
                 self.verify(batch, [0] * len(batch.sampling_seqs))
             elif computed:
                 self.write(batch)
-        # These are scheduled once.
+            self.copy_states(batch.copies.after if computed else [])
+        # These are scheduled once; states are changed in place.
         once = batch is None or batch.forks or batch.drafts or batch.num_drafts
+        once = once or self.scheduler.layout.states is not None
         if restart or self.overlap or once:
             self.in_flight = None
             self.restart()
@@ -251,6 +268,8 @@ class Simulation:
         self.scheduler.clear_cache()
         self.since_clear.clear()
         assert not any(self.scheduler.block_manager.published)
+        states = self.scheduler.caches.states
+        assert states is None or not states.checkpoints
 
     def siblings(self) -> set[Sequence]:
         """Those that wait for another sequence to compute their prompt."""
@@ -276,7 +295,7 @@ class Simulation:
         assert self.scheduler.is_finished() and not self.live
         manager = self.scheduler.block_manager
         assert manager.num_free_blocks == manager.num_blocks
-        manager.audit([])
+        self.scheduler.caches.audit([])
 
     def touch(self, seqs: Iterable[Sequence]) -> None:
         """Note the blocks that these have, some of them only until they have fewer drafts."""
@@ -398,7 +417,49 @@ class Simulation:
                     prefix = self.prefixes[prefix, token_id]
                     assert self.memory[block, offset] == prefix
                 assert len(published.token_ids) == self.block_size
+        if scheduler.caches.states is not None:
+            for slot, prefix in scheduler.caches.states.checkpoints.items():
+                assert self.states[slot] == self.number_of(prefix), "the states of another prefix"
         self.check_order()
+
+    def number_of(self, prefix: prefixes.Prefix) -> int:
+        """The number by which this file knows a prefix."""
+        if prefix.parent is None:
+            return EMPTY + prefix.hash
+        number = self.number_of(prefix.parent)
+        for token_id in prefix.token_ids:
+            number = self.prefixes[number, token_id]
+        return number
+
+    def copy_states(self, pairs: list[tuple[int, int]]) -> None:
+        for source, target in pairs:
+            self.states[target] = self.states[source]
+
+    def compute_states(
+        self, batch: Batch, of_seqs: list[tuple[Sequence, list[int], list[int]]]
+    ) -> None:
+        """Find the states of each sequence, and leave those after its tokens, by prefix numbers.
+
+        Of a sequence: the numbers of all its tokens, and the slots of those that are computed.
+        """
+        if self.scheduler.layout.states is None:
+            return
+        found, left = [], []
+        for seq, numbers, slots in of_seqs:
+            start = len(numbers) - len(slots)
+            before = numbers[start - 1] if start else EMPTY
+            own = seq.slots[(start - 1) % len(seq.slots)] if start else 0
+            assert self.states[own] == before or not start, "not the states before its tokens"
+            found += [own] if start else []
+            left += [(slot, n) for slot, n in zip(slots, numbers[start:], strict=True) if slot >= 0]
+            mine = {slot for slot in slots if slot >= 0}
+            assert mine <= {*seq.slots, *seq.checkpoints.values()}
+        targets = [slot for slot, _ in left]
+        assert len(set(targets)) == len(targets) and 0 not in targets
+        assert len(set(found)) == len(found)
+        copied = [slot for _, slot in batch.copies.before]
+        assert len(set(copied)) == len(copied)
+        self.states |= dict(left)
 
     def check_order(self) -> None:
         """The next blocks are those that nothing can be found in, then new ones, then cached ones.
@@ -414,6 +475,19 @@ class Simulation:
 
     def write(self, batch: Batch) -> None:
         """The device computes: all of a step's writes happen together, after the reads."""
+        if self.scheduler.layout.states is not None:
+            lengths = [
+                seq.num_scheduled_tokens + len(batch.drafts.get(seq, [])) for seq in batch.seqs
+            ]
+            ends = np.cumsum([0, *lengths])
+            slots = state_slots(batch, ends)["states_after"].tolist()
+            self.compute_states(
+                batch,
+                [
+                    (seq, self.computed_numbers(seq, batch), slots[start : start + length])
+                    for seq, start, length in zip(batch.seqs, ends.tolist(), lengths, strict=False)
+                ],
+            )
         for seq in batch.seqs:
             numbers = self.numbered(seq, batch.drafts.get(seq, []))[seq.num_cached_tokens :]
             self.keep(self.written(batch, seq), numbers)
@@ -426,7 +500,7 @@ class Simulation:
 
     def keep(self, slots: list[Slot], numbers: list[int]) -> None:
         """Write the prefixes `numbers` to slots, which are those of one group after the other."""
-        size = len(slots) // len(self.windows)
+        size = len(slots) // max(1, len(self.windows))
         for start in range(0, len(slots), size or 1):
             for slot, prefix in zip(slots[start : start + size], numbers, strict=False):
                 self.memory[slot] = prefix
@@ -462,15 +536,16 @@ class Simulation:
 
     def slots_of_drafts(self, batch: Batch, seq: Sequence) -> list[Slot]:
         """Where the device writes a row's last token and its drafts, at most: in each group."""
-        start = len(self.computed[seq]) - 1
-        tables = seq.block_tables
-        assert (
-            len({len(table) for table in tables}) == 1
-            and seq.room == len(tables[0]) * self.block_size
-        )
-        end = min(start + 1 + batch.num_drafts, seq.room, seq.max_num_tokens - 1)
+        start, end = self.places_of_drafts(batch, seq)
+        for table in seq.block_tables:
+            assert seq.room == len(table) * self.block_size
         groups = range(len(self.windows))
         return [self.slot(seq, place, group) for group in groups for place in range(start, end)]
+
+    def places_of_drafts(self, batch: Batch, seq: Sequence) -> tuple[int, int]:
+        """The first position of a row's last token and its drafts, and the end of them."""
+        start = len(self.computed[seq]) - 1
+        return start, min(start + 1 + batch.num_drafts, seq.room, seq.max_num_tokens - 1)
 
     def verify(
         self, batch: Batch, sampled: list[int]
@@ -480,17 +555,24 @@ class Simulation:
         It does not know how a request ends, except by its length.
         """
         outcome, drawn, width = [], {}, 1 + batch.num_drafts
+        states = []
         for index, seq in enumerate(batch.seqs):
             slots, tokens = self.slots_of_drafts(batch, seq), sampled[index * width :][:width]
-            num_places = len(slots) // len(self.windows)
+            start, end = self.places_of_drafts(batch, seq)
+            num_places = end - start
             drafts = self.guess(seq, slots[:num_places], batch.num_drafts)[: max(0, num_places - 1)]
             numbers = self.numbered(seq, drafts)[len(self.computed[seq]) - 1 :]
             self.keep(slots, numbers)
-            count = 1 if slots else 0
+            count = 1 if num_places else 0
+            if num_places and seq.slots:
+                own = [seq.slots[place % len(seq.slots)] for place in range(start, end)]
+                own = own[: 1 + len(drafts)]
+                states.append((seq, self.numbered(seq, drafts)[: start + len(own)], own))
             while 0 < count <= len(drafts) and tokens[count - 1] == drafts[count - 1]:
                 count += 1
             drawn[seq] = tokens[:count]
             outcome += [count, len(drafts), *tokens]
+        self.compute_states(batch, states)
         return outcome, drawn
 
     def guess(self, seq: Sequence, slots: list[Slot], most: int) -> list[int]:
@@ -565,6 +647,12 @@ class Simulation:
             numbers.append(number)
         return numbers
 
+    def computed_numbers(self, seq: Sequence, batch: Batch) -> list[int]:
+        """Those of all tokens that a step leaves computed, with its drafts."""
+        drafts = batch.drafts.get(seq, [])
+        end = seq.num_cached_tokens + seq.num_scheduled_tokens + len(drafts)
+        return self.numbered(seq, drafts)[:end]
+
     def slot(self, seq: Sequence, position: int, group: int = 0) -> Slot:
         table = seq.block_tables[group]
         return table[position // self.block_size], position % self.block_size
@@ -574,6 +662,18 @@ class Simulation:
         number = seq.num_scheduled_tokens + len(batch.drafts.get(seq, ()))
         groups = range(len(self.windows))
         return [self.slot(seq, start + i, group) for group in groups for i in range(number)]
+
+
+def state_layout(
+    num_checkpoints: int | None, interval: int, block_size: int, options: dict[str, Any]
+) -> StateLayout | None:
+    """Slots for states, with `interval` blocks between checkpoints; None if there are none."""
+    if num_checkpoints is None:
+        return None
+    if not options["enable_prefix_caching"]:
+        num_checkpoints = 0
+    num_each = 1 + MOST_DRAFTS if options["draft_seed"] is not None or options["forces"] else 1
+    return StateLayout(num_each, num_checkpoints, interval * block_size)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -591,17 +691,31 @@ class SchedulerMachine(RuleBasedStateMachine):
             st.tuples(st.none(), st.integers(1, 12)),
             st.tuples(st.none(), st.none(), st.integers(1, 8)),
             st.tuples(st.integers(6, 20), st.integers(1, 6)),
+            st.just(()),
         ),
+        num_checkpoints=st.one_of(st.none(), st.integers(0, 6)),
+        interval=st.integers(1, 4),
         scheduling=st.sampled_from(["prefill-first", "prefill-first", "mixed"]),
         draft_seed=st.one_of(st.none(), st.integers(0, 99)),
         in_table=st.booleans(),
         forces=st.booleans(),
     )
-    def start(self, block_size: int, num_blocks: int, windows: Any, **options: Any) -> None:
+    def start(
+        self,
+        block_size: int,
+        num_blocks: int,
+        windows: Any,
+        num_checkpoints: int | None,
+        interval: int,
+        **options: Any,
+    ) -> None:
         least = 2 * len(windows)  # a request has two tokens at least
+        if not windows and num_checkpoints is None:
+            num_checkpoints = 3
         self.simulation = Simulation(
             kvcache_block_size=block_size, num_kvcache_blocks=max(least, num_blocks),
-            windows=windows, **options,
+            windows=windows, states=state_layout(num_checkpoints, interval, block_size, options),
+            **options,
         )  # fmt: skip
         self.prompts = first_prompts()
 
@@ -675,7 +789,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 def walk(
-    seed: int, num_actions: int = 300, make: Callable[..., Simulation] = Simulation
+    seed: int,
+    num_actions: int = 300,
+    make: Callable[..., Simulation] = Simulation,
+    with_states: bool = False,
 ) -> Simulation:
     """A random walk that ends in a drain."""
     rng = random.Random(seed)
@@ -685,19 +802,27 @@ def walk(
     few, many = rng.randint(1, 9), rng.randint(1, 60)
     mixes: list[tuple[int | None, ...]] = [(None, few), (None, many, few, few), (many + few, few)]
     windows = rng.choice([one, one, *mixes])
-    simulation = make(
-        kvcache_block_size=block_size,
-        num_kvcache_blocks=num_blocks * len(windows),
+    options: dict[str, Any] = dict(
         max_num_seqs=rng.randint(2, 8),
         max_num_batched_tokens=rng.choice([1, 4, 16, 64]),
         enable_prefix_caching=rng.random() < 0.9,
         overlap=rng.random() < 0.5,
-        windows=windows,
         scheduling=rng.choice(["prefill-first", "mixed"]),
         draft_seed=rng.choice([None, seed]),
         in_table=seed % 2 == 0,
         forces=seed % 3 == 0,
     )
+    if with_states:
+        if rng.random() < 0.25:
+            windows = ()
+        most = rng.choice([1, 4, 20])
+        options["states"] = state_layout(
+            rng.randint(0, most), rng.randint(1, 4), block_size, options
+        )
+    simulation = make(
+        kvcache_block_size=block_size, num_kvcache_blocks=num_blocks * max(1, len(windows)),
+        windows=windows, **options,
+    )  # fmt: skip
     num_slots = simulation.longest
     prompts = first_prompts()
     arrivals, num_tokens = rng.choice([0.05, 0.2, 0.5]), rng.choice([2, 2, NUM_TOKENS])
@@ -774,6 +899,17 @@ def test_random_walks(hundred: int) -> None:
     assert sum(simulation.scheduler.num_preemptions for simulation in simulations) > 100
     forced = [s.scheduler.speculator for s in simulations if s.forces]
     assert sum(s.num_drafted for s in forced if s is not None and s.most_drafts == 0) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(share=0.5)
+@pytest.mark.parametrize("hundred", range(4))
+def test_random_walks_with_states(hundred: int) -> None:
+    """The same beside states, whose checkpoints decide how long a hit is; and states alone."""
+    first = selection.NUMBER + 100 * hundred
+    simulations = [walk(seed, with_states=True) for seed in range(first, first + 100)]
+    assert sum(simulation.scheduler.num_preemptions for simulation in simulations) > 100
+    assert sum(simulation.num_restored for simulation in simulations) > 100
 
 
 def test_random_walks_with_colliding_hashes(monkeypatch: pytest.MonkeyPatch) -> None:

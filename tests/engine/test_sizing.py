@@ -58,7 +58,9 @@ def test_all_ranks_have_the_blocks_of_the_smallest_pool() -> None:
 
     def fit(ranks: Ranks) -> int:
         pool = SimpleNamespace(block_bytes=16 * MIB >> ranks.rank)
-        shard: Any = SimpleNamespace(pool=pool, device=torch.device("cpu"), ranks=ranks)
+        shard: Any = SimpleNamespace(
+            pool=pool, device=torch.device("cpu"), ranks=ranks, state_pool=None
+        )
         return sizing.fit_kv_blocks(shard, config)
 
     assert on_ranks(2, fit) == [32, 32]

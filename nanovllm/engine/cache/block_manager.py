@@ -11,6 +11,7 @@ from nanovllm.engine.cache.prefixes import Prefix, Prefixes, block_hashes
 from nanovllm.engine.sequence import Sequence
 
 Window = int | None  # how many tokens back a group's layers attend; None for all
+UNLIMITED = 1 << 40  # blocks, more than any sequence has
 NO_BLOCK = 0  # stands in a table for a block behind the window, which no kernel reads
 
 
@@ -60,6 +61,8 @@ class BlockManager:
     In a group with a window a sequence frees the blocks behind it: the first `num_passed_blocks`
     entries of its table are blocks that it no longer holds and that no kernel reads. There a long
     prompt gets its blocks as it is computed.
+
+    If the model `has_states`, a prefix can be restored only where it has a checkpoint.
     """
 
     def __init__(
@@ -68,11 +71,13 @@ class BlockManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         windows: tuple[Window, ...] = (None,),
+        has_states: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.windows = windows
         self.num_groups = len(windows)  # blocks that a sequence needs for `block_size` tokens
+        self.has_states = has_states
         self.has_windows = any(window is not None for window in windows)
         self._kept = [sys.maxsize if w is None else kept_window(w, block_size) for w in windows]
         # The most blocks that a decoding sequence holds in each group; and those that a long prompt
@@ -108,13 +113,13 @@ class BlockManager:
         it, and waiting shares it), and if `admits(seq, n)` is False, where n is the number of free
         blocks that `seq` has taken once its tokens are computed.
         """
-        assert not seq.block_tables
-        if not self.free_queue:  # at least the last token's block is new
+        assert not seq.room
+        if not self.free_queue and self.num_groups:  # at least the last token's block is new
             return False
         most_hits = seq.num_skippable_tokens // self.block_size
         path = self._find(seq, most_hits)
         num_hits = len(path)
-        if in_progress and num_hits < most_hits and seq.block_hashes[num_hits] in in_progress:
+        if in_progress and self._is_in_progress(seq, num_hits, most_hits, in_progress):
             return False
         num_blocks = -(-seq.num_tokens // self.block_size)
         passed = self._num_passed(num_hits * self.block_size)
@@ -143,6 +148,17 @@ class BlockManager:
             seq.num_hit_tokens = seq.num_cached_tokens
         return True
 
+    def _is_in_progress(
+        self, seq: Sequence, num_hits: int, most_hits: int, in_progress: Set[int]
+    ) -> bool:
+        """Whether a longer prefix of `seq` can be restored when others have been computed."""
+        if num_hits == most_hits:
+            return False
+        if not self.has_states:
+            return seq.block_hashes[num_hits] in in_progress
+        hashes = block_hashes(seq, most_hits, self.block_size)
+        return not in_progress.isdisjoint(hashes[num_hits:most_hits])
+
     def fork(self, seq: Sequence, sibling: Sequence) -> bool:
         """Share the blocks of `seq` with `sibling`, which has the same tokens.
 
@@ -150,6 +166,10 @@ class BlockManager:
         own, which the caller copies; the others must be published before the sibling grows.
         """
         num_full = seq.num_tokens // self.block_size
+        sibling.block_hashes = list(seq.block_hashes)
+        if not self.num_groups:
+            self._set_room(sibling)
+            return True
         has_tail = num_full * self.block_size < seq.room
         if has_tail and len(self.free_queue) < self.num_groups:
             return False
@@ -160,7 +180,6 @@ class BlockManager:
             self.ref_counts[block] += 1
         if has_tail:
             self.append_blocks(sibling)
-        sibling.block_hashes = list(seq.block_hashes)
         sibling.num_published_blocks = max(num_full, seq.num_published_blocks)
         return True
 
@@ -242,6 +261,8 @@ class BlockManager:
         num_full = num_computed // self.block_size
         if not self.enable_prefix_caching or num_full <= seq.num_published_blocks:
             return
+        if not self.num_groups:  # prefixes are entered with their checkpoints
+            return
         hashes = block_hashes(seq, num_full, self.block_size)
         prefix = self._prefix_before(seq, seq.num_published_blocks)
         for index in range(seq.num_published_blocks, num_full):
@@ -284,15 +305,23 @@ class BlockManager:
             if prefix is not None:
                 self._unpublish(block)
 
-    def audit(self, block_tables: list[list[int]]) -> None:
-        """Assert the pool's invariants, given the held blocks of every block table."""
+    def prefix_of(self, seq: Sequence, num_tokens: int) -> Prefix | None:
+        """The cached prefix of the first `num_tokens` of `seq`; None if there is none."""
+        path = self._path(seq, num_tokens // self.block_size)
+        return path[-1] if path else None
+
+    def audit(self, block_tables: list[list[int]], others: Counter[int] | None = None) -> None:
+        """Assert the pool's invariants, given the held blocks of every block table.
+
+        `others` counts uses of prefixes for other things than blocks, by their `id`.
+        """
         held = Counter(block for table in block_tables for block in table)
         for table in block_tables:
             assert len(set(table)) == len(table), f"a table holds a block twice: {table}"
         for block, ref_count in enumerate(self.ref_counts):
             assert ref_count == held[block], f"block {block}: {ref_count} != {held[block]} tables"
             assert (block in self.free_queue) == (ref_count == 0), f"block {block} is misplaced"
-        self.prefixes.audit()
+        self.prefixes.audit(others or Counter())
         entered = []
         for prefix in self.prefixes:
             for group, blocks in enumerate(prefix.blocks):
@@ -335,7 +364,9 @@ class BlockManager:
         return taken
 
     def _set_room(self, seq: Sequence) -> None:
-        seq.room = min(map(len, seq.block_tables)) * self.block_size
+        """Without groups there is room for any number of tokens."""
+        num_blocks = min(map(len, seq.block_tables), default=UNLIMITED)
+        seq.room = num_blocks * self.block_size
 
     def _num_free(self, blocks: list[int]) -> int:
         return sum(self.ref_counts[block] == 0 for block in blocks)
@@ -386,12 +417,16 @@ class BlockManager:
                 gap = (index for index, prefix in enumerate(path) if not prefix.blocks[group])
                 path = path[: next(gap, len(path))]
         if not self.has_windows:
+            while self.has_states and path and path[-1].checkpoint is None:
+                path.pop()
             return path
         runs = [0] * self.num_groups  # how many blocks before the end each group has cached
         longest = 0
         for length, prefix in enumerate(path, start=1):
             for group, blocks in enumerate(prefix.blocks):
                 runs[group] = runs[group] + 1 if blocks else 0
+            if self.has_states and prefix.checkpoint is None:
+                continue
             passed = self._num_passed(length * self.block_size)
             if all(run >= length - start for run, start in zip(runs, passed, strict=True)):
                 longest = length

@@ -58,6 +58,8 @@ def divide(layers: Sequence[Attention], longest: int, reach: Window = 0) -> Cach
 
     Layers of other models may read the first group's blocks: `reach` is how far back they attend.
     """
+    if not layers:
+        return CacheGroups((), 0, 0)
     windows = [_limited(layer.kv.window, longest) for layer in layers]
     if reach != 0 and None not in windows:
         most = None if reach is None else max(reach, *(window or 0 for window in windows))

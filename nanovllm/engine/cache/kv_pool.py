@@ -118,15 +118,27 @@ class KVPool:
         self._asleep_blocks = 0
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed memory; on the CPU the system provides pages when they are first written."""
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if self.device.type != "cpu":
-            if self.source is not None and num_bytes:
-                return self.source(num_bytes).view(dtype).view(shape)
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-        memory = np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8)
-        start = -memory.ctypes.data % CACHE_LINE
-        return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
+        return zeros_of(shape, dtype, self.device, self.source)
+
+
+def zeros_of(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    source: Callable[[int], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Zeroed memory, on a GPU from `source` if given.
+
+    On the CPU the system provides pages when they are first written.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu":
+        if source is not None and num_bytes:
+            return source(num_bytes).view(dtype).view(shape)
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
 
 
 def settle_length(asked: int | None, pool: KVPool, num_blocks: int, max_positions: int) -> int:
@@ -177,7 +189,7 @@ def _capacity(
     num_blocks: int, block_size: int, windows: tuple[Window, ...], max_positions: int
 ) -> int:
     """How many tokens the pool holds in sequences of `max_positions`, or as long as it allows."""
-    if len(windows) == 1:
+    if len(windows) <= 1:
         return num_blocks * block_size
     length = min(max_positions, longest_sequence(num_blocks, block_size, windows))
     of_sequence = -(-length // block_size)

@@ -4,6 +4,7 @@ It knows token ids and hashes. Which KV blocks hold a prefix, it keeps for the b
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 
 import xxhash
@@ -33,12 +34,13 @@ Blocks = tuple[tuple[int, ...], ...]  # of each cache group
 class Prefix:
     """A block of tokens and all tokens before it.
 
-    `blocks` has for each cache group the published KV blocks of these tokens, oldest first.
-    `num_uses` counts these and the prefixes that continue this one. Those with equal hashes are
-    linked by `next`. (Tuples of numbers cost Python's garbage collector nothing.)
+    `blocks` has for each cache group the published KV blocks of these tokens, oldest first, and
+    `checkpoint` is the slot with the states after them, if there is one. `num_uses` counts these
+    and the prefixes that continue this one. Those with equal hashes are linked by `next`. (Tuples
+    of numbers cost Python's garbage collector nothing.)
     """
 
-    __slots__ = ("blocks", "hash", "next", "num_uses", "parent", "token_ids")
+    __slots__ = ("blocks", "checkpoint", "hash", "next", "num_uses", "parent", "token_ids")
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class Prefix:
         self.hash = value
         self.token_ids = token_ids
         self.blocks: Blocks = tuple([(block,) for block in column])
+        self.checkpoint: int | None = None
         self.num_uses = len(column)
         self.next = next_equal
 
@@ -110,12 +113,16 @@ class Prefixes:
         return prefix
 
     def remove(self, prefix: Prefix, group: int, block: int) -> None:
-        """Remove a block from a prefix.
+        """Remove a block from a prefix."""
+        blocks = tuple(other for other in prefix.blocks[group] if other != block)
+        prefix.blocks = (*prefix.blocks[:group], blocks, *prefix.blocks[group + 1 :])
+        self.give_up(prefix)
+
+    def give_up(self, prefix: Prefix) -> None:
+        """Give up a use of a prefix.
 
         A prefix without uses is removed, and then the one before it may have none.
         """
-        blocks = tuple(other for other in prefix.blocks[group] if other != block)
-        prefix.blocks = (*prefix.blocks[:group], blocks, *prefix.blocks[group + 1 :])
         prefix.num_uses -= 1
         while not prefix.num_uses:
             if prefix.parent is None:
@@ -138,8 +145,11 @@ class Prefixes:
             first = first.next
         first.next = prefix.next
 
-    def audit(self) -> None:
-        """Assert that each prefix is in use, and found by its hash."""
+    def audit(self, others: Counter[int]) -> None:
+        """Assert that each prefix is in use, and found by its hash.
+
+        `others` counts uses for other things than blocks, by the `id` of the prefix.
+        """
         after: dict[int, int] = {}
         known = {id(root) for root in self.roots.values()} | {id(prefix) for prefix in self}
         for value, first in self.by_hash.items():
@@ -149,7 +159,7 @@ class Prefixes:
             assert id(prefix.parent) in known, "a lost parent"
             after[id(prefix.parent)] = after.get(id(prefix.parent), 0) + 1
         for prefix in self:
-            num_blocks = sum(map(len, prefix.blocks))
-            assert prefix.num_uses == num_blocks + after.get(id(prefix), 0) > 0, prefix
+            num_uses = sum(map(len, prefix.blocks)) + others[id(prefix)]
+            assert prefix.num_uses == num_uses + after.get(id(prefix), 0) > 0, prefix
         for root in self.roots.values():
-            assert root.num_uses == after.get(id(root), 0), root
+            assert root.num_uses == after.get(id(root), 0) + others[id(root)], root

@@ -46,6 +46,8 @@ class DraftModelGuesser(ModelGuesser):
     def __init__(
         self, model: CausalLM, config: ModelConfig, placement: Placement, vocab_size: int
     ) -> None:
+        if model.state_mixers:
+            raise ValueError("speculative_config: a draft model that keeps states is not supported")
         super().__init__(model.attentions, placement)
         self.model = config, model
         self.longest_window = config.longest_window

@@ -20,12 +20,14 @@ LAYOUT: dict[str, Any] = {
     "table_rows": np.int64, "sample_table_rows": np.int64,
     "sampled_tokens": np.int64, "shared_samples": np.int64, "reported_tokens": np.int64,
     "next_tokens": np.int64, "pooled_tokens": np.int64,
+    "states_before": np.int64, "states_after": np.int64,
     "cu_seqlens_q": np.int32, "cu_seqlens_k": np.int32, "copied_blocks": np.int32,
-    "adapter_slots": np.int32,
+    "adapter_slots": np.int32, "copied_before": np.int32, "copied_after": np.int32,
     "words": np.int32,
 }  # fmt: skip
 PREFILL = tuple(field.name for field in dataclasses.fields(PrefillInputs))
 FLAGS = ("whole_logits", "keeps_hidden", "adapts", "catches_up")
+OF_STEP = ("copied_before", "copied_after")
 NUMBERS = ("num_seqs", "width", "num_queries", *FLAGS)
 HEADER = struct.Struct(f"{len(LAYOUT) + len(NUMBERS)}q")  # the arrays' lengths, then these
 NONE = -1  # the length of an array that is None
@@ -35,6 +37,7 @@ def encode(inputs: StepInputs) -> bytes:
     """A step as bytes."""
     arrays: dict[str, Any] = dict.fromkeys(LAYOUT)
     arrays |= {"offsets": inputs.changes.offsets, "words": inputs.changes.words}
+    arrays |= {name: getattr(inputs, name) for name in OF_STEP}
     if inputs.prefill is not None:
         arrays |= {name: getattr(inputs.prefill, name) for name in PREFILL}
     lengths = [NONE if array is None else array.size for array in arrays.values()]
@@ -61,4 +64,6 @@ def decode(message: bytearray) -> StepInputs:
     step = StepInputs(changes=changes, prefill=prefill, **dict(zip(NUMBERS, numbers, strict=True)))
     for name in FLAGS:
         setattr(step, name, bool(getattr(step, name)))
+    for name in OF_STEP:
+        setattr(step, name, arrays[name])
     return step

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.cache.block_manager import BlockManager
+from nanovllm.engine.cache.caches import Caches
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.speculative.costs import Candidate, Costs, TokenCosts
 from nanovllm.engine.speculative.grammar import GrammarProposer
@@ -13,7 +13,7 @@ from nanovllm.engine.speculative.pace import Outlook, Pace
 from nanovllm.engine.speculative.proposer import Proposer
 from nanovllm.engine.step_size import MOST_DRAFTS, most_within
 from nanovllm.metrics import Metric, draft_metrics
-from nanovllm.speculative_config import MOST_FORCED, SpeculativeConfig
+from nanovllm.speculative_config import SpeculativeConfig
 
 # Where none of many sequences should have drafts, none has some for so many steps: to look costs 1
 # to 3 us a sequence.
@@ -64,7 +64,7 @@ class Speculator:
         return any(self.costs.worthwhile(candidates, num_tokens, waits=True))
 
     def draft(
-        self, seqs: list[Sequence], num_tokens: int, budget: int, blocks: BlockManager
+        self, seqs: list[Sequence], num_tokens: int, budget: int, caches: Caches
     ) -> dict[Sequence, list[int]]:
         """Drafts for some of `seqs`, `budget` in all at most, in a step of `num_tokens` others.
 
@@ -72,7 +72,7 @@ class Speculator:
         A sequence with forced tokens gets no guesses beside them.
         """
         most_each = MOST_DRAFTS // max(1, len(seqs))
-        forced = self._force(seqs, most_each, budget, blocks) if self.grammar is not None else {}
+        forced = self._force(seqs, most_each, budget, caches) if self.grammar is not None else {}
         self._forced = {*forced}
         if not self.most_drafts:
             return forced
@@ -84,15 +84,15 @@ class Speculator:
         numbers = self.costs.worthwhile(candidates, num_tokens, waits=True)
         for seq, number in zip(others, numbers, strict=True):
             number = min(number, budget, most_each)
-            room = self._room(seq, number, blocks)
+            room = self._room(seq, number, caches)
             if room > 0:
                 most[seq] = room
                 budget -= room
-        guessed = {seq: tokens for seq, tokens in self._propose(most, blocks).items() if tokens}
+        guessed = {seq: tokens for seq, tokens in self._propose(most, caches).items() if tokens}
         return forced | guessed
 
     def _force(
-        self, seqs: list[Sequence], most_each: int, budget: int, blocks: BlockManager
+        self, seqs: list[Sequence], most_each: int, budget: int, caches: Caches
     ) -> dict[Sequence, list[int]]:
         """The forced tokens of those of `seqs` that have some, as many as there is room for."""
         asked = [s for s in seqs if s.constraint is not None and not s.num_pending_tokens]
@@ -102,13 +102,13 @@ class Speculator:
         most = [min(most_each, self.most_forced)] * len(asked)
         drafts = {}
         for seq, tokens in zip(asked, self.grammar.propose(asked, most), strict=True):
-            room = self._room(seq, min(len(tokens), budget), blocks)
+            room = self._room(seq, min(len(tokens), budget), caches)
             if room > 0:
                 drafts[seq] = tokens[:room]
                 budget -= room
         return drafts
 
-    def plan(self, seqs: list[Sequence], budget: int, blocks: BlockManager) -> int:
+    def plan(self, seqs: list[Sequence], budget: int, caches: Caches) -> int:
         """How many drafts each of `seqs` has in a decode step.
 
         Sequences take blocks for the most tokens that they may have then, as far as there are free
@@ -125,19 +125,17 @@ class Speculator:
         if number == 0:
             self._quiet = QUIET_STEPS if len(seqs) >= MANY else 0
         for seq, candidate in zip(seqs, candidates, strict=True):
-            self._room(seq, min(number, candidate.limit), blocks)
+            self._room(seq, min(number, candidate.limit), caches)
         return number
 
-    def _room(self, seq: Sequence, number: int, blocks: BlockManager) -> int:
+    def _room(self, seq: Sequence, number: int, caches: Caches) -> int:
         """Give `seq` blocks for drafts; returns for how many of this number it has blocks."""
         if number < 1:
             return 0
         sure = seq.num_tokens + seq.num_possible_tokens
-        return blocks.grow(seq, min(sure + number, seq.max_num_tokens - 1)) - sure
+        return caches.grow(seq, min(sure + number, seq.max_num_tokens - 1)) - sure
 
-    def _propose(
-        self, most: dict[Sequence, int], blocks: BlockManager
-    ) -> dict[Sequence, list[int]]:
+    def _propose(self, most: dict[Sequence, int], caches: Caches) -> dict[Sequence, list[int]]:
         """The proposer's drafts, at most as many of each sequence as `most` says.
 
         Blocks that they do not need are freed.
@@ -149,11 +147,11 @@ class Speculator:
         proposed = self.proposer.propose(asked, [*most.values()])
         drafts = {seq: tokens[: most[seq]] for seq, tokens in zip(asked, proposed, strict=True)}
         for seq, tokens in drafts.items():
-            blocks.shrink(seq, seq.num_tokens + len(tokens))
+            caches.rewind(seq, seq.num_tokens + len(tokens))
         return drafts
 
     def counted(
-        self, batch: Batch, outcome: list[int], blocks: BlockManager
+        self, batch: Batch, outcome: list[int], caches: Caches
     ) -> Iterator[tuple[Sequence, int]]:
         """The tokens that the device has accepted.
 
@@ -173,14 +171,14 @@ class Speculator:
                     break
             end = seq.num_known_tokens - 1
             self._learn(batch, seq, num_drafts, max(0, end - before))
-            if not seq.block_tables:
+            if not seq.room:
                 continue  # it was preempted
-            blocks.publish(seq, end)
+            caches.publish(seq, end)
             if seq.finish_reason is not None:
                 continue  # a later step may count a token that the device has not computed
             if not seq.num_possible_tokens and not seq.num_scheduled_tokens:
-                blocks.shrink(seq, max(end, seq.num_cached_tokens))
-            blocks.pass_by(seq)
+                caches.rewind(seq, max(end, seq.num_cached_tokens))
+            caches.pass_by(seq)
 
     def accepted(
         self, batch: Batch, drawn: Iterable[tuple[Sequence, int]]
@@ -193,21 +191,21 @@ class Speculator:
                 yield seq, token_id
             before = token_id
 
-    def settle(self, batch: Batch, blocks: BlockManager) -> None:
+    def settle(self, batch: Batch, caches: Caches) -> None:
         """Remove what only wrong drafts had, places and blocks: the tokens that count are known.
 
         Right drafts count as cached tokens.
         """
         for seq, drafts in batch.drafts.items():
-            if not seq.block_tables:  # aborted
+            if not seq.room:  # aborted
                 continue
             seq.drop_pending()
             end = seq.num_tokens - 1
             self._learn(batch, seq, len(drafts), end - seq.num_cached_tokens)
             seq.num_cached_tokens = end
-            blocks.publish(seq, end)
-            blocks.shrink(seq, end)
-            blocks.pass_by(seq)
+            caches.publish(seq, end)
+            caches.rewind(seq, end)
+            caches.pass_by(seq)
         self._forced = set()
 
     def metrics(self, model: str) -> list[Metric]:
@@ -262,14 +260,16 @@ def speculator_of(
     *,
     in_table: bool,
     longest: int | None,
-    forces: bool = False,
+    most_forced: int = 0,
 ) -> Speculator | None:
     """The speculator that the option asks for, if it does.
 
-    Without the option it drafts forced tokens, if it `forces` them.
+    Without the option it drafts forced tokens, up to `most_forced` of a sequence and step.
     """
     if config is None:
-        config = SpeculativeConfig("grammar" if forces else "none", MOST_FORCED)
+        if not most_forced:
+            return None
+        config = SpeculativeConfig("grammar", most_forced)
     if config.method == "none":
         return None
     most = config.num_speculative_tokens
@@ -279,5 +279,5 @@ def speculator_of(
         return Speculator(None, 0, costs=costs, grammar=GrammarProposer(), most_forced=most)
     return Speculator(
         NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max), most, costs=costs,
-        longest=longest, grammar=GrammarProposer(), most_forced=MOST_FORCED,
+        longest=longest, grammar=GrammarProposer(), most_forced=most_forced,
     )  # fmt: skip

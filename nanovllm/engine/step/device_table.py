@@ -26,7 +26,7 @@ class TableLayout:
     At most `num_running` sequences run. The last row is unused: batches are padded with it. A row
     has room for `max_blocks` of `block_size` tokens in each cache group, for `most_drafts`, and for
     a history of `longest` tokens. Only with `adapters` is there a column for their slots. `parts`
-    has for each group what its block numbers are multiplied by.
+    has for each group what its block numbers are multiplied by. `num_slots` are those for states.
     """
 
     def __init__(
@@ -38,7 +38,10 @@ class TableLayout:
         longest: int = 0,
         adapters: bool = False,
         parts: tuple[int, ...] = (1,),
+        num_slots: int = 0,
     ) -> None:
+        self.num_slots = num_slots
+        self.num_tables = len(parts) + (num_slots > 0)  # of a sequence
         self.has_adapters = adapters
         self.parts = parts
         self.block_size = block_size
@@ -55,11 +58,14 @@ class TableLayout:
         self.seeds = self._add(2)
         self.temperatures = self._add(1)
         self.batch = self._add(1)
-        self.block_tables = self._add(len(parts) * max_blocks)  # those of one group after another
+        # Those of one group after another. A model without blocks has a table that nothing reads.
+        self.num_block_tables = max(1, len(parts))
+        self.block_tables = self._add(self.num_block_tables * max_blocks)
         self.drafts = self._add(most_drafts)
         self.limits = self._add(has_drafts)
         self.history = self._add(longest)
         self.adapters = self._add(adapters)
+        self.slots = self._add(num_slots)
         self.chance = self.size
         self.size += 1
         assert self.size < 1 << 31, "offsets have 32 bits"
@@ -67,6 +73,10 @@ class TableLayout:
     def block_table(self, group: int, row: int) -> int:
         """Where a row's block table in a group starts."""
         return self.block_tables + (group * self.num_rows + row) * self.max_blocks
+
+    def slots_of(self, row: int) -> int:
+        """Where a row's slots for states start."""
+        return self.slots + row * self.num_slots
 
     def _add(self, width: int) -> int:
         """A further column of `width` words for each row; returns where it starts."""
@@ -118,7 +128,7 @@ class DeviceTable:
             return column(start, width).view(layout.num_rows, width)
 
         most, has_drafts = layout.most_drafts, layout.most_drafts > 0
-        groups = len(layout.parts)
+        groups = layout.num_block_tables
         self.block_tables = column(layout.block_tables, groups * layout.max_blocks).view(
             groups, layout.num_rows, layout.max_blocks
         )
@@ -141,6 +151,7 @@ class DeviceTable:
         # What a step leaves for the next one, in the ranks that have drawn its tokens.
         self.results = words[: layout.seeds] if most else self.state.tokens
         self.adapters = column(layout.adapters, layout.has_adapters)  # slots; NO_ADAPTER for none
+        self.slots = columns(layout.slots, layout.num_slots)  # of states
         self.clear()
 
     def clear(self) -> None:

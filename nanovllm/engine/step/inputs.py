@@ -28,6 +28,7 @@ class PrefillInputs:
     `copied_blocks` are pairs (from, to), copied after the T tokens are computed. `next_tokens` are
     those after the sequences' last ones, 0 where they are not known; None if nothing reads them.
     `adapter_slots` [T] are the slots of the tokens' adapters; None if there are no adapters.
+    `states_before` [B] and `states_after` [T] are the slots of a `StateStep`; None without states.
     """
 
     input_ids: Array
@@ -44,6 +45,8 @@ class PrefillInputs:
     next_tokens: Array | None = None
     pooled_tokens: Array | None = None
     adapter_slots: Array | None = None
+    states_before: Array | None = None
+    states_after: Array | None = None
 
     @property
     def num_reported(self) -> int:
@@ -90,10 +93,11 @@ class StepInputs:
     tables, 0 for a prefill that reads none. `whole_logits`: whether rank 0 needs the logits of a
     decode step, and not only the tokens that the ranks draw together. `keeps_hidden`: whether it
     needs the hidden states that tokens are drawn from, which decode graphs do not leave. If a
-    decode step `adapts`, some of its sequences have adapters.
-    If it `catches_up`, the draft model computes the prefill's tokens, and nothing else is done.
-    Rank 0 alone has these: `report` says what is reported of the prompts, and `lacks` what the
-    draft model has to compute before.
+    decode step `adapts`, some of its sequences have adapters. `copied_before` and `copied_after`
+    are pairs (from, to) of state slots that are copied before and after the step. If it
+    `catches_up`, the draft model computes the prefill's tokens, and nothing else is done. Rank 0
+    alone has these: `report` says what is reported of the prompts, and `lacks` what the draft model
+    has to compute before.
     """
 
     num_seqs: int
@@ -107,6 +111,8 @@ class StepInputs:
     report: ReportInputs | None = None
     catches_up: bool = False
     keeps_hidden: bool = False
+    copied_before: Array | None = None
+    copied_after: Array | None = None
 
 
 def step_inputs(
@@ -118,6 +124,19 @@ def step_inputs(
     pooled: Iterable[Pooled] = (),
 ) -> StepInputs:
     """The inputs of a batch's step; the ledger counts its changes as sent."""
+    inputs = _step_inputs(batch, block_size, ledger, prompt_reports, whole_logits, pooled)
+    inputs.copied_before, inputs.copied_after = map(_pairs, batch.copies)
+    return inputs
+
+
+def _step_inputs(
+    batch: Batch,
+    block_size: int,
+    ledger: Ledger,
+    prompt_reports: list[Report],
+    whole_logits: bool,
+    pooled: Iterable[Pooled],
+) -> StepInputs:
     seqs = batch.seqs
     if not batch.is_prefill and (batch.num_drafts or not batch.drafts):
         width, changes, lacks = ledger.decode(seqs, batch.num_drafts)
@@ -144,6 +163,7 @@ def step_inputs(
         next_tokens=_next_tokens(seqs, ends) if ledger.layout.most_drafts else None,
         pooled_tokens=pooled_tokens(batch, [*pooled], tokens[3]),
         adapter_slots=_adapter_slots(seqs, tokens[3]) if ledger.adapts else None,
+        **state_slots(batch, tokens[3]) if ledger.layout.num_slots else {},
     )
     if not any(seq.num_cached_tokens for seq in seqs):
         width = 0
@@ -182,10 +202,15 @@ def token_arrays(
     return (
         np.array(token_ids, np.int64),
         np.concatenate(positions, dtype=np.int64),
-        np.concatenate([part for of_group in slots for part in of_group], dtype=np.int64),
+        _joined(part for of_group in slots for part in of_group),
         np.array(q_ends, np.int32),
         np.array(k_ends, np.int32),
     )
+
+
+def _joined(parts: Iterable[Array]) -> Array:
+    """One array of these, of which there may be none."""
+    return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 def _samples(batch: Batch, q_ends: Array) -> tuple[Array, Array | None]:
@@ -237,3 +262,27 @@ def _copied_blocks(batch: Batch, block_size: int) -> Array | None:
         for table, other in zip(seq.block_tables, sibling.block_tables, strict=True)
     ]
     return np.array(tails, np.int32).ravel() if tails else None
+
+
+def state_slots(batch: Batch, q_ends: Array) -> dict[str, Array]:
+    """Where a prefill finds and leaves states: of a prompt those of its last token here, and those
+    that are checkpoints; of a sequence with drafts those of each token.
+    """
+    before = np.zeros(len(batch.seqs), np.int64)
+    after = np.full(int(q_ends[-1]), -1, np.int64)
+    for index, (seq, q_end) in enumerate(zip(batch.seqs, q_ends[1:].tolist(), strict=True)):
+        own, start, num_own = seq.slots, seq.num_cached_tokens, len(seq.slots)
+        if start:
+            before[index] = own[(start - 1) % num_own]
+        end = start + seq.num_scheduled_tokens + len(batch.drafts.get(seq, ()))
+        first = start + seq.num_scheduled_tokens - 1  # of the tokens whose states are kept
+        for position in range(first, end):
+            after[q_end - end + position] = own[position % num_own]
+        for length, slot in seq.checkpoints.items():
+            if start < length <= first:
+                after[q_end - end + length - 1] = slot
+    return {"states_before": before, "states_after": after}
+
+
+def _pairs(copies: list[tuple[int, int]]) -> Array | None:
+    return np.array(copies, np.int32).ravel() if copies else None

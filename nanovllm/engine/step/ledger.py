@@ -48,7 +48,7 @@ class Ledger:
         self._rows: dict[int, int] = {}  # by seq_id
         self._owners: dict[int, weakref.ref[Sequence]] = {}  # by row
         self._free = list(range(num_rows - 1))[::-1]
-        groups = range(len(self.layout.parts))
+        groups = range(self.layout.num_tables)
         self._tables: list[list[list[int]]] = [[[]] * num_rows for _ in groups]
         self._num_blocks = np.zeros((len(groups), num_rows), np.int64)
         self._lengths = np.full(num_rows, UNKNOWN)
@@ -134,36 +134,42 @@ class Ledger:
 
     def _change_blocks(self, seqs: list[Sequence]) -> tuple[Array, int]:
         """Add the blocks that are new. Returns the rows, and the length of the longest table."""
-        width = 0
+        width = 0 if self.layout.parts else self.layout.max_blocks
         changed: set[int] = set()  # of these sequences, those with new blocks
-        for group in range(len(self.layout.parts)):
-            tables = [seq.block_tables[group] for seq in seqs]
+        num_groups = len(self.layout.parts)
+        for group in range(self.layout.num_tables):
+            has_blocks = group < num_groups
+            tables = [seq.block_tables[group] if has_blocks else seq.slots for seq in seqs]
             last = self._last_tables[group]
             if len(tables) != len(last) or not all(map(operator.is_, tables, last)):
                 self._last_rows = self._rows_of(seqs)
-                for row, seq in zip(self._last_rows.tolist(), seqs, strict=True):
-                    if self._tables[group][row] is not seq.block_tables[group]:
-                        self._change_table(seq, row, group)
+                for row, seq, table in zip(self._last_rows.tolist(), seqs, tables, strict=True):
+                    if self._tables[group][row] is not table:
+                        self._change_table(seq, row, group, table)
                 self._last_tables[group] = tables
             rows, known = self._last_rows, self._num_blocks[group]
             sizes = np.fromiter(map(len, tables), np.int64, len(tables))
             new = np.flatnonzero(known[rows] != sizes).tolist()
             for index in new:
-                self._append(seqs[index], int(rows[index]), group)
+                self._append(seqs[index], int(rows[index]), group, tables[index])
             known[rows] = sizes
             changed.update(new)
-            width = max(width, int(sizes.max()))
+            if has_blocks:
+                width = max(width, int(sizes.max()))
         if self.layout.most_drafts:
             for index in sorted(changed):
                 limit = min(seqs[index].room, seqs[index].max_num_tokens - 1)
                 self._change(self.layout.limits + int(self._last_rows[index]), [limit])
         return self._last_rows, width
 
-    def _append(self, seq: Sequence, row: int, group: int) -> None:
-        """Send the blocks of a table that are new."""
-        start, parts = int(self._num_blocks[group][row]), self.layout.parts[group]
-        blocks = seq.block_tables[group][start:]
-        if parts > 1:
+    def _append(self, seq: Sequence, row: int, group: int, table: list[int]) -> None:
+        """Send the blocks of a table that are new, or the slots of states after all groups'."""
+        start = int(self._num_blocks[group][row])
+        blocks = table[start:]
+        if group == len(self.layout.parts):
+            self._change(self.layout.slots_of(row) + start, blocks)
+            return
+        if (parts := self.layout.parts[group]) > 1:
             blocks = [block * parts for block in blocks]
         self._change(self.layout.block_table(group, row) + start, blocks)
         if self._drafted and not group and self._is_ahead[row]:
@@ -176,9 +182,9 @@ class Ledger:
         self._change_each(self.layout.batch + stale, batch[stale])
         self._batch, self._batch_rows = batch, rows
 
-    def _change_table(self, seq: Sequence, row: int, group: int) -> None:
+    def _change_table(self, seq: Sequence, row: int, group: int, table: list[int]) -> None:
         """Send a new table: of a sequence that starts over, or has given back some blocks."""
-        self._tables[group][row] = seq.block_tables[group]
+        self._tables[group][row] = table
         self._num_blocks[group][row] = 0
         if self.layout.has_adapters:
             self._slots[row] = slot = adapter_slot(seq)

@@ -53,6 +53,8 @@ class Sleep(NamedTuple):
             torch.cuda.empty_cache()
             return
         shard.pool.sleep()
+        if shard.state_pool is not None:
+            shard.state_pool.sleep()
         if self.level == 2:
             held_weights(shard).drop()
         trim_heap()
@@ -69,5 +71,7 @@ class WakeUp(NamedTuple):
             return
         if "kv_cache" in self.memories:
             shard.pool.wake_up()
+            if shard.state_pool is not None:
+                shard.state_pool.wake_up()
         if "weights" in self.memories:
             held_weights(shard).regain()

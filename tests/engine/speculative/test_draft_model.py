@@ -347,14 +347,14 @@ def test_drafts_keep_the_output_of_models_with(
             assert sum(speculator.accepted_at) >= least * speculator.num_drafted > 0 or not least
             audit_at_rest(llm)
             has_window = name == "a window" and draft == case.path
-            assert (llm.scheduler.windows[0] is not None) == has_window
+            assert (llm.scheduler.layout.windows[0] is not None) == has_window
 
 
 @pytest.mark.parametrize("name", ["a window", "experts"])
 def test_other_models_draft_too(name: str, standard: Case, tmp_path: Path) -> None:
     with make(standard.path, make_model(tmp_path, seed=1, **MODELS[name])) as llm:
         assert_same(generate(llm, standard), standard.expected)
-        assert llm.scheduler.windows == (None,)
+        assert llm.scheduler.layout.windows == (None,)
 
 
 def test_drafts_with_an_fp8_cache(standard: Case) -> None:

@@ -180,7 +180,7 @@ def test_other_models_keep_their_output(name: str, options: dict[str, Any], tmp_
     path = make_model(tmp_path / "model", **MODELS[name])
     case = make_case(path, make_prompts())
     with make(path, head_of(path, tmp_path / "head"), **options) as llm:
-        assert llm.scheduler.windows[0] is None
+        assert llm.scheduler.layout.windows[0] is None
         assert_same(generate(llm, case), case.expected)
         audit_at_rest(llm)
 

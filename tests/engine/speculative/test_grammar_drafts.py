@@ -11,7 +11,7 @@ from reference import HARD, SMALL_POOL, audit_at_rest, make_llm, make_prompts, r
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.cache.block_manager import BlockManager
+from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.speculative.grammar import GrammarProposer
 from nanovllm.engine.speculative.speculator import Speculator, speculator_of
@@ -295,7 +295,7 @@ def drafts_of(
     speculator: Speculator, seqs: list[Sequence], budget: int = 1000, num_blocks: int = 999
 ) -> list[list[int]]:
     """Each sequence's drafts, for which it must have blocks of 4 tokens, and no more."""
-    blocks = BlockManager(num_blocks, 4, False)
+    blocks = Caches(CacheLayout(), num_blocks, 4, 99, False)
     drafts = speculator.draft(seqs, len(seqs), budget, blocks)
     assert sum(map(len, drafts.values())) <= budget
     for seq, tokens in drafts.items():
@@ -345,7 +345,7 @@ def test_tokens_in_flight_must_be_known_first() -> None:
 
 def settle(speculator: Speculator, seq: Sequence, num_accepted: int) -> None:
     """A step with drafts for the sequence, of which so many are right."""
-    blocks = BlockManager(99, 4, False)
+    blocks = Caches(CacheLayout(), 99, 4, 99, False)
     drafts = speculator.draft([seq], 1, 99, blocks)
     seq.num_cached_tokens = seq.num_tokens
     seq.token_ids += [1] * (num_accepted + 1)
@@ -384,6 +384,6 @@ def test_the_option_none_makes_no_speculator() -> None:
         longest=None,
         **more,  # type: ignore[arg-type]
     )
-    assert make(None) is None and make(SpeculativeConfig("none"), forces=True) is None
-    made = make(None, forces=True)
+    assert make(None) is None and make(SpeculativeConfig("none"), most_forced=4) is None
+    made = make(None, most_forced=MOST_FORCED)
     assert made is not None and (made.most_forced, made.most_drafts) == (MOST_FORCED, 0)

@@ -7,7 +7,7 @@ from drafts import RandomProposer
 
 from nanovllm import SamplingParams
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.cache.block_manager import BlockManager
+from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.speculative.costs import FREE_TOKENS, Candidate, GraphCosts, TokenCosts
 from nanovllm.engine.speculative.pace import Outlook, Pace
@@ -136,7 +136,7 @@ def numbers(
     speculator: Speculator, seqs: list[Sequence], num_tokens: int, budget: int, num_blocks: int = 99
 ) -> dict[Sequence, int]:
     """How many drafts each sequence gets, if there are so many free blocks of 4 tokens."""
-    blocks = BlockManager(num_blocks, 4, False)
+    blocks = Caches(CacheLayout(), num_blocks, 4, 99, False)
     drafts = speculator.draft(seqs, num_tokens, budget, blocks)
     for seq, tokens in drafts.items():
         assert len(seq.block_table) == -(-(seq.num_tokens + len(tokens)) // 4)
@@ -201,7 +201,7 @@ def test_padding_to_the_longest_drafts_is_bounded() -> None:
 def test_a_stop_that_was_guessed_is_no_wrong_draft() -> None:
     speculator = Speculator(Known(0, 2), 4)
     before = speculator._outlook.chance
-    seq, blocks = make_seq(max_tokens=50), BlockManager(99, 4, False)
+    seq, blocks = make_seq(max_tokens=50), Caches(CacheLayout(), 99, 4, 99, False)
     blocks.grow(seq, 9)
     seq.num_cached_tokens = seq.num_tokens
     seq.token_ids += [1, 1, 1]

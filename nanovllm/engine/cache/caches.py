@@ -1,0 +1,180 @@
+"""Caches: what layers keep of sequences between steps, as the scheduler sees it."""
+
+from collections import Counter
+from collections.abc import Callable, Set
+from typing import NamedTuple
+
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.cache.block_manager import BlockManager, Window
+from nanovllm.engine.cache.prefixes import Prefix, block_hashes
+from nanovllm.engine.cache.states import StateLayout, States
+from nanovllm.engine.sequence import Sequence
+
+
+class CacheLayout(NamedTuple):
+    """What a model's layers keep: for each group of KV blocks its window, and states if any."""
+
+    windows: tuple[Window, ...] = (None,)
+    states: StateLayout | None = None
+
+
+class Caches:
+    """The KV blocks and the states of all sequences.
+
+    A sequence begins with the longest prefix that all of them can restore. Layers without blocks
+    and layers without states need nothing here: the others decide.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        num_blocks: int,
+        block_size: int,
+        num_running: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.num_running = num_running
+        self.blocks = BlockManager(
+            num_blocks, block_size, enable_prefix_caching, layout.windows,
+            has_states=layout.states is not None,
+        )  # fmt: skip
+        self.states: States | None = None
+        if layout.states is not None:
+            self.states = States(layout.states, num_running, block_size, self.blocks.prefixes)
+        # Without KV blocks, nothing else keeps the prefixes of running sequences: of each the last
+        # one that has been entered, and its number of blocks.
+        self._tips: dict[int, tuple[Prefix, int]] = {}
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether `pass_by` has to be called."""
+        return self.blocks.has_windows
+
+    def admit(
+        self,
+        seq: Sequence,
+        in_progress: Set[int] = frozenset(),
+        admits: Callable[[Sequence, int], bool] | None = None,
+    ) -> bool:
+        """Give `seq` room for all its tokens, with a cached prefix; if False, nothing has changed.
+
+        See `BlockManager.allocate`.
+        """
+        if not self.blocks.allocate(seq, in_progress, admits):
+            return False
+        if self.states is not None:
+            prefix = self.blocks.prefix_of(seq, seq.num_cached_tokens)
+            if not self.blocks.num_groups:
+                self._set_tip(seq, prefix or self.blocks.prefixes.root(seq.root))
+            self.states.begin(seq, prefix)
+        return True
+
+    def in_progress(self, seq: Sequence) -> list[int]:
+        """The hashes of the blocks of `seq` after which another sequence could begin, computed or
+        not.
+        """
+        if self.states is None:
+            return self.blocks.full_block_hashes(seq)
+        size = self.blocks.block_size
+        lengths = self.states.boundaries(seq, seq.num_cached_tokens, seq.num_tokens)
+        hashes = block_hashes(seq, lengths[-1] // size, size) if lengths else []
+        return [hashes[length // size - 1] for length in lengths]
+
+    def grow(self, seq: Sequence, num_tokens: int) -> int:
+        """Make room for the first `num_tokens` of `seq`; returns for how many there is some."""
+        return self.blocks.grow(seq, num_tokens)
+
+    def rewind(self, seq: Sequence, num_tokens: int) -> None:
+        """Give up what `seq` has for tokens after its first `num_tokens`; none is published."""
+        self.blocks.shrink(seq, num_tokens)
+        if self.states is not None:
+            self.states.rewind(seq, num_tokens)
+
+    def fork(self, seq: Sequence, sibling: Sequence) -> bool:
+        """Let `sibling`, which has the same tokens, go on from what is kept of `seq`.
+
+        If it returns False, nothing has changed.
+        """
+        if not self.blocks.fork(seq, sibling):
+            return False
+        if self.states is not None:
+            if seq.seq_id in self._tips:
+                self._set_tip(sibling, *self._tips[seq.seq_id])
+            self.states.fork(seq, sibling)
+        return True
+
+    def plan(self, batch: Batch) -> None:
+        """Complete a step that is scheduled."""
+        if self.states is not None:
+            self.states.plan(batch)
+
+    def publish(self, seq: Sequence, num_computed: int) -> None:
+        """Enter the full blocks among the first `num_computed` tokens of `seq` in the cache."""
+        self.blocks.publish(seq, num_computed)
+        if self.states is not None and seq.checkpoints:
+            find = self._published if self.blocks.num_groups else self._enter
+            self.states.publish(seq, num_computed, lambda length: find(seq, length))
+
+    def pass_by(self, seq: Sequence) -> None:
+        """Free what `seq` has of tokens that no later one reads."""
+        if self.states is not None:
+            self.publish(seq, min(seq.num_cached_tokens, seq.num_known_tokens))
+        self.blocks.pass_by(seq)
+
+    def release_states(self, seq: Sequence) -> None:
+        """Free the states of `seq` if no later step computes its tokens."""
+        if self.states is not None and seq.ends_in_flight:
+            self.states.release(seq)
+
+    def free(self, seq: Sequence) -> None:
+        """Free all that `seq` has."""
+        if self.states is not None:
+            self.states.free(seq)
+            self._drop_tip(seq.seq_id)
+        self.blocks.free(seq)
+
+    def clear(self) -> None:
+        """Forget all prefixes. Sequences keep what they have."""
+        self.blocks.clear()
+        if self.states is not None:
+            self.states.clear()
+            for seq_id in [*self._tips]:
+                self._drop_tip(seq_id)
+
+    def audit(self, running: list[Sequence]) -> None:
+        """Assert that each block and each slot has an owner, given the running sequences."""
+        uses = Counter(id(prefix) for prefix, _ in self._tips.values())
+        if self.states is not None:
+            uses += self.states.uses()
+            self.states.audit(running, self.num_running)
+        self.blocks.audit([seq.held_blocks for seq in running], uses)
+
+    def _published(self, seq: Sequence, length: int) -> Prefix | None:
+        """The prefix of a length, by the block that `seq` has published."""
+        return self.blocks.published[seq.block_tables[0][length // self.blocks.block_size - 1]]
+
+    def _enter(self, seq: Sequence, length: int) -> Prefix | None:
+        """The prefix of a length, made if there is none; the next one continues it."""
+        if seq.seq_id not in self._tips:
+            return None
+        prefix, start = self._tips[seq.seq_id]
+        size, prefixes = self.blocks.block_size, self.blocks.prefixes
+        end = length // size
+        hashes = block_hashes(seq, end, size)
+        for index in range(start, end):
+            tokens = tuple(seq.token_ids[index * size : (index + 1) * size])
+            prefix = prefixes.enter(prefix, hashes[index], tokens, [])
+        self._set_tip(seq, prefix, end)
+        return prefix
+
+    def _set_tip(self, seq: Sequence, prefix: Prefix, num_blocks: int | None = None) -> None:
+        if num_blocks is None:
+            num_blocks = seq.num_cached_tokens // self.blocks.block_size
+        prefix.num_uses += 1
+        self._drop_tip(seq.seq_id)
+        self._tips[seq.seq_id] = prefix, num_blocks
+
+    def _drop_tip(self, seq_id: int) -> None:
+        if seq_id in self._tips:
+            prefix, _ = self._tips.pop(seq_id)
+            self.blocks.prefixes.give_up(prefix)

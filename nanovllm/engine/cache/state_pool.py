@@ -1,0 +1,103 @@
+"""The state pool: one tensor with the states of all layers, in slots.
+
+`StateLayout` says how many slots there are; `States` knows what they are used for.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.engine.cache.kv_pool import zeros_of
+from nanovllm.engine.cache.states import StateLayout
+from nanovllm.engine.step.transfer import Array
+from nanovllm.layers.state_mixer import StateMixer
+
+ALIGNMENT = 256  # bytes
+# How many times the memory of checkpoints the KV of the tokens between them takes: so a quarter of
+# what is not needed to run goes to checkpoints.
+KV_SHARE = 3
+NO_KV_INTERVAL = 256  # tokens between checkpoints, if there is no KV to compare with
+
+
+class _Place(NamedTuple):
+    start: int  # in a slot, in bytes
+    end: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class StatePool:
+    """`[slots, bytes]`. Each layer's states are a part of all slots.
+
+    A running sequence has `num_each` slots. With `checkpoints`, prefixes have some, too.
+    """
+
+    def __init__(
+        self,
+        mixers: Sequence[StateMixer],
+        dtype: torch.dtype,
+        device: torch.device,
+        num_each: int,
+        checkpoints: bool,
+    ) -> None:
+        self.mixers = mixers
+        self.device = device
+        self.num_each = num_each
+        self.checkpoints = checkpoints
+        self.source: Callable[[int], torch.Tensor] | None = None  # of zeroed memory on a GPU
+        self._places: list[list[_Place]] = []
+        self.slot_bytes = 0
+        for mixer in mixers:
+            self._places.append(places := [])
+            for shape, in_float32 in mixer.cache.tensors:
+                type_here = torch.float32 if in_float32 else dtype
+                start = -(-self.slot_bytes // ALIGNMENT) * ALIGNMENT
+                end = start + math.prod(shape) * type_here.itemsize
+                places.append(_Place(start, end, type_here, shape))
+                self.slot_bytes = -(-end // ALIGNMENT) * ALIGNMENT
+        self._asleep_slots = 0
+        self.release()
+
+    def layout(self, num_blocks: int, block_size: int, block_bytes: int) -> StateLayout:
+        """The slots beside a pool of KV blocks, of which a token of each group takes `block_bytes`.
+
+        Blocks of a model without KV have no bytes, and checkpoints as if they had some.
+        """
+        if not self.checkpoints:
+            return StateLayout(self.num_each, 0, 0)
+        interval = NO_KV_INTERVAL
+        if block_bytes:
+            interval = -(-KV_SHARE * self.slot_bytes * block_size // block_bytes)
+        interval = -(-interval // block_size) * block_size
+        return StateLayout(self.num_each, num_blocks * block_size // interval, interval)
+
+    def allocate(self, num_slots: int) -> None:
+        """Make the tensor, zeroed, and hand out its parts."""
+        self.slots = zeros_of((num_slots, self.slot_bytes), torch.uint8, self.device, self.source)
+        for mixer, places in zip(self.mixers, self._places, strict=True):
+            mixer.states = tuple(
+                self.slots[:, start:end].view(dtype).view(num_slots, *shape)
+                for start, end, dtype, shape in places
+            )
+
+    def copy(self, pairs: Array) -> None:
+        """Copy slots, one after another: `pairs` has the numbers of the first two, and so on."""
+        for source, target in pairs.reshape(-1, 2).tolist():
+            self.slots[target] = self.slots[source]
+
+    def release(self) -> None:
+        """Free the memory: there are no slots until the next `allocate`."""
+        self.allocate(0)
+
+    def sleep(self) -> None:
+        """Free the memory until `wake_up`."""
+        self._asleep_slots = len(self.slots)
+        self.release()
+
+    def wake_up(self) -> None:
+        """Have as many slots as before `sleep`; nothing happens if that has not run."""
+        if self._asleep_slots:
+            self.allocate(self._asleep_slots)
+        self._asleep_slots = 0

@@ -1,0 +1,173 @@
+"""States: which slots have the states of running sequences, and which have those of prefixes.
+
+It knows slot numbers and prefixes, and no tensors.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from nanovllm.engine.batch import Batch, SlotCopies
+from nanovllm.engine.cache.prefixes import Prefix, Prefixes
+from nanovllm.engine.sequence import Sequence
+
+NUM_RESERVED = 2  # the first slot and the last one
+
+
+class StateLayout(NamedTuple):
+    """How many slots a rank has, and what for."""
+
+    num_each: int  # of a running sequence: one, and one for each draft
+    num_checkpoints: int
+    interval: int  # tokens from one checkpoint of a sequence to the next
+
+    def num_slots(self, num_running: int) -> int:
+        """All slots, with those that no sequence has."""
+        return NUM_RESERVED + self.num_each * num_running + self.num_checkpoints
+
+
+class States:
+    """The slots of a model's states. A slot has the states of all layers after one token.
+
+    The state after the token at position p is in slot p % `num_each` of the sequence's own. So a
+    draft's state does not replace that of the token before the drafts, and the states after a wrong
+    draft are replaced by those of the right token. The first slot of all stays zeroed, for
+    sequences that begin, and the last one is written where a state is not kept.
+
+    The other slots hold checkpoints: copies of the states after a prefix, which restore a sequence
+    that begins with it. They are made every `interval` tokens, and at the end of a prompt's last
+    full block. If no slot is free, the least recently used checkpoint goes. So a running sequence
+    always gets its own slots.
+    """
+
+    def __init__(
+        self, layout: StateLayout, num_running: int, block_size: int, prefixes: Prefixes
+    ) -> None:
+        self.layout = layout
+        self.block_size = block_size
+        self.prefixes = prefixes
+        self.free_slots = [*range(1, layout.num_slots(num_running) - 1)][::-1]
+        self.checkpoints: OrderedDict[int, Prefix] = OrderedDict()  # by slot, oldest use first
+        self.num_planned = 0  # checkpoints of steps that are not known to be computed
+        self._restores: list[tuple[int, int]] = []
+        self._saves: list[tuple[int, int]] = []
+
+    def begin(self, seq: Sequence, prefix: Prefix | None) -> None:
+        """Give `seq` slots, and in the next step the states of the prefix that it begins with."""
+        checkpoint = None if prefix is None else prefix.checkpoint
+        if checkpoint is not None:
+            self.checkpoints.move_to_end(checkpoint)
+        seq.slots = self._take_own()
+        if checkpoint is not None:
+            self._restores.append((checkpoint, self._slot(seq, seq.num_cached_tokens)))
+
+    def fork(self, seq: Sequence, sibling: Sequence) -> None:
+        """Give `sibling`, which has the same tokens, slots; they get the states after a step."""
+        sibling.slots = self._take_own()
+        length = seq.num_tokens
+        self._saves.append((self._slot(seq, length), self._slot(sibling, length)))
+
+    def plan(self, batch: Batch) -> None:
+        """Plan the checkpoints of a step, and let it copy slots for those and for new sequences.
+
+        Those of drafts count if the drafts are right. If the device guesses, nothing is planned, as
+        it is not known which tokens the step computes.
+        """
+        if self.layout.num_checkpoints and not batch.num_drafts:
+            for seq in batch.seqs:
+                self._plan(seq, len(batch.drafts.get(seq, ())))
+        batch.copies = SlotCopies(self._restores, self._saves)
+        self._restores, self._saves = [], []
+
+    def _plan(self, seq: Sequence, num_drafts: int) -> None:
+        start = seq.num_cached_tokens
+        end = start + seq.num_scheduled_tokens
+        for length in self.boundaries(seq, start, end + num_drafts):
+            if self.num_planned == self.layout.num_checkpoints:
+                return
+            seq.checkpoints[length] = slot = self._take()
+            self.num_planned += 1
+            if length >= end:  # else the step leaves the states there
+                self._saves.append((self._slot(seq, length), slot))
+
+    def boundaries(self, seq: Sequence, start: int, end: int) -> list[int]:
+        """The lengths above `start` and up to `end` at which `seq` gets checkpoints."""
+        if not self.layout.num_checkpoints:
+            return []
+        interval = self.layout.interval
+        lengths = [*range((start // interval + 1) * interval, end + 1, interval)]
+        last = (seq.num_prompt_tokens - 1) // self.block_size * self.block_size
+        if start < last <= end and last % interval:
+            lengths = sorted([*lengths, last])
+        return lengths
+
+    def publish(
+        self, seq: Sequence, num_computed: int, prefix_of: Callable[[int], Prefix | None]
+    ) -> None:
+        """Enter the planned checkpoints among the first `num_computed` tokens in the cache.
+
+        `prefix_of` returns the prefix of a length, or None if it has left the cache.
+        """
+        for length in [length for length in seq.checkpoints if length <= num_computed]:
+            prefix = prefix_of(length)
+            slot = seq.checkpoints.pop(length)
+            self.num_planned -= 1
+            if prefix is None or prefix.checkpoint is not None:
+                self.free_slots.append(slot)
+                continue
+            prefix.checkpoint = slot
+            prefix.num_uses += 1
+            self.checkpoints[slot] = prefix
+
+    def rewind(self, seq: Sequence, num_tokens: int) -> None:
+        """Drop what was planned for tokens after the first `num_tokens`."""
+        for length in [length for length in seq.checkpoints if length > num_tokens]:
+            self.free_slots.append(seq.checkpoints.pop(length))
+            self.num_planned -= 1
+
+    def release(self, seq: Sequence) -> None:
+        """Take the slots of a sequence for which no later step computes anything."""
+        self.free_slots += seq.slots
+        seq.slots = []
+
+    def free(self, seq: Sequence) -> None:
+        """Take back all that `seq` has."""
+        self.release(seq)
+        self.rewind(seq, 0)
+
+    def clear(self) -> None:
+        """Remove all checkpoints."""
+        while self.checkpoints:
+            self.free_slots.append(self._evict())
+
+    def audit(self, running: list[Sequence], num_running: int) -> None:
+        """Assert that each slot has one owner."""
+        owned = [slot for seq in running for slot in (*seq.slots, *seq.checkpoints.values())]
+        owned += [*self.checkpoints, *self.free_slots]
+        assert sorted(owned) == [*range(1, self.layout.num_slots(num_running) - 1)], owned
+        assert self.num_planned == sum(len(seq.checkpoints) for seq in running)
+        for slot, prefix in self.checkpoints.items():
+            assert prefix.checkpoint == slot
+        for seq in running:
+            assert seq.ends_in_flight or len(seq.slots) == self.layout.num_each, seq
+
+    def uses(self) -> Counter[int]:
+        """How often each prefix is used for a checkpoint, by its `id`."""
+        return Counter(map(id, self.checkpoints.values()))
+
+    def _slot(self, seq: Sequence, length: int) -> int:
+        """The slot with the states after the first `length` tokens."""
+        return seq.slots[(length - 1) % len(seq.slots)]
+
+    def _take_own(self) -> list[int]:
+        return [self._take() for _ in range(self.layout.num_each)]
+
+    def _take(self) -> int:
+        return self.free_slots.pop() if self.free_slots else self._evict()
+
+    def _evict(self) -> int:
+        """Remove the least recently used checkpoint; returns its slot."""
+        slot, prefix = self.checkpoints.popitem(last=False)
+        prefix.checkpoint = None
+        self.prefixes.give_up(prefix)
+        return slot

@@ -1,0 +1,26 @@
+"""SplitTensor: a parameter that is no matrix, of which each rank holds a part."""
+
+import torch
+from torch import nn
+
+from nanovllm.layers.layer import Layer, Loaded, copy_whole
+from nanovllm.layers.ranks import ALONE, Ranks
+
+
+class SplitTensor(Layer):
+    """`weight`, of `shape` on all ranks together, split along `dim`: a convolution's, a decay."""
+
+    def __init__(self, shape: tuple[int, ...], dim: int = 0, ranks: Ranks = ALONE) -> None:
+        super().__init__()
+        self.shape, self.dim, self.part = shape, dim, ranks.equal_slice(shape[dim])
+        here = torch.Size((*shape[:dim], self.part.stop - self.part.start, *shape[dim + 1 :]))
+        self.weight = nn.Parameter(torch.empty(here), requires_grad=False)
+
+    def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
+        """Fill `weight` with this rank's part."""
+        assert shard_id is None
+        copy_whole(param, loaded[(slice(None),) * self.dim + (self.part,)])
+
+    def whole_shape(self, param: nn.Parameter, shard_id: int | None) -> tuple[int, ...]:  # noqa: ARG002
+        """The shape in a checkpoint."""
+        return self.shape

@@ -1,0 +1,299 @@
+"""Families from outside of the package with states: their tokens equal those of a plain loop.
+
+The loop has no cache and no batch: it computes each sequence anew for every token. It costs more
+than 20 seconds: two models go through all regimes.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import state_family
+import torch
+import torch.nn.functional as F
+from conftest import byte_tokenizer
+from drafts import Adversary, speculate, use_graphs
+from reference import (
+    HARD,
+    NUM_STEPS,
+    SMALL_POOL,
+    Case,
+    assert_same,
+    audit_at_rest,
+    decisive,
+    generate,
+    make_llm,
+    make_prompts,
+)
+from safetensors.torch import load_file, save_file
+
+import nanovllm
+from nanovllm import SamplingParams
+from nanovllm.command.info import describe
+from nanovllm.models import model_size, registry
+from nanovllm.models.build import build_model
+from nanovllm.models.config import ModelConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded", "registered")
+
+NAME = "MixedForCausalLM"
+HIDDEN, INNER, HEADS, KV_HEADS, DIM = 64, 96, 4, 2, 16
+KINDS = {
+    "beside attention": ["linear", "attention", "linear"],
+    "alone": ["linear", "linear"],
+}
+NGRAMS: dict[str, Any] = dict(speculative_config=dict(method="ngram", num_speculative_tokens=3))
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "all at once": {},
+    "plain PyTorch": dict(attention_backend="torch"),
+    "chunks of 7": dict(max_num_batched_tokens=7),
+    "blocks of 1, chunks of 16": dict(max_num_batched_tokens=16, kvcache_block_size=1),
+    "no prefix cache": dict(enable_prefix_caching=False),
+    "small pool": SMALL_POOL,
+    "small pool, chunks of 16": HARD,
+    "small pool, overlap": dict(HARD, overlap=True),
+    "mixed, overlap": dict(scheduling="mixed", max_num_batched_tokens=60, overlap=True),
+    "mixed, small pool": dict(SMALL_POOL, scheduling="mixed", max_num_batched_tokens=60),
+    "n-grams": NGRAMS,
+    "n-grams in the table": dict(NGRAMS, attention_backend="torch"),
+    "n-grams in the table, small pool, overlap": dict(
+        HARD, **NGRAMS, attention_backend="torch", overlap=True
+    ),
+    "n-grams, small pool, overlap": dict(HARD, **NGRAMS, overlap=True),
+    "two ranks": dict(tensor_parallel_size=2, max_num_batched_tokens=64),
+    "two ranks, small pool": dict(HARD, tensor_parallel_size=2),
+    "sequences of 3 at most": dict(max_num_seqs=3),
+}
+
+
+@pytest.fixture(scope="module")
+def registered() -> Iterator[None]:
+    before = dict(registry._registered)
+    nanovllm.register_model(NAME, state_family.FAMILY)
+    yield
+    registry._registered.clear()
+    registry._registered.update(before)
+
+
+def write_model(path: Path, kinds: list[str]) -> None:
+    generator = torch.Generator().manual_seed(3)
+    config = dict(
+        architectures=[NAME], vocab_size=259, hidden_size=HIDDEN, intermediate_size=INNER,
+        num_hidden_layers=len(kinds), num_attention_heads=HEADS, num_key_value_heads=KV_HEADS,
+        head_dim=DIM, max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=257,
+        dtype="float32", kinds=kinds,
+    )  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (259, HIDDEN), "norm": (HIDDEN,)}
+    for index, kind in enumerate(kinds):
+        if kind == "attention":
+            sizes = {"q": HEADS * DIM, "k": KV_HEADS * DIM, "v": KV_HEADS * DIM}
+            layer = {f"self_attn.{name}_proj": (size, HIDDEN) for name, size in sizes.items()}
+            layer["self_attn.o_proj"] = (HIDDEN, HEADS * DIM)
+        else:
+            layer = {f"linear.{name}_proj": (state_family.SIZE, HIDDEN) for name in "qkv"}
+            layer["linear.o_proj"] = (HIDDEN, state_family.SIZE)
+            layer["linear.gate"] = (state_family.HEADS, HIDDEN)
+            shapes[f"layers.{index}.linear.conv"] = (
+                3, state_family.HEADS, state_family.DIM, state_family.WIDTH,
+            )  # fmt: skip
+        layer |= {
+            "mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN),
+            "mlp.down_proj": (HIDDEN, INNER), "input_layernorm": (HIDDEN,),
+            "post_attention_layernorm": (HIDDEN,),
+        }  # fmt: skip
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    weights = {
+        f"model.{name}.weight": torch.randn(shape, generator=generator)
+        * {1: 0.3, 2: 0.15}.get(len(shape), 0.5)
+        + (len(shape) == 1)
+        for name, shape in shapes.items()
+    }
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(weights, path / "model.safetensors")
+    byte_tokenizer().save_pretrained(path)
+
+
+class Loop:
+    """The model in plain PyTorch, for one sequence at a time."""
+
+    def __init__(self, path: Path) -> None:
+        weights = load_file(path / "model.safetensors")
+        self.weights = {
+            name.removeprefix("model.").removesuffix(".weight"): tensor
+            for name, tensor in weights.items()
+        }
+        self.kinds = json.loads((path / "config.json").read_text())["kinds"]
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.weights[name]
+
+    def attention(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        q, k, v = (
+            (x @ self.weights[f"{name}.self_attn.{n}_proj"].T).view(len(x), -1, DIM).transpose(0, 1)
+            for n in "qkv"
+        )
+        angles = torch.arange(len(x))[:, None] * 10_000.0 ** (-torch.arange(DIM // 2) * 2 / DIM)
+        turn = torch.polar(torch.ones_like(angles), angles)
+        q, k = (
+            torch.view_as_real(torch.complex(*h.split(DIM // 2, -1)) * turn).mT.flatten(-2)
+            for h in (q, k)
+        )  # fmt: skip
+        k, v = (h.repeat_interleave(HEADS // KV_HEADS, 0) for h in (k, v))
+        attended = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+        return attended.transpose(0, 1).flatten(1) @ self.weights[f"{name}.self_attn.o_proj"].T
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """All tokens at once: each reads those before it, as far as the gates let them through."""
+        width, heads, dim = state_family.WIDTH, state_family.HEADS, state_family.DIM
+        gates = F.logsigmoid(x @ self.weights[f"{name}.linear.gate"].T).cumsum(0).T
+        u = torch.stack([x @ self.weights[f"{name}.linear.{n}_proj"].T for n in "qkv"], 1)
+        windows = F.pad(u, (0, 0, 0, 0, width - 1, 0)).view(-1, 3, heads, dim).unfold(0, width, 1)
+        convolved = F.silu((windows * self.weights[f"{name}.linear.conv"]).sum(-1))
+        q, k, v = convolved.permute(1, 2, 0, 3)
+        passed = (gates[:, :, None] - gates[:, None, :]).exp().tril()
+        mixed = ((q @ k.mT) * passed @ v).transpose(0, 1).flatten(1)
+        return mixed @ self.weights[f"{name}.linear.o_proj"].T
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """Of the token after each of `ids`."""
+        x = self.weights["embed_tokens"][ids]
+        for index, kind in enumerate(self.kinds):
+            name = f"layers.{index}"
+            mix = self.attention if kind == "attention" else self.linear
+            x = x + mix(self.norm(x, f"{name}.input_layernorm"), name)
+            h = self.norm(x, f"{name}.post_attention_layernorm")
+            gate, up, down = (self.weights[f"{name}.mlp.{n}_proj"] for n in ("gate", "up", "down"))
+            x = x + (F.silu(h @ gate.T) * (h @ up.T)) @ down.T
+        return self.norm(x, "norm") @ self.weights["embed_tokens"].T
+
+    @torch.inference_mode()
+    def continued(self, ids: list[int]) -> torch.Tensor:
+        """The logits [NUM_STEPS, vocab] of the greedy continuation."""
+        steps = []
+        for _ in range(NUM_STEPS):
+            steps.append(self.logits(ids)[-1])
+            ids = [*ids, int(steps[-1].argmax())]
+        return torch.stack(steps)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    path = tmp_path_factory.mktemp("states")
+    write_model(path, KINDS[request.param])
+    loop, prompts = Loop(path), make_prompts()
+    known = {tuple(prompt): loop.continued(prompt) for prompt in map(list, prompts)}
+    logits = torch.stack([known[tuple(prompt)] for prompt in prompts])
+    kept = decisive(logits)
+    logits = logits[kept]
+    return Case(path, [prompts[i] for i in kept], logits.argmax(-1).tolist(), logits)
+
+
+@pytest.mark.sampled(share=0.5)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_stranger_with_states_equals_the_loop_with(name: str, case: Case) -> None:
+    with make_llm(case.path, **SCENARIOS[name]) as llm:
+        assert_same(generate(llm, case), case.expected)
+        if "small pool" in name and llm.scheduler.layout.windows:
+            assert llm.scheduler.num_preemptions >= 10
+        audit_at_rest(llm)
+
+
+def test_prefix_hits_restore_states(case: Case) -> None:
+    """In a pool that has room for all checkpoints: at the end of each prompt's last full block."""
+    with make_llm(case.path, kvcache_block_size=4, max_num_batched_tokens=64) as llm:
+        assert_same(generate(llm, case), case.expected)
+        again = generate(llm, case)
+        assert_same(again, case.expected)
+        for prompt, out in zip(case.prompts, again, strict=True):
+            assert out["num_cached_tokens"] == (len(prompt) - 1) // 4 * 4
+        audit_at_rest(llm)
+
+
+def test_generated_tokens_have_checkpoints(case: Case) -> None:
+    """Every `interval` tokens, so that the next turn of a conversation begins there."""
+    params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
+    with make_llm(case.path, kvcache_block_size=4, num_kvcache_blocks=256) as llm:
+        assert llm.scheduler.layout.states is not None
+        interval = llm.scheduler.layout.states.interval
+        (out,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        longer = [1, 2, 3, *out["token_ids"], 7]
+        (next_turn,) = llm.generate([longer], params, use_tqdm=False)
+        assert next_turn["num_cached_tokens"] == (len(longer) - 2) // interval * interval
+    with make_llm(case.path, enable_prefix_caching=False) as llm:
+        (alone,) = llm.generate([longer], params, use_tqdm=False)
+    assert next_turn["token_ids"] == alone["token_ids"]
+
+
+@pytest.mark.parametrize("options", [HARD, dict(scheduling="mixed", kvcache_block_size=4)])
+def test_forks_have_their_own_states(options: dict[str, Any], case: Case) -> None:
+    with make_llm(case.path, **options) as llm:
+        params = [SamplingParams(temperature=0, n=3, max_tokens=NUM_STEPS, ignore_eos=True)]
+        outputs = llm.generate(case.prompts[:12], params * 12, use_tqdm=False)
+        for output, tokens in zip(outputs, case.tokens, strict=False):
+            assert [one.token_ids for one in output.outputs] == [tokens] * 3
+        hot = SamplingParams(temperature=1.0, n=3, seed=3, max_tokens=20, ignore_eos=True)
+        together = llm.generate(case.prompts[:6], hot, use_tqdm=False)
+        again = [llm.generate([p], hot, use_tqdm=False)[0] for p in case.prompts[:6]]
+        for one, other in zip(together, again, strict=True):
+            assert [o.token_ids for o in one.outputs] == [o.token_ids for o in other.outputs]
+        audit_at_rest(llm)
+
+
+@pytest.mark.parametrize("options", [{}, HARD, dict(HARD, overlap=True)])
+@pytest.mark.parametrize("backend", ["auto", "torch"])  # drafts of the host, and of the device
+def test_rejected_drafts_leave_no_state(backend: str, options: dict[str, Any], case: Case) -> None:
+    """Every other one of the drafts is wrong."""
+    outputs = {(tuple(p), 0): t for p, t in zip(case.prompts, case.tokens, strict=True)}
+    config = dict(method="ngram", num_speculative_tokens=5)
+    with make_llm(
+        case.path, speculative_config=config, attention_backend=backend, **options
+    ) as llm:
+        speculate(llm, Adversary(11, 259, outputs))
+        for graphs in (False, True):
+            if graphs and backend == "torch":
+                use_graphs(llm)
+            assert_same(generate(llm, case), case.expected)
+        stats = llm.stats()
+        assert 20 < stats.accepted_tokens < 0.9 * stats.drafted_tokens
+        audit_at_rest(llm)
+
+
+def test_aborted_requests_leave_correct_states(case: Case) -> None:
+    with make_llm(case.path, **SMALL_POOL, max_num_batched_tokens=32) as llm:
+        ids = [llm.add_request(p, s) for p, s in zip(case.prompts, case.params, strict=True)]
+        finished: set[int] = set()
+        for _ in range(25):
+            finished |= {out["request_id"] for out in llm.step()}
+        for request_id in set(ids) - finished:
+            llm.abort_request(request_id)
+        audit_at_rest(llm)
+        assert_same(generate(llm, case), case.expected)
+
+
+def test_a_stream_and_sleep_keep_the_output(case: Case) -> None:
+    params = SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True)
+    with make_llm(case.path, enable_sleep_mode=True, **SMALL_POOL) as llm:
+        tokens: dict[int, list[int]] = {}
+        for event in llm.stream(case.prompts[:3], params):
+            tokens.setdefault(event.index, []).extend(event.token_ids)
+        assert [tokens[index] for index in range(3)] == case.tokens[:3]
+        assert_same(generate(llm, case), case.expected)
+        llm.sleep()
+        llm.wake_up()
+        assert_same(generate(llm, case), case.expected)
+        audit_at_rest(llm)
+
+
+def test_a_stranger_with_states_is_described_before_it_is_built(case: Case) -> None:
+    config = ModelConfig.from_dir(case.path)
+    with torch.device("meta"):
+        model = build_model(config, 16)
+    count = sum(param.numel() for param in model.parameters())
+    assert model_size.num_params(config) == count
+    assert describe({"model": str(case.path), "device": "cpu"})["num_parameters"] == count
+    with pytest.raises(ValueError, match="linear_heads=4"):
+        config.check_parallel_size(3)
