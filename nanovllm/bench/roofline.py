@@ -13,7 +13,7 @@ are not counted: they are small, or can be hidden.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nanovllm.layers.cache_spec import KeysAndValues
@@ -25,6 +25,8 @@ from nanovllm.models.model_size import (
     step_weight_bytes,
 )
 from nanovllm.models.weight_bytes import WeightBytes
+
+HeadBytes = Callable[[int], int]  # of a token's key or value of one head, by its head_dim
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,14 @@ def _attentions(config: ModelConfig) -> list[KeysAndValues]:
     return [cache for cache in caches if isinstance(cache, KeysAndValues)]
 
 
-def kv_bytes_per_token(config: ModelConfig, head_bytes: int) -> int:
-    """Bytes of one token in the KV cache, all layers together; a key has `head_bytes`."""
-    return sum(2 * cache.num_kv_heads * head_bytes for cache in _attentions(config))
+def kv_bytes_per_token(config: ModelConfig, head_bytes: HeadBytes) -> int:
+    """Bytes of one token in the KV cache, all layers together."""
+    return sum(_row_bytes(cache, head_bytes) for cache in _attentions(config))
+
+
+def _row_bytes(cache: KeysAndValues, head_bytes: HeadBytes) -> int:
+    """Bytes of one token in one layer's cache."""
+    return 2 * cache.num_kv_heads * head_bytes(cache.head_dim)
 
 
 def prefill_flops(config: ModelConfig, input_lens: Sequence[int]) -> float:
@@ -91,11 +98,14 @@ def seen_keys(before: int, num_queries: int, window: int | None) -> int:
 
 
 def decode_kv_bytes(
-    config: ModelConfig, head_bytes: int, input_lens: Sequence[int], output_lens: Sequence[int]
+    config: ModelConfig,
+    head_bytes: HeadBytes,
+    input_lens: Sequence[int],
+    output_lens: Sequence[int],
 ) -> int:
     """Bytes of KV that decode reads; prefill generates the first token of each request."""
     return sum(
-        2 * cache.num_kv_heads * head_bytes * seen_keys(num_in, num_out - 1, cache.window)
+        _row_bytes(cache, head_bytes) * seen_keys(num_in, num_out - 1, cache.window)
         for cache in _attentions(config)
         for num_in, num_out in zip(input_lens, output_lens, strict=True)
     )
@@ -107,19 +117,16 @@ def floor(
     input_lens: Sequence[int],
     output_lens: Sequence[int],
     machine: Machine,
-    kv_head_bytes: int,
+    head_bytes: HeadBytes,
 ) -> Floor:
-    """The least time for requests of these lengths.
-
-    A token's key or value of one head has `kv_head_bytes`.
-    """
+    """The least time for requests of these lengths."""
     weight_bytes = functools.cache(functools.partial(step_weight_bytes, config, sizes))
 
     def weight_seconds(rows: int) -> float:
         return weight_bytes(rows) / machine.bytes_per_second
 
     row_seconds = 2 * (decoder_params(config) + head_params(config)) / machine.flops_per_second
-    kv_bytes = decode_kv_bytes(config, kv_head_bytes, input_lens, output_lens)
+    kv_bytes = decode_kv_bytes(config, head_bytes, input_lens, output_lens)
     return Floor(
         prefill_seconds=max(
             weight_seconds(sum(input_lens)),

@@ -8,9 +8,12 @@ from nanovllm.config import Config
 from nanovllm.engine.device import computing_on, resolve_device, resolve_dtype, resolve_kv_dtype
 from nanovllm.layers.attention.base import AttentionSpec
 from nanovllm.layers.backend import Backend, choose_backend
+from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.ranks import Ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.speculative_config import SpeculativeConfig
+
+UNUSED_HEADS = (1, 1, 64)  # to choose kernels for a model without attention
 
 
 @dataclass(frozen=True)
@@ -59,13 +62,9 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
             f"max_model_len must be at most {longest}, the model's limit, got"
             f" {config.max_model_len}"
         )
-    spec = AttentionSpec(
-        device, dtype, model_config.num_attention_heads // ranks.size,
-        max(1, model_config.num_key_value_heads // ranks.size), model_config.head_dim,
-        config.kvcache_block_size, not config.enforce_eager, kv_dtype,
-    )  # fmt: skip
+    specs = attention_specs(config, model_config, device, dtype, kv_dtype, ranks.size)
     with computing_on(device):
-        backend = choose_backend(config.attention_backend, spec)
+        backend = choose_backend(config.attention_backend, *specs)
     uses_graphs = device.type == "cuda" and backend.graph_safe and not config.enforce_eager
     max_positions = config.max_model_len or longest
     drafting = config.speculative_config
@@ -73,3 +72,18 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
     if drafting and drafting.method in on_host:
         drafting = None
     return Placement(ranks, device, dtype, kv_dtype, backend, max_positions, uses_graphs, drafting)
+
+
+def attention_specs(
+    config: Config, model_config: ModelConfig, device: torch.device, dtype: torch.dtype,
+    kv_dtype: torch.dtype, num_ranks: int = 1,
+) -> list[AttentionSpec]:  # fmt: skip
+    """What attention must be able to compute on a rank: one item for each kind of heads."""
+    caches = [layer.cache for layer in model_config.layers]
+    heads = [cache.part(num_ranks).heads for cache in caches if isinstance(cache, KeysAndValues)]
+    return [
+        AttentionSpec(
+            device, dtype, *each, config.kvcache_block_size, not config.enforce_eager, kv_dtype
+        )
+        for each in dict.fromkeys(heads or [UNUSED_HEADS])
+    ]

@@ -68,6 +68,7 @@ class Shard:
                 f"speculative_config: a {self.guesser.name} needs a model whose layers without a"
                 " window have the largest keys"
             )
+        self._attentions = [group.attention for group in groups.groups]
         self.pool = KVPool(groups, self.block_size, placement.kv_dtype, self.device)
         self.pool.beside = self.guesser.pools
         self.adapters = adapters
@@ -370,7 +371,7 @@ class Shard:
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The hidden states of these tokens, or only of those at `rows`; the tapped residuals."""
-        with attending(contexts, self.backend.attention):
+        with attending(contexts, self._attentions):
             states: tuple[torch.Tensor, list[torch.Tensor]] = self.model(input_ids, positions, rows)
             return states
 

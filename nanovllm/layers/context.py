@@ -43,14 +43,15 @@ _current = threading.local()
 
 
 @contextmanager
-def attending(contexts: Context | list[Context], backend: Any) -> Iterator[None]:
+def attending(contexts: Context | list[Context], backends: Any) -> Iterator[None]:
     """A block whose layers attend by this metadata, which the attention backend plans for.
 
-    With several cache groups there is a context for each: they differ in slots and block tables.
+    With several cache groups there are a context and a backend for each: the contexts differ in
+    slots and block tables.
     """
     if isinstance(contexts, Context):
-        contexts = [contexts]
-    for context in contexts:
+        contexts, backends = [contexts], [backends]
+    for context, backend in zip(contexts, backends, strict=True):
         backend.plan(context)
     _current.contexts, _current.adapters = contexts, contexts[0].adapters
     try:

@@ -1,6 +1,5 @@
 """SelfAttention: the mixer that keeps a key and a value for each token."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,13 +56,8 @@ class SelfAttention(Mixer):
         self.has_head_norms = head_norms is not None
         # The attention's kernels know no norms but the plain one.
         self.norms = head_norms if head_norms and all(n.is_plain for n in head_norms) else None
-        self.cache = replace(
-            heads, num_heads=self.qkv_proj.num_heads, num_kv_heads=self.qkv_proj.num_kv_heads
-        )
-        self.attn = Attention(
-            self.qkv_proj.num_kv_heads, heads.head_dim, heads.window, make.formats.has_kv_scales(),
-            scale,
-        )  # fmt: skip
+        self.cache: KeysAndValues = heads.part(make.ranks.size)
+        self.attn = Attention(self.cache, make.formats.has_kv_scales(), scale)
 
     @property
     def kind(self) -> tuple[Any, ...]:

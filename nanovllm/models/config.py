@@ -121,7 +121,10 @@ class ModelConfig:
         return tuple(self.layer_shape(index) for index in range(self.num_hidden_layers))
 
     def heads(self, index: int) -> KeysAndValues:
-        """The heads of a layer's attention, of all ranks together, and its window."""
+        """The heads of a layer's attention, of all ranks together, and its window.
+
+        For families to override if layers have different ones.
+        """
         return KeysAndValues(
             self.num_attention_heads, self.num_key_value_heads, self.head_dim,
             self.sliding_windows[index],
@@ -173,22 +176,15 @@ class ModelConfig:
 
         With `whole_experts`, the ranks split the list of experts instead of each expert.
         """
-        heads = f"num_attention_heads={self.num_attention_heads}"
-        heads += f", num_key_value_heads={self.num_key_value_heads}"
-        check_split(self.layers, heads, size, whole_experts)
+        check_split(self.layers, size, whole_experts)
         if size > 1:
             registry.check_importable(self.architecture)
 
     def _check_caches(self) -> None:
-        """Raise a ValueError unless all layers keep keys and values of the same heads."""
-        heads = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+        """Raise a ValueError if a layer keeps what the engine has no cache for."""
         for cache in {layer.cache for layer in self.layers}:
             if not isinstance(cache, KeysAndValues):
                 raise ValueError(f"layers that keep {type(cache).__name__} are not supported")
-            if (cache.num_heads, cache.num_kv_heads, cache.head_dim) != heads:
-                raise ValueError(
-                    "layers with different numbers or sizes of heads are not supported"
-                )
 
     def _refuse_huge(self) -> None:
         """Raise a ValueError if no memory holds the largest matrices."""

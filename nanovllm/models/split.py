@@ -13,7 +13,7 @@ class Split:
     def __init__(self, layers: Iterable[LayerShape], whole_experts: bool) -> None:
         kinds = sorted(layers, key=lambda layer: layer.experts is None)  # experts come first
         self.whole_experts = whole_experts
-        self.caches = {kind.cache for kind in kinds}
+        self.caches = [*dict.fromkeys(kind.cache for kind in kinds)]
         self.num_experts = min((kind.experts.total for kind in kinds if kind.experts), default=0)
         self.widths: dict[str, int] = {}
         for kind in kinds:
@@ -28,13 +28,14 @@ class Split:
 
     @property
     def names(self) -> str:
-        """The widths, and the number of experts if the ranks divide that."""
+        """The heads and widths, and the number of experts if the ranks divide that."""
         names = self.widths | ({"num_experts": self.num_experts} if self.whole_experts else {})
-        return " and ".join(f"{name}={size}" for name, size in names.items())
+        sizes = [f"{name}={size}" for name, size in names.items()]
+        return " and ".join([*dict.fromkeys(map(_heads, self.caches)), *sizes])
 
 
-def check_split(layers: Iterable[LayerShape], heads: str, size: int, whole_experts: bool) -> None:
-    """Raise a ValueError if `size` ranks cannot split the layers; `heads` is the text of theirs."""
+def check_split(layers: Iterable[LayerShape], size: int, whole_experts: bool) -> None:
+    """Raise a ValueError if `size` ranks cannot split the layers."""
     kinds = [*{(layer.cache, layer.matrices): layer for layer in layers}.values()]
     split = Split(kinds, whole_experts)
     if whole_experts and not split.num_experts:
@@ -45,9 +46,14 @@ def check_split(layers: Iterable[LayerShape], heads: str, size: int, whole_exper
     hint = ""
     if split.num_experts and not whole_experts and Split(kinds, whole_experts=True).fits(size):
         hint = f", and {size} can with enable_expert_parallel=True"
-    raise ValueError(
-        f"tensor_parallel_size={size} cannot split {heads} and {split.names}; {fit} can{hint}"
-    )
+    raise ValueError(f"tensor_parallel_size={size} cannot split {split.names}; {fit} can{hint}")
+
+
+def _heads(cache: CacheSpec) -> str:
+    """What ranks split of a layer's cache, by the names in a config."""
+    if not isinstance(cache, KeysAndValues):
+        return type(cache).__name__
+    return f"num_attention_heads={cache.num_heads}, num_key_value_heads={cache.num_kv_heads}"
 
 
 def _splits(cache: CacheSpec, size: int) -> bool:

@@ -10,14 +10,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from nanovllm.engine.cache.block_manager import Window
+from nanovllm.layers.attention.base import AttentionBackend
 from nanovllm.layers.attention.layer import Attention
+from nanovllm.layers.cache_spec import Heads
 
 WASTE = 1.1  # of memory, at most, for the sake of fewer block tables
 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers with a block table: they attend equally far back, and their blocks are equally large.
+    """Layers with a block table: they attend equally far back, with equal heads.
 
     A slot holds `parts` tensors of one layer's block, keys or values. So block b of the pool is
     block b * `parts` of a layer's cache.
@@ -26,6 +28,11 @@ class CacheGroup:
     layers: tuple[Attention, ...]
     window: Window
     parts: int = 1
+
+    @property
+    def attention(self) -> AttentionBackend:
+        """What plans a step for these layers, which are bound."""
+        return self.layers[0].attention_backend
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class CacheGroups:
 
 def single_group(layers: Sequence[Attention], window: Window = None) -> CacheGroups:
     """One group of layers that are all alike."""
+    assert len({layer.cache.heads for layer in layers}) == 1
     size = layers[0].num_kv_heads * layers[0].head_dim
     return CacheGroups((CacheGroup(tuple(layers), window),), 2 * len(layers), size)
 
@@ -62,16 +70,17 @@ def divide(layers: Sequence[Attention], longest: int, reach: Window = 0) -> Cach
     if reach != 0 and None not in windows:
         most = None if reach is None else max(reach, *(window or 0 for window in windows))
         windows = [most] * len(layers)
-    kinds: dict[tuple[float, int], list[Attention]] = {}
+    kinds: dict[tuple[float, int, Heads], list[Attention]] = {}
     for layer, window in zip(layers, windows, strict=True):
         reaches = math.inf if window is None else window
-        kinds.setdefault((reaches, layer.num_kv_heads * layer.head_dim), []).append(layer)
+        size = layer.num_kv_heads * layer.head_dim
+        kinds.setdefault((reaches, size, layer.cache.heads), []).append(layer)
     kinds = dict(sorted(kinds.items(), key=lambda kind: kind[0], reverse=True))
-    slot_size = math.lcm(*(size for _, size in kinds))
-    parts = [slot_size // size for _, size in kinds]
+    slot_size = math.lcm(*(size for _, size, _ in kinds))
+    parts = [slot_size // size for _, size, _ in kinds]
     num_slots = _num_slots([*zip(map(len, kinds.values()), parts, strict=True)])
     groups = []
-    for (reaches, size), alike in kinds.items():
+    for (reaches, size, _), alike in kinds.items():
         window = None if reaches == math.inf else int(reaches)
         most_layers = num_slots * (slot_size // size) // 2  # each has keys and values
         for start in range(0, len(alike), most_layers):
@@ -94,7 +103,8 @@ def _num_slots(kinds: Iterable[tuple[int, int]]) -> int:
     kinds = [*kinds]
     in_one_group = [-(-2 * layers // parts) for layers, parts in kinds]
     costs = {}  # by the number of slots: what all groups together take for a token
-    for number in range(2, max(in_one_group) + 1):
+    least_of_all = max(-(-2 // parts) for _, parts in kinds)
+    for number in range(least_of_all, max(in_one_group) + 1):
         each = [number * parts // 2 for _, parts in kinds]
         groups = [-(-layers // most) for (layers, _), most in zip(kinds, each, strict=True)]
         costs[number] = number * sum(groups)

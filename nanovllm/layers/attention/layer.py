@@ -12,6 +12,7 @@ from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.attention.base import AttentionBackend
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
+from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.context import get_context
 from nanovllm.layers.layer import Layer, Loaded, copy_whole
 from nanovllm.layers.layernorm import RMSNorm
@@ -22,28 +23,24 @@ Norms = tuple[RMSNorm, RMSNorm]  # of query heads and of key heads
 class Attention(Layer):
     """Rotate, store the step's KV, attend.
 
-    With a window, a token attends to the last `window` tokens up to itself. A checkpoint may have
-    scales for a quantized cache, one for all keys and one for all values. `score_scale` is the
-    factor of the scores, by default `head_dim` to the power of -1/2.
+    `cache` has this rank's heads. With a window, a token attends to the last `window` tokens up to
+    itself. A checkpoint may have scales for a quantized cache, one for all keys and one for all
+    values. `score_scale` is the factor of the scores, by default `head_dim` to the power of -1/2.
     """
 
     def __init__(
-        self,
-        num_kv_heads: int,
-        head_dim: int,
-        window: int | None = None,
-        has_scales: bool = False,
-        score_scale: float | None = None,
+        self, cache: KeysAndValues, has_scales: bool = False, score_scale: float | None = None
     ) -> None:
         super().__init__()
         self.has_scales = has_scales
         for name in ("k_scale", "v_scale") if has_scales else ():
             scale = torch.ones((), dtype=torch.float32)
             self.register_parameter(name, nn.Parameter(scale, requires_grad=False))
-        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.cache = cache
+        self.num_kv_heads, self.head_dim = cache.num_kv_heads, cache.head_dim
         self.group = 0
-        factor = head_dim**-0.5 if score_scale is None else score_scale
-        self.kv = KVLayer(torch.empty(0), torch.empty(0), factor, window)
+        factor = cache.head_dim**-0.5 if score_scale is None else score_scale
+        self.kv = KVLayer(torch.empty(0), torch.empty(0), factor, cache.window)
         self.attention_backend: AttentionBackend = TorchBackend()
         self.kernels: Kernels = PLAIN
 
@@ -53,7 +50,8 @@ class Attention(Layer):
         copy_whole(param, loaded[0] if tuple(loaded.shape) == (1,) else loaded)
 
     def bind(self, backend: Backend) -> None:
-        self.attention_backend, self.kernels = backend
+        self.attention_backend = backend.attention_of(self.cache.heads)
+        self.kernels = backend.kernels
         if self.has_scales:
             self.kv = replace(self.kv, fixed_scales=(self._scale("k"), self._scale("v")))
 
