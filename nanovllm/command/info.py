@@ -62,7 +62,8 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
     specs = attention_specs(config, model, device, dtype, kv_dtype)
     backend, refusal = _backend(config, model, specs)
-    heads = [dict(zip(HEADS, spec.heads, strict=True)) for spec in specs]
+    distinct = dict.fromkeys(spec.heads for spec in specs)
+    heads = [dict(zip(HEADS, each, strict=True)) for each in distinct]
     return {
         "model": config.model,
         "architecture": model.architecture,

@@ -78,12 +78,16 @@ def attention_specs(
     config: Config, model_config: ModelConfig, device: torch.device, dtype: torch.dtype,
     kv_dtype: torch.dtype, num_ranks: int = 1,
 ) -> list[AttentionSpec]:  # fmt: skip
-    """What attention must be able to compute on a rank: one item for each kind of heads."""
-    caches = [layer.cache for layer in model_config.layers]
-    heads = [cache.part(num_ranks).heads for cache in caches if isinstance(cache, KeysAndValues)]
+    """What attention must be able to compute on a rank: one item for each kind of layers."""
+    kinds = [
+        (layer.cache.part(num_ranks).heads, layer.soft_cap)
+        for layer in model_config.layers
+        if isinstance(layer.cache, KeysAndValues)
+    ]
     return [
         AttentionSpec(
-            device, dtype, *each, config.kvcache_block_size, not config.enforce_eager, kv_dtype
+            device, dtype, *heads, config.kvcache_block_size, not config.enforce_eager, kv_dtype,
+            soft_cap,
         )
-        for each in dict.fromkeys(heads or [UNUSED_HEADS])
-    ]
+        for heads, soft_cap in dict.fromkeys(kinds or [(UNUSED_HEADS, False)])
+    ]  # fmt: skip

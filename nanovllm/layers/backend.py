@@ -72,7 +72,8 @@ def choose_backend(name: str, *specs: AttentionSpec) -> Backend:
 def build_backend(name: str, *specs: AttentionSpec) -> Backend:
     """Build attention and kernels, and try both on one token; a ValueError says what fails."""
     if name == "torch":
-        return Backend(TorchBackend(specs[0].block_size), PLAIN)
+        has_caps = any(spec.soft_cap for spec in specs)
+        return Backend(TorchBackend(specs[0].block_size, has_caps), PLAIN)
     for spec in specs:
         check_needs(name, spec)
 

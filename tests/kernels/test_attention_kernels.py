@@ -65,6 +65,7 @@ class Shape:
     converted: bool = False  # codes, by the GPU's own conversion
     seed: int = 0
     num_queries: int = 1
+    soft_cap: float | None = None
     used: list[int] | None = None  # all, or as many as the context has tokens
 
     @property
@@ -155,7 +156,8 @@ class Paged:
         return replace(kv, k_scales=k_scales, v_scales=v_scales)
 
     def layer(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> KVLayer:
-        return KVLayer(k_cache, v_cache, self.shape.scale, self.shape.window)
+        shape = self.shape
+        return KVLayer(k_cache, v_cache, shape.scale, shape.window, soft_cap=shape.soft_cap)
 
     # The kernels.
 

@@ -123,3 +123,15 @@ def test_fixed_scales_replace_those_of_each_token(kernels: Kernels) -> None:
             stored = held.transpose(1, 2).flatten(0, 1)[:TOKENS]
             assert torch.equal(stored, torch.full_like(stored, scale))
         scales.zero_()
+
+
+def test_a_soft_cap_that_the_backend_does_not_know_of_is_refused() -> None:
+    """The backend is chosen before the layers are made."""
+
+    class Uncapped(TorchBackend):
+        caps_scores = False
+
+    layer = Attention(CACHE, soft_cap=1.0)
+    with pytest.raises(ValueError, match="does not say that there is a soft cap"):
+        layer.bind(Backend(Uncapped(BLOCK_SIZE), PLAIN))
+    layer.bind(Backend(TorchBackend(BLOCK_SIZE), PLAIN))

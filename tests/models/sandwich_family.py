@@ -29,6 +29,7 @@ class SandwichConfig(ModelConfig):
     local_theta: float
     query_scalar: float
     soft_cap: float
+    score_cap: float | None
     local_heads: tuple[int, int, int]  # of layers with a window: of queries, of keys, their size
 
     def heads(self, index: int) -> KeysAndValues:
@@ -39,19 +40,20 @@ class SandwichConfig(ModelConfig):
     def layer_shape(self, index: int) -> LayerShape:
         """Four norms of hidden states, and two of heads."""
         others = 4 * self.hidden_size + 2 * self.heads(index).head_dim
-        return replace(super().layer_shape(index), num_others=others)
+        caps = self.score_cap is not None
+        return replace(super().layer_shape(index), num_others=others, soft_cap=caps)
 
 
 def read(file: Mapping[str, Any]) -> SandwichConfig:
     fields = Fields(file, {"attn_logit_softcapping": None}, fixed={"use_sliding_window": True})
     check_activation(fields, "gelu_pytorch_tanh")
-    if fields["attn_logit_softcapping"] is not None:
-        raise ValueError("attn_logit_softcapping is not supported")
+    has_cap = fields["attn_logit_softcapping"] is not None
     return SandwichConfig(
         **decoder_fields(fields),
         local_theta=fields.number("local_theta", 1.0),
         query_scalar=fields.number("query_scalar"),
         soft_cap=fields.number("final_logit_softcapping"),
+        score_cap=fields.number("attn_logit_softcapping") if has_cap else None,
         local_heads=(
             fields.size("swa_num_attention_heads"),
             fields.size("swa_num_key_value_heads"),
@@ -71,7 +73,7 @@ def build(config: SandwichConfig, make: Build) -> CausalLM:
         norms = norm(heads.head_dim), norm(heads.head_dim)
         attention = SelfAttention(
             make.inside("self_attn"), hidden, heads, rope="local" if heads.window else "global",
-            head_norms=norms, scale=config.query_scalar**-0.5,
+            head_norms=norms, scale=config.query_scalar**-0.5, soft_cap=config.score_cap,
         )  # fmt: skip
         mlp = MLP(make.inside("mlp"), hidden, config.intermediate_size, activation=GeluTanhAndMul)
         return Block(make, sandwich_norms(norm(), norm(), norm(), norm()), attention, mlp)

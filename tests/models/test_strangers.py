@@ -56,7 +56,7 @@ CONFIG: dict[str, Any] = dict(
     swa_num_attention_heads=2, swa_num_key_value_heads=1, swa_head_dim=16,
     rms_norm_eps=1e-6, max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=257,
     hidden_act="gelu_pytorch_tanh", rope_theta=1e6, local_theta=100.0, query_scalar=7.0,
-    final_logit_softcapping=9.0, sliding_window=20, dtype="float32",
+    final_logit_softcapping=9.0, attn_logit_softcapping=2.0, sliding_window=20, dtype="float32",
     layer_types=[SLIDING, FULL] * 2,
 )  # fmt: skip
 THEIRS, OURS = "model.language_model.", "model."
@@ -165,10 +165,11 @@ class Loop:
         k, v = (each.repeat_interleave(group, 0) for each in (k, v.transpose(0, 1)))
         ages = torch.arange(length)[:, None] - torch.arange(length)
         seen = (ages >= 0) & (ages < (config["sliding_window"] if is_local else length))
-        scores = (q @ k.transpose(1, 2) / math.sqrt(config["query_scalar"])).masked_fill(
-            ~seen, -math.inf
-        )
-        attended = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+        scores = q @ k.transpose(1, 2) / math.sqrt(config["query_scalar"])
+        cap = config["attn_logit_softcapping"]
+        scores = torch.tanh(scores / cap) * cap
+        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        attended = (weights @ v).transpose(0, 1).flatten(1)
         return self.linear(attended, f"{name}.o_proj")
 
     def feed_forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
@@ -343,10 +344,10 @@ def test_kernels_for_few_rows_leave_other_blocks_alone(case: Case) -> None:
     assert [operands_of(layer) for layer in layers] == [[None]] * 4
 
 
-def test_a_soft_cap_on_scores_is_refused_by_name(tmp_path: Path) -> None:
-    path = write_model(tmp_path, attn_logit_softcapping=50.0)
-    with pytest.raises(ValueError, match=r"config\.json: attn_logit_softcapping"):
-        make_llm(path)
+@pytest.mark.usefixtures("kernel_device")
+def test_a_backend_that_computes_no_soft_caps_is_refused(case: Case) -> None:
+    with pytest.raises(ValueError, match="attention_backend='triton' cannot compute soft caps"):
+        make_llm(case.path, attention_backend="triton")
 
 
 @dataclass(frozen=True)

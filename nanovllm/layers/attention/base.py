@@ -29,6 +29,7 @@ class AttentionSpec:
     block_size: int | None  # None: what the backend prefers
     in_graphs: bool  # whether decode steps are CUDA graphs, which hide how long launches take
     kv_dtype: torch.dtype  # of the cache: `dtype`, or that of codes
+    soft_cap: bool = False  # whether some layer has a soft cap on its scores
 
     @property
     def heads(self) -> Heads:
@@ -44,6 +45,7 @@ class AttentionBackend(ABC):
     graph_safe: bool  # whether decode reads all that changes from device tensors
     copied_layers: int  # layers' worth of KV that a step may copy: memory the pool must leave
     heads: Heads | None = None  # what plans are for; None: for any heads
+    caps_scores = False  # whether layers may have a soft cap
     packs_few_queries = False  # whether a prefill's sequences with a few queries are fast
 
     def __init__(self, block_size: int | None = None) -> None:

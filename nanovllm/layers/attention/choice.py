@@ -32,7 +32,10 @@ def fastest_first(device: torch.device) -> tuple[str, ...]:
 
 def check_needs(name: str, spec: AttentionSpec) -> None:
     """Raise a ValueError if the machine or the model lacks what backend `name` needs."""
-    CHECKS[name](spec, f"attention_backend={name!r}")
+    refusal = f"attention_backend={name!r}"
+    CHECKS[name](spec, refusal)
+    if spec.soft_cap and not BUILDERS[name].caps_scores:
+        raise ValueError(f"{refusal} cannot compute soft caps on scores; 'torch' can")
 
 
 def build_attention(name: str, spec: AttentionSpec) -> AttentionBackend:
@@ -126,7 +129,7 @@ CHECKS: dict[str, Callable[[AttentionSpec, str], None]] = {
     "triton": _check_triton,
     "flash_attn": _check_flash_attn,
 }
-BUILDERS: dict[str, Callable[[AttentionSpec], AttentionBackend]] = {
+BUILDERS: dict[str, type[CpuBackend] | type[TritonBackend] | type[FlashAttnBackend]] = {
     "cpu": CpuBackend,
     "triton": TritonBackend,
     "flash_attn": FlashAttnBackend,
@@ -142,7 +145,8 @@ def one_block(spec: AttentionSpec, block_size: int) -> KVLayer:
     scales = None
     if spec.kv_dtype == CODES:
         scales = torch.zeros(1, spec.num_kv_heads, block_size, dtype=SCALES, **options)
-    return KVLayer(cache, cache, 1.0, k_scales=scales, v_scales=scales)
+    cap = 1.0 if spec.soft_cap else None
+    return KVLayer(cache, cache, 1.0, k_scales=scales, v_scales=scales, soft_cap=cap)
 
 
 def _try_attention(backend: AttentionBackend, spec: AttentionSpec) -> None:

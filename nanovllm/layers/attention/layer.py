@@ -25,11 +25,16 @@ class Attention(Layer):
 
     `cache` has this rank's heads. With a window, a token attends to the last `window` tokens up to
     itself. A checkpoint may have scales for a quantized cache, one for all keys and one for all
-    values. `score_scale` is the factor of the scores, by default `head_dim` to the power of -1/2.
+    values. `score_scale` is the factor of the scores, by default `head_dim` to the power of -1/2;
+    a `soft_cap` c makes c * tanh(s / c) of a score s.
     """
 
     def __init__(
-        self, cache: KeysAndValues, has_scales: bool = False, score_scale: float | None = None
+        self,
+        cache: KeysAndValues,
+        has_scales: bool = False,
+        score_scale: float | None = None,
+        soft_cap: float | None = None,
     ) -> None:
         super().__init__()
         self.has_scales = has_scales
@@ -40,7 +45,7 @@ class Attention(Layer):
         self.num_kv_heads, self.head_dim = cache.num_kv_heads, cache.head_dim
         self.group = 0
         factor = cache.head_dim**-0.5 if score_scale is None else score_scale
-        self.kv = KVLayer(torch.empty(0), torch.empty(0), factor, cache.window)
+        self.kv = KVLayer(torch.empty(0), torch.empty(0), factor, cache.window, soft_cap=soft_cap)
         self.attention_backend: AttentionBackend = TorchBackend()
         self.kernels: Kernels = PLAIN
 
@@ -52,6 +57,8 @@ class Attention(Layer):
     def bind(self, backend: Backend) -> None:
         self.attention_backend = backend.attention_of(self.cache.heads)
         self.kernels = backend.kernels
+        if self.kv.soft_cap is not None and not self.attention_backend.caps_scores:
+            raise ValueError("`layer_shape` of the config does not say that there is a soft cap")
         if self.has_scales:
             self.kv = replace(self.kv, fixed_scales=(self._scale("k"), self._scale("v")))
 
