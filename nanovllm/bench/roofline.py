@@ -4,7 +4,8 @@ Plain arithmetic over a model's shape and the lengths of requests: it knows no t
 nothing. All requests run at once. It counts what no engine can avoid:
 
 - prefill: each prompt token passes the decoder's linear layers and causal attention. In the last
-  layer, tokens that are not sampled from only need the keys and values.
+  layer, tokens that are not sampled from only need the keys and values. Latent rows are read as
+  they are stored: their attention counts as that of one key head with wide keys.
 - decode: each step reads the weights once, and every running sequence's KV once. Of the experts, it
   reads those that some token uses: their average number if all experts are equally likely.
 
@@ -16,7 +17,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nanovllm.layers.cache_spec import KeysAndValues
+from nanovllm.layers.cache_spec import TokenCache
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.model_size import (
     decoder_params,
@@ -51,10 +52,10 @@ class Floor:
         return self.prefill_seconds + self.decode_gemm_seconds + self.decode_kv_seconds
 
 
-def _attentions(config: ModelConfig) -> list[KeysAndValues]:
+def _attentions(config: ModelConfig) -> list[TokenCache]:
     """What the layers keep that grows with a sequence."""
     caches = [layer.cache for layer in config.layers]
-    return [cache for cache in caches if isinstance(cache, KeysAndValues)]
+    return [cache for cache in caches if isinstance(cache, TokenCache)]
 
 
 def kv_bytes_per_token(config: ModelConfig, head_bytes: HeadBytes) -> int:
@@ -62,9 +63,10 @@ def kv_bytes_per_token(config: ModelConfig, head_bytes: HeadBytes) -> int:
     return sum(_row_bytes(cache, head_bytes) for cache in _attentions(config))
 
 
-def _row_bytes(cache: KeysAndValues, head_bytes: HeadBytes) -> int:
+def _row_bytes(cache: TokenCache, head_bytes: HeadBytes) -> int:
     """Bytes of one token in one layer's cache."""
-    return 2 * cache.num_kv_heads * head_bytes(cache.head_dim)
+    _, num_kv_heads, head_dim = cache.heads
+    return cache.num_tensors * num_kv_heads * head_bytes(head_dim)
 
 
 def prefill_flops(config: ModelConfig, input_lens: Sequence[int]) -> float:
@@ -74,14 +76,15 @@ def prefill_flops(config: ModelConfig, input_lens: Sequence[int]) -> float:
     attention = 0
     for index, layer in enumerate(config.layers):
         is_last, cache = index == len(config.layers) - 1, layer.cache
-        if not isinstance(cache, KeysAndValues):
+        if not isinstance(cache, TokenCache):
             continue
         pairs = sum(seen_keys(n - 1 if is_last else 0, 1 if is_last else n, cache.window)
                     for n in input_lens)  # fmt: skip
-        attention += 4 * cache.num_heads * cache.head_dim * pairs
+        num_heads, _, head_dim = cache.heads
+        attention += 4 * num_heads * head_dim * pairs
         if is_last:
-            keys_and_values = 2 * config.hidden_size * cache.num_kv_heads * cache.head_dim
-            linear -= (layer_params(layer) - keys_and_values) * not_sampled
+            kept = config.hidden_size * cache.num_tensors * cache.row_size
+            linear -= (layer_params(layer) - kept) * not_sampled
     return attention + 2 * linear + 2 * head_params(config) * len(input_lens)
 
 

@@ -112,9 +112,11 @@ def _backend(
     config: "Config", model: "ModelConfig", specs: "list[AttentionSpec]"
 ) -> tuple[str | None, str | None]:
     """The name of the attention backend that fits all layers, or the reason why there is none."""
+    from nanovllm.engine.placement import check_codes
     from nanovllm.layers.backend import choose_backend
 
     try:
+        check_codes(model, specs[0].kv_dtype)
         model.check_parallel_size(config.tensor_parallel_size, config.enable_expert_parallel)
         return choose_backend(config.attention_backend, *specs).attention.name, None
     except ValueError as error:

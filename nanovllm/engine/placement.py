@@ -6,9 +6,10 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.device import computing_on, resolve_device, resolve_dtype, resolve_kv_dtype
+from nanovllm.kernels.kv_layer import CODES
 from nanovllm.layers.attention.base import AttentionSpec
 from nanovllm.layers.backend import Backend, choose_backend
-from nanovllm.layers.cache_spec import KeysAndValues
+from nanovllm.layers.cache_spec import Latent, TokenCache
 from nanovllm.layers.ranks import Ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.speculative_config import SpeculativeConfig
@@ -62,6 +63,7 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
             f"max_model_len must be at most {longest}, the model's limit, got"
             f" {config.max_model_len}"
         )
+    check_codes(model_config, kv_dtype)
     specs = attention_specs(config, model_config, device, dtype, kv_dtype, ranks.size)
     with computing_on(device):
         backend = choose_backend(config.attention_backend, *specs)
@@ -74,6 +76,14 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
     return Placement(ranks, device, dtype, kv_dtype, backend, max_positions, uses_graphs, drafting)
 
 
+def check_codes(model_config: ModelConfig, kv_dtype: torch.dtype) -> None:
+    """Raise a ValueError if a cache of this type cannot hold what layers keep."""
+    if kv_dtype == CODES and any(isinstance(layer.cache, Latent) for layer in model_config.layers):
+        raise ValueError(
+            "kv_cache_dtype='fp8' needs keys and values; this model's layers keep latent rows"
+        )
+
+
 def attention_specs(
     config: Config, model_config: ModelConfig, device: torch.device, dtype: torch.dtype,
     kv_dtype: torch.dtype, num_ranks: int = 1,
@@ -82,7 +92,7 @@ def attention_specs(
     kinds = [
         (layer.cache.part(num_ranks).heads, layer.soft_cap)
         for layer in model_config.layers
-        if isinstance(layer.cache, KeysAndValues)
+        if isinstance(layer.cache, TokenCache)
     ]
     return [
         AttentionSpec(

@@ -66,7 +66,7 @@ class Shard:
         if self.guesser.pools and groups.parts[0] != 1:
             raise ValueError(
                 f"speculative_config: a {self.guesser.name} needs a model whose layers without a"
-                " window have the largest keys"
+                " window have the largest rows of keys or latents"
             )
         self._attentions = [group.attention for group in groups.groups]
         self.pool = KVPool(groups, self.block_size, placement.kv_dtype, self.device)

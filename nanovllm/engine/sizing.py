@@ -61,7 +61,8 @@ def _activation_bytes(shard: Shard, config: Config, num_running: int) -> int:
 
 def _copies(shard: Shard) -> float:
     """The memory of the copies that attention makes of KV, in sizes of the pool."""
-    of_layer = 2 / min(shard.groups.parts)  # slots of the layer with the largest keys
+    groups = shard.groups.groups
+    of_layer = max(group.layers[0].cache.num_tensors / group.parts for group in groups)  # slots
     copied = of_layer * shard.backend.attention.copied_layers / shard.groups.num_slots
     if shard.placement.kv_dtype == CODES:  # copied with their values, before and after the scale
         copied *= 1 + 2 * shard.placement.dtype.itemsize

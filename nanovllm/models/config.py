@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanovllm.layers.cache_spec import KeysAndValues
+from nanovllm.layers.cache_spec import KeysAndValues, TokenCache
 from nanovllm.models import registry
 from nanovllm.models.bare import causal_name, lacks_head
 from nanovllm.models.fields import eos_ids, fields_of
@@ -153,7 +153,7 @@ class ModelConfig:
     def longest_window(self) -> int | None:
         """The largest window of all layers; None if some layer attends to all tokens."""
         caches = (layer.cache for layer in self.layers)
-        return longest(cache.window for cache in caches if isinstance(cache, KeysAndValues))
+        return longest(cache.window for cache in caches if isinstance(cache, TokenCache))
 
     @property
     def max_context(self) -> int:
@@ -183,7 +183,7 @@ class ModelConfig:
     def _check_caches(self) -> None:
         """Raise a ValueError if a layer keeps what the engine has no cache for."""
         for cache in {layer.cache for layer in self.layers}:
-            if not isinstance(cache, KeysAndValues):
+            if not isinstance(cache, TokenCache):
                 raise ValueError(f"layers that keep {type(cache).__name__} are not supported")
 
     def _refuse_huge(self) -> None:

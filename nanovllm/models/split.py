@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from nanovllm.config import MAX_RANKS
-from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues
+from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues, TokenCache
 from nanovllm.models.shapes import LayerShape
 
 
@@ -51,14 +51,17 @@ def check_split(layers: Iterable[LayerShape], size: int, whole_experts: bool) ->
 
 def _heads(cache: CacheSpec) -> str:
     """What ranks split of a layer's cache, by the names in a config."""
-    if not isinstance(cache, KeysAndValues):
+    if not isinstance(cache, TokenCache):
         return type(cache).__name__
-    return f"num_attention_heads={cache.num_heads}, num_key_value_heads={cache.num_kv_heads}"
+    num_heads, num_kv_heads, _ = cache.heads
+    heads = f"num_attention_heads={num_heads}"
+    is_latent = not isinstance(cache, KeysAndValues)
+    return heads if is_latent else f"{heads}, num_key_value_heads={num_kv_heads}"
 
 
 def _splits(cache: CacheSpec, size: int) -> bool:
     """Whether ranks can split what a layer keeps. Fewer key heads than ranks are replicated."""
-    if not isinstance(cache, KeysAndValues):
+    if not isinstance(cache, TokenCache):
         return True
-    kv_heads = cache.num_kv_heads
-    return cache.num_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+    num_heads, kv_heads, _ = cache.heads
+    return num_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)

@@ -293,11 +293,11 @@ def test_a_draft_model_with_heads_of_two_shapes_is_refused(case: Case) -> None:
         make_llm(case.path, speculative_config=dict(method="draft_model", model=str(case.path)))
 
 
-def test_a_draft_model_needs_the_largest_keys_in_layers_without_a_window(tmp_path: Path) -> None:
+def test_a_draft_model_needs_the_largest_rows_in_layers_without_a_window(tmp_path: Path) -> None:
     """Else the blocks of its own layers would have other numbers."""
     wide = dict(swa_num_attention_heads=8, swa_num_key_value_heads=8)
     model, draft = write_model(tmp_path / "a", **wide), write_model(tmp_path / "b", **ALIKE)
-    with pytest.raises(ValueError, match="layers without a window have the largest keys"):
+    with pytest.raises(ValueError, match="layers without a window have the largest rows"):
         make_llm(model, speculative_config=dict(method="draft_model", model=str(draft)))
 
 

@@ -10,7 +10,7 @@ from nanovllm.engine.guess.head_source import HeadSource, find_head
 from nanovllm.engine.load import load_part
 from nanovllm.engine.placement import Placement, resolve_placement
 from nanovllm.engine.requests.tokenizer import load_tokenizer
-from nanovllm.layers.cache_spec import KeysAndValues
+from nanovllm.layers.cache_spec import TokenCache
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import resolve_model
@@ -79,7 +79,8 @@ def find_source(config: Config, model_config: ModelConfig, tokenizer: Any) -> So
 def _check_layers(draft: ModelConfig) -> None:
     """Raise a ValueError unless all layers can share one block table."""
     caches = [layer.cache for layer in draft.layers]
-    if len({cache.heads for cache in caches if isinstance(cache, KeysAndValues)}) > 1:
+    heads = {(c.num_tensors, c.heads) for c in caches if isinstance(c, TokenCache)}
+    if len(heads) > 1:
         raise ValueError("a draft model needs layers with equal numbers and sizes of heads")
 
 

@@ -67,10 +67,13 @@ def gather_blocks(
     kv: KVLayer, tables: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy blocks of the caches into rows: keys and values [B, KVH, K, D] of the type `dtype`."""
-    found, blocks = [], tables.flatten()
+    found: list[torch.Tensor] = []
+    blocks = tables.flatten()
     for cache, scales in ((kv.k_cache, kv.k_scales), (kv.v_cache, kv.v_scales)):
+        if found and kv.is_shared and kv.k_scales is kv.v_scales:
+            break
         rows = cache.flatten(1).index_select(0, blocks).view(-1, *cache.shape[1:])
         if scales is not None:
             rows = dequantize(rows, scales[blocks].transpose(1, 2), dtype)
         found.append(rows.view(len(tables), -1, *cache.shape[2:]).transpose(1, 2))
-    return found[0], found[1]
+    return found[0], found[-1]

@@ -9,12 +9,12 @@ from nanovllm.engine.cache.groups import CacheGroups, divide, single_group
 from nanovllm.engine.cache.kv_pool import KVPool
 from nanovllm.kernels.kv_layer import CODES
 from nanovllm.layers.attention.layer import Attention
-from nanovllm.layers.cache_spec import KeysAndValues
+from nanovllm.layers.cache_spec import KeysAndValues, Latent, TokenCache
 
 BLOCK_SIZE, NUM_BLOCKS, LONGEST = 4, 3, 100
 
 
-def layers(*caches: KeysAndValues) -> list[Attention]:
+def layers(*caches: TokenCache) -> list[Attention]:
     return [Attention(cache) for cache in caches]
 
 
@@ -107,3 +107,33 @@ def test_codes_need_keys_of_one_shape() -> None:
 def test_a_pool_of_one_group_has_equal_layers() -> None:
     with pytest.raises(AssertionError):
         single_group(layers(KeysAndValues(4, 2, 32), KeysAndValues(2, 1, 32)))
+
+
+# Latents
+
+
+def test_a_latent_layer_has_one_tensor() -> None:
+    groups = divide(layers(*[Latent(8, 40)] * 3), LONGEST)
+    assert kinds(groups) == [(3, None, 1)] and (groups.num_slots, groups.slot_size) == (3, 40)
+    assert (owners(groups)[:, 0] > 0).all(), "no memory is left over"
+    for layer in groups.groups[0].layers:
+        assert layer.kv.is_shared and layer.kv.k_cache.shape[2:] == (1, 40)
+
+
+def test_one_latent_layer_takes_one_slot() -> None:
+    assert divide(layers(Latent(8, 40)), LONGEST).num_slots == 1
+    assert single_group(layers(Latent(8, 40))).num_slots == 1
+
+
+def test_latents_and_keys_share_the_blocks() -> None:
+    latents, keys = [Latent(8, 48)] * 4, [KeysAndValues(4, 1, 24, window=8)] * 4
+    groups = divide(layers(*latents, *keys), LONGEST)
+    assert kinds(groups) == [(4, None, 1), (4, 8, 2)] and groups.num_slots == 4
+    cache = owners(groups)
+    assert (cache[:, :2] > 0).all(), "no memory is left over"
+
+
+def test_latents_are_not_in_a_group_of_keys_of_their_size() -> None:
+    groups = divide(layers(Latent(8, 64), KeysAndValues(8, 1, 64)), LONGEST)
+    assert sorted(kinds(groups)) == [(1, None, 1)] * 2 and groups.num_slots == 2
+    owners(groups)
