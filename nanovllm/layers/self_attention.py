@@ -59,7 +59,7 @@ class SelfAttention(Mixer):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        return *super().kind, self.rope
+        return *super().kind, self.rope, self.attn.kv.soft_cap
 
     def rounding(self, x: torch.Tensor) -> Rounding | None:
         return self.qkv_proj.rounding(x)

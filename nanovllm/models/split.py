@@ -31,7 +31,8 @@ class Split:
         """The heads and widths, and the number of experts if the ranks divide that."""
         names = self.widths | ({"num_experts": self.num_experts} if self.whole_experts else {})
         sizes = [f"{name}={size}" for name, size in names.items()]
-        return " and ".join([*dict.fromkeys(map(_heads, self.caches)), *sizes])
+        caches = (cache for cache in self.caches if isinstance(cache, TokenCache))
+        return " and ".join([*dict.fromkeys(map(_heads, caches)), *sizes])
 
 
 def check_split(layers: Iterable[LayerShape], size: int, whole_experts: bool) -> None:
@@ -49,14 +50,12 @@ def check_split(layers: Iterable[LayerShape], size: int, whole_experts: bool) ->
     raise ValueError(f"tensor_parallel_size={size} cannot split {split.names}; {fit} can{hint}")
 
 
-def _heads(cache: CacheSpec) -> str:
-    """What ranks split of a layer's cache, by the names in a config."""
-    if not isinstance(cache, TokenCache):
-        return type(cache).__name__
+def _heads(cache: TokenCache) -> str:
+    """What ranks split of a layer's attention, by the names in a config."""
     num_heads, num_kv_heads, _ = cache.heads
     heads = f"num_attention_heads={num_heads}"
-    is_latent = not isinstance(cache, KeysAndValues)
-    return heads if is_latent else f"{heads}, num_key_value_heads={num_kv_heads}"
+    has_keys = isinstance(cache, KeysAndValues)
+    return f"{heads}, num_key_value_heads={num_kv_heads}" if has_keys else heads
 
 
 def _splits(cache: CacheSpec, size: int) -> bool:

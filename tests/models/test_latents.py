@@ -33,6 +33,7 @@ from safetensors.torch import save_file
 from test_strangers import SCENARIOS, Loop
 
 import nanovllm
+from nanovllm import SamplingParams
 from nanovllm.command.info import describe
 from nanovllm.models import model_size, registry
 from nanovllm.models.build import build_model
@@ -158,6 +159,16 @@ def test_latents_equal_the_loop_with(name: str, case: Case) -> None:
         if "small pool" in name:
             assert llm.scheduler.num_preemptions >= 10
         audit_at_rest(llm)
+
+
+def test_latents_equal_the_loop_in_triton(case: Case, kernel_device: str) -> None:
+    """A few tokens, as the kernels may be interpreted."""
+    options = dict(device=kernel_device, attention_backend="triton", enforce_eager=True)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with make_llm(case.path, **SMALL_POOL, **options) as llm:
+        some = [i for i, prompt in enumerate(case.prompts) if 20 < len(prompt) < 40][:3]
+        outputs = llm.generate([case.prompts[i] for i in some], params, use_tqdm=False)
+        assert [out["token_ids"] for out in outputs] == [case.tokens[i][:3] for i in some]
 
 
 def test_a_token_takes_one_row_in_each_layer(case: Case) -> None:

@@ -344,10 +344,22 @@ def test_kernels_for_few_rows_leave_other_blocks_alone(case: Case) -> None:
     assert [operands_of(layer) for layer in layers] == [[None]] * 4
 
 
+def test_a_stranger_equals_the_loop_in_triton(case: Case, kernel_device: str) -> None:
+    """A few tokens, as the kernels may be interpreted."""
+    options = dict(device=kernel_device, attention_backend="triton", enforce_eager=True)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with make_llm(case.path, **SMALL_POOL, **options) as llm:
+        assert len(llm.model_runner.shard.backend.others) == 1
+        some = [i for i, prompt in enumerate(case.prompts) if 20 < len(prompt) < 40][:3]
+        outputs = llm.generate([case.prompts[i] for i in some], params, use_tqdm=False)
+        assert [out["token_ids"] for out in outputs] == [case.tokens[i][:3] for i in some]
+
+
 @pytest.mark.usefixtures("kernel_device")
-def test_a_backend_that_computes_no_soft_caps_is_refused(case: Case) -> None:
-    with pytest.raises(ValueError, match="attention_backend='triton' cannot compute soft caps"):
-        make_llm(case.path, attention_backend="triton")
+def test_a_backend_that_computes_no_soft_caps_of_codes_is_refused(tmp_path: Path) -> None:
+    path = write_model(tmp_path, **ALIKE)
+    with pytest.raises(ValueError, match=r"'triton' needs kv_cache_dtype='auto' .* soft caps"):
+        make_llm(path, attention_backend="triton", kv_cache_dtype="fp8")
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class AttentionBackend(ABC):
     graph_safe: bool  # whether decode reads all that changes from device tensors
     copied_layers: int  # layers' worth of KV that a step may copy: memory the pool must leave
     heads: Heads | None = None  # what plans are for; None: for any heads
-    caps_scores = False  # whether layers may have a soft cap
+    caps_scores = True  # whether layers may have a soft cap
     packs_few_queries = False  # whether a prefill's sequences with a few queries are fast
 
     def __init__(self, block_size: int | None = None) -> None:

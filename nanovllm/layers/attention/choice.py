@@ -32,10 +32,7 @@ def fastest_first(device: torch.device) -> tuple[str, ...]:
 
 def check_needs(name: str, spec: AttentionSpec) -> None:
     """Raise a ValueError if the machine or the model lacks what backend `name` needs."""
-    refusal = f"attention_backend={name!r}"
-    CHECKS[name](spec, refusal)
-    if spec.soft_cap and not BUILDERS[name].caps_scores:
-        raise ValueError(f"{refusal} cannot compute soft caps on scores; 'torch' can")
+    CHECKS[name](spec, f"attention_backend={name!r}")
 
 
 def build_attention(name: str, spec: AttentionSpec) -> AttentionBackend:
@@ -97,6 +94,11 @@ def _check_triton(spec: AttentionSpec, refusal: str) -> None:
     least = 16 if spec.kv_dtype == spec.dtype else 32  # pairs of codes fill a tile
     if spec.head_dim < least and not (INTERPRETED and spec.head_dim >= 16):
         raise ValueError(f"{refusal} needs a head_dim of {least} or more, got {spec.head_dim}")
+    if spec.soft_cap and spec.kv_dtype != spec.dtype:
+        raise ValueError(
+            f"{refusal} needs kv_cache_dtype='auto' for a model with soft caps on the scores of"
+            " attention; 'torch' works everywhere"
+        )
 
 
 def _check_flash_attn(spec: AttentionSpec, refusal: str) -> None:
@@ -129,7 +131,7 @@ CHECKS: dict[str, Callable[[AttentionSpec, str], None]] = {
     "triton": _check_triton,
     "flash_attn": _check_flash_attn,
 }
-BUILDERS: dict[str, type[CpuBackend] | type[TritonBackend] | type[FlashAttnBackend]] = {
+BUILDERS: dict[str, Callable[[AttentionSpec], AttentionBackend]] = {
     "cpu": CpuBackend,
     "triton": TritonBackend,
     "flash_attn": FlashAttnBackend,

@@ -15,7 +15,6 @@ class CpuBackend(PlannedBackend):
     preferred_block_size = 16
     graph_safe = False
     copied_layers = 0
-    caps_scores = True
     packs_few_queries = True
     prefill_attention = staticmethod(prefill_attention.prefill_attention)
     decode_attention = staticmethod(decode_attention.decode_attention)

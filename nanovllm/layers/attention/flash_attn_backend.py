@@ -16,7 +16,6 @@ class FlashAttnBackend(AttentionBackend):
     preferred_block_size = 256
     graph_safe = True
     copied_layers = 0
-    caps_scores = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec.block_size)

@@ -16,7 +16,6 @@ class TorchBackend(PlannedBackend):
     preferred_block_size = 16
     graph_safe = False
     copied_layers = 2  # one, gathered and padded
-    caps_scores = True
     prefill_attention = staticmethod(prefill_attention.prefill_attention)
     decode_attention = staticmethod(decode_attention.decode_attention)
 
