@@ -53,7 +53,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 CONFIG: dict[str, Any] = dict(
     architectures=[NAME], vocab_size=259, hidden_size=64, intermediate_size=96,
     num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-    swa_num_attention_heads=2, swa_num_key_value_heads=1, swa_head_dim=16,
+    swa_num_attention_heads=4, swa_num_key_value_heads=1, swa_head_dim=16,
     rms_norm_eps=1e-6, max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=257,
     hidden_act="gelu_pytorch_tanh", rope_theta=1e6, local_theta=100.0, query_scalar=7.0,
     final_logit_softcapping=9.0, attn_logit_softcapping=2.0, sliding_window=20, dtype="float32",
