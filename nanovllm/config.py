@@ -154,8 +154,8 @@ class Config:
     )
     num_kvcache_blocks: int | None = option(
         None,
-        "size of the KV pool in blocks, for each group of layers if some have a window and others"
-        " none; replaces `gpu_memory_utilization` and `cpu_kvcache_gib`",
+        "size of the KV pool in blocks, for each group of layers where windows or heads differ;"
+        " replaces `gpu_memory_utilization` and `cpu_kvcache_gib`",
         int_range(1),
         none="as many as these allow",
     )

@@ -65,7 +65,7 @@ def _roofline(plan: Plan, placement: Placement) -> dict[str, Any]:
     machine = measure_machine(placement, format_of(model_size.main_scheme(plan.model)))
     floor = roofline.floor(
         plan.model, sizes, input_lens, output_lens, machine,
-        head_bytes(plan.model.head_dim, placement.kv_dtype),
+        lambda head_dim: head_bytes(head_dim, placement.kv_dtype),
     )  # fmt: skip
     return {
         "copy_bytes_per_second": machine.bytes_per_second,

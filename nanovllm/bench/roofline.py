@@ -4,7 +4,8 @@ Plain arithmetic over a model's shape and the lengths of requests: it knows no t
 nothing. All requests run at once. It counts what no engine can avoid:
 
 - prefill: each prompt token passes the decoder's linear layers and causal attention. In the last
-  layer, tokens that are not sampled from only need the keys and values.
+  layer, tokens that are not sampled from only need the keys and values. Latent rows are read as
+  they are stored: their attention counts as that of one key head with wide keys.
 - decode: each step reads the weights once, and every running sequence's KV once. Of the experts, it
   reads those that some token uses: their average number if all experts are equally likely.
 
@@ -14,10 +15,10 @@ are not counted: they are small, or can be hidden.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nanovllm.layers.cache_spec import KeysAndValues, State
+from nanovllm.layers.cache_spec import State, TokenCache
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.model_size import (
     decoder_params,
@@ -26,6 +27,8 @@ from nanovllm.models.model_size import (
     step_weight_bytes,
 )
 from nanovllm.models.weight_bytes import WeightBytes
+
+HeadBytes = Callable[[int], int]  # of a token's key or value of one head, by its head_dim
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,10 @@ class Floor:
         return self.prefill_seconds + self.decode_gemm_seconds + self.decode_kv_seconds
 
 
-def _attentions(config: ModelConfig) -> list[KeysAndValues]:
+def _attentions(config: ModelConfig) -> list[TokenCache]:
     """What the layers keep that grows with a sequence."""
     caches = [layer.cache for layer in config.layers]
-    return [cache for cache in caches if isinstance(cache, KeysAndValues)]
+    return [cache for cache in caches if isinstance(cache, TokenCache)]
 
 
 def state_bytes(config: ModelConfig, itemsize: int) -> int:
@@ -66,9 +69,15 @@ def state_bytes(config: ModelConfig, itemsize: int) -> int:
     )
 
 
-def kv_bytes_per_token(config: ModelConfig, head_bytes: int) -> int:
-    """Bytes of one token in the KV cache, all layers together; a key has `head_bytes`."""
-    return sum(2 * cache.num_kv_heads * head_bytes for cache in _attentions(config))
+def kv_bytes_per_token(config: ModelConfig, head_bytes: HeadBytes) -> int:
+    """Bytes of one token in the KV cache, all layers together."""
+    return sum(_row_bytes(cache, head_bytes) for cache in _attentions(config))
+
+
+def _row_bytes(cache: TokenCache, head_bytes: HeadBytes) -> int:
+    """Bytes of one token in one layer's cache."""
+    _, num_kv_heads, head_dim = cache.heads
+    return cache.num_tensors * num_kv_heads * head_bytes(head_dim)
 
 
 def prefill_flops(config: ModelConfig, input_lens: Sequence[int]) -> float:
@@ -78,14 +87,15 @@ def prefill_flops(config: ModelConfig, input_lens: Sequence[int]) -> float:
     attention = 0
     for index, layer in enumerate(config.layers):
         is_last, cache = index == len(config.layers) - 1, layer.cache
-        if not isinstance(cache, KeysAndValues):
+        if not isinstance(cache, TokenCache):
             continue
         pairs = sum(seen_keys(n - 1 if is_last else 0, 1 if is_last else n, cache.window)
                     for n in input_lens)  # fmt: skip
-        attention += 4 * cache.num_heads * cache.head_dim * pairs
+        num_heads, _, head_dim = cache.heads
+        attention += 4 * num_heads * head_dim * pairs
         if is_last:
-            keys_and_values = 2 * config.hidden_size * cache.num_kv_heads * cache.head_dim
-            linear -= (layer_params(layer) - keys_and_values) * not_sampled
+            kept = config.hidden_size * cache.num_tensors * cache.row_size
+            linear -= (layer_params(layer) - kept) * not_sampled
     return attention + 2 * linear + 2 * head_params(config) * len(input_lens)
 
 
@@ -102,11 +112,14 @@ def seen_keys(before: int, num_queries: int, window: int | None) -> int:
 
 
 def decode_kv_bytes(
-    config: ModelConfig, head_bytes: int, input_lens: Sequence[int], output_lens: Sequence[int]
+    config: ModelConfig,
+    head_bytes: HeadBytes,
+    input_lens: Sequence[int],
+    output_lens: Sequence[int],
 ) -> int:
     """Bytes of KV that decode reads; prefill generates the first token of each request."""
     return sum(
-        2 * cache.num_kv_heads * head_bytes * seen_keys(num_in, num_out - 1, cache.window)
+        _row_bytes(cache, head_bytes) * seen_keys(num_in, num_out - 1, cache.window)
         for cache in _attentions(config)
         for num_in, num_out in zip(input_lens, output_lens, strict=True)
     )
@@ -118,19 +131,16 @@ def floor(
     input_lens: Sequence[int],
     output_lens: Sequence[int],
     machine: Machine,
-    kv_head_bytes: int,
+    head_bytes: HeadBytes,
 ) -> Floor:
-    """The least time for requests of these lengths.
-
-    A token's key or value of one head has `kv_head_bytes`.
-    """
+    """The least time for requests of these lengths."""
     weight_bytes = functools.cache(functools.partial(step_weight_bytes, config, sizes))
 
     def weight_seconds(rows: int) -> float:
         return weight_bytes(rows) / machine.bytes_per_second
 
     row_seconds = 2 * (decoder_params(config) + head_params(config)) / machine.flops_per_second
-    kv_bytes = decode_kv_bytes(config, kv_head_bytes, input_lens, output_lens)
+    kv_bytes = decode_kv_bytes(config, head_bytes, input_lens, output_lens)
     # Each token after the first reads a sequence's states and writes them.
     num_decoded = sum(output_lens) - len(output_lens)
     kv_bytes += 2 * state_bytes(config, sizes.itemsize) * num_decoded

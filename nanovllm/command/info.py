@@ -13,13 +13,14 @@ from nanovllm.command.options import (
 from nanovllm.utils.sizes import GIB, memory_text
 
 if TYPE_CHECKING:
-    import torch
-
+    from nanovllm.bench.roofline import HeadBytes
     from nanovllm.config import Config
+    from nanovllm.layers.attention.base import AttentionSpec
     from nanovllm.models.config import ModelConfig
 
 NAME = "info"
 SUMMARY = "show a model's size, whether it runs here, and the memory it needs"
+HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 MEMORIES_GIB = (8, 16, 24, 40, 48, 80, 141)  # of common GPUs
 
 
@@ -45,6 +46,7 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
     """Describe a model from its config and this machine; figures are for the whole model."""
     from nanovllm.config import Config
     from nanovllm.engine.device import resolve_device, resolve_dtype, resolve_kv_dtype
+    from nanovllm.engine.placement import attention_specs
     from nanovllm.kernels.kv_layer import head_bytes
     from nanovllm.models import model_size
     from nanovllm.models.config import ModelConfig
@@ -58,7 +60,10 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, model.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
-    backend, refusal = _backend(config, model, device, dtype, kv_dtype)
+    specs = attention_specs(config, model, device, dtype, kv_dtype)
+    backend, refusal = _backend(config, model, specs)
+    distinct = dict.fromkeys(spec.heads for spec in specs)
+    heads = [dict(zip(HEADS, each, strict=True)) for each in distinct]
     return {
         "model": config.model,
         "architecture": model.architecture,
@@ -72,24 +77,25 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_key_value_heads,
         "head_dim": model.head_dim,
+        "heads": heads,
         "vocab_size": model.vocab_size,
         "max_model_len": model.max_position_embeddings,
         "checkpoint_dtype": model.dtype,
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": model.quantization.descriptions,
-        **_memory(config, model, dtype.itemsize, head_bytes(model.head_dim, kv_dtype)),
+        **_memory(config, model, dtype.itemsize, lambda dim: head_bytes(dim, kv_dtype)),
     }
 
 
 def _memory(
-    config: "Config", model: "ModelConfig", itemsize: int, kv_head_bytes: int
+    config: "Config", model: "ModelConfig", itemsize: int, head_bytes: "HeadBytes"
 ) -> dict[str, Any]:
     """Bytes of weights and KV, and the KV tokens that fit beside the weights by size of memory."""
     from nanovllm.bench import roofline
     from nanovllm.models import model_size
     from nanovllm.models.weight_bytes import WeightBytes
 
-    kv_bytes = roofline.kv_bytes_per_token(model, kv_head_bytes)
+    kv_bytes = roofline.kv_bytes_per_token(model, head_bytes)
     state_bytes = roofline.state_bytes(model, itemsize)
     sizes = WeightBytes(itemsize, model.quantization)
     weight_bytes = model_size.model_bytes(model, sizes)
@@ -105,25 +111,22 @@ def _memory(
 
 
 def _backend(
-    config: "Config",
-    model: "ModelConfig",
-    device: "torch.device",
-    dtype: "torch.dtype",
-    kv_dtype: "torch.dtype",
+    config: "Config", model: "ModelConfig", specs: "list[AttentionSpec]"
 ) -> tuple[str | None, str | None]:
-    """The name of the attention backend on `device`, or the reason why there is none."""
-    from nanovllm.layers.attention.base import AttentionSpec
+    """The name of the attention backend that fits all layers, or the reason why there is none."""
+    from nanovllm.engine.placement import check_codes
     from nanovllm.layers.backend import choose_backend
 
-    spec = AttentionSpec(
-        device, dtype, model.num_attention_heads, model.num_key_value_heads, model.head_dim,
-        config.kvcache_block_size, not config.enforce_eager, kv_dtype,
-    )  # fmt: skip
     try:
+        check_codes(model, specs[0].kv_dtype)
         model.check_parallel_size(config.tensor_parallel_size, config.enable_expert_parallel)
-        return choose_backend(config.attention_backend, spec).attention.name, None
+        return choose_backend(config.attention_backend, *specs).attention.name, None
     except ValueError as error:
         return None, str(error)
+
+
+def _heads_text(heads: dict[str, int]) -> str:
+    return "{} heads and {} KV heads of {}".format(*(heads[name] for name in HEADS))
 
 
 def _text(info: dict[str, Any]) -> str:
@@ -134,8 +137,7 @@ def _text(info: dict[str, Any]) -> str:
     lines = [
         f"{info['model']}: {info['architecture']}, {supported}",
         f"  {info['num_parameters'] / 1e6:,.1f}M parameters, {info['num_layers']} layers of"
-        f" {info['hidden_size']}, {info['num_attention_heads']} heads and"
-        f" {info['num_key_value_heads']} KV heads of {info['head_dim']},"
+        f" {info['hidden_size']}, {' or '.join(map(_heads_text, info['heads']))},"
         f" vocabulary {info['vocab_size']:,}",
         f"  weights: {memory_text(info['weight_bytes'])} in {info['dtype']}"
         f" (checkpoint: {info['checkpoint_dtype']})",

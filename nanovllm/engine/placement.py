@@ -6,11 +6,15 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.device import computing_on, resolve_device, resolve_dtype, resolve_kv_dtype
+from nanovllm.kernels.kv_layer import CODES
 from nanovllm.layers.attention.base import AttentionSpec
 from nanovllm.layers.backend import Backend, choose_backend
+from nanovllm.layers.cache_spec import Latent, TokenCache
 from nanovllm.layers.ranks import Ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.speculative_config import SpeculativeConfig
+
+UNUSED_HEADS = (1, 1, 64)  # to choose kernels for a model without attention
 
 
 @dataclass(frozen=True)
@@ -61,13 +65,10 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
             f"max_model_len must be at most {longest}, the model's limit, got"
             f" {config.max_model_len}"
         )
-    spec = AttentionSpec(
-        device, dtype, model_config.num_attention_heads // ranks.size,
-        max(1, model_config.num_key_value_heads // ranks.size), model_config.head_dim,
-        config.kvcache_block_size, not config.enforce_eager, kv_dtype,
-    )  # fmt: skip
+    check_codes(model_config, kv_dtype)
+    specs = attention_specs(config, model_config, device, dtype, kv_dtype, ranks.size)
     with computing_on(device):
-        backend = choose_backend(config.attention_backend, spec)
+        backend = choose_backend(config.attention_backend, *specs)
     uses_graphs = device.type == "cuda" and backend.graph_safe and not config.enforce_eager
     max_positions = config.max_model_len or longest
     drafting = config.speculative_config
@@ -79,3 +80,30 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
         ranks, device, dtype, kv_dtype, backend, max_positions, uses_graphs, drafting,
         asked.most_drafts if asked else 0, config.enable_prefix_caching,
     )  # fmt: skip
+
+
+def check_codes(model_config: ModelConfig, kv_dtype: torch.dtype) -> None:
+    """Raise a ValueError if a cache of this type cannot hold what layers keep."""
+    if kv_dtype == CODES and any(isinstance(layer.cache, Latent) for layer in model_config.layers):
+        raise ValueError(
+            "kv_cache_dtype='fp8' needs keys and values; this model's layers keep latent rows"
+        )
+
+
+def attention_specs(
+    config: Config, model_config: ModelConfig, device: torch.device, dtype: torch.dtype,
+    kv_dtype: torch.dtype, num_ranks: int = 1,
+) -> list[AttentionSpec]:  # fmt: skip
+    """What attention must be able to compute on a rank: one item for each kind of layers."""
+    kinds = [
+        (layer.cache.part(num_ranks).heads, layer.soft_cap)
+        for layer in model_config.layers
+        if isinstance(layer.cache, TokenCache)
+    ]
+    return [
+        AttentionSpec(
+            device, dtype, *heads, config.kvcache_block_size, not config.enforce_eager, kv_dtype,
+            soft_cap,
+        )
+        for heads, soft_cap in dict.fromkeys(kinds or [(UNUSED_HEADS, False)])
+    ]  # fmt: skip

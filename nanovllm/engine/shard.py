@@ -68,8 +68,9 @@ class Shard:
         if self.guesser.pools and (not groups.groups or groups.parts[0] != 1):
             raise ValueError(
                 f"speculative_config: a {self.guesser.name} needs a model whose layers without a"
-                " window have the largest keys"
+                " window have the largest rows of keys or latents"
             )
+        self._attentions = [group.attention for group in groups.groups]
         self.pool = KVPool(groups, self.block_size, placement.kv_dtype, self.device)
         self.pool.beside = self.guesser.pools
         self.state_pool: StatePool | None = None
@@ -425,7 +426,7 @@ class Shard:
         states: StateStep | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The hidden states of these tokens, or only of those at `rows`; the tapped residuals."""
-        with attending(contexts, self.backend.attention, states):
+        with attending(contexts, self._attentions, states):
             out: tuple[torch.Tensor, list[torch.Tensor]] = self.model(input_ids, positions, rows)
             return out
 

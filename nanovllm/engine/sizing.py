@@ -78,7 +78,11 @@ def _activation_bytes(shard: Shard, config: Config, num_running: int) -> int:
 
 def _copies(shard: Shard) -> float:
     """The memory of the copies that attention makes of KV, in sizes of the pool."""
-    copied = 2 * shard.backend.attention.copied_layers / max(1, shard.groups.num_slots)
+    groups = shard.groups.groups
+    if not groups:
+        return 0.0
+    of_layer = max(group.layers[0].cache.num_tensors / group.parts for group in groups)  # slots
+    copied = of_layer * shard.backend.attention.copied_layers / shard.groups.num_slots
     if shard.placement.kv_dtype == CODES:  # copied with their values, before and after the scale
         copied *= 1 + 2 * shard.placement.dtype.itemsize
     return copied

@@ -15,9 +15,13 @@ class KVLayer:
     the warm-up that measures memory runs without them. With a window, a query attends to the last
     `window` keys up to its own; without one (None), to all of them.
 
+    Where keys are values, too, both caches are the same tensor.
+
     A quantized cache has codes, and a scale for each head of a token: [blocks, KVH, block_size]. A
     value is code * scale. The scale is computed from the head's values, or `fixed_scales` has it:
     one for all keys, and one for all values.
+
+    With a soft cap, a score s is soft_cap * tanh(s / soft_cap).
     """
 
     k_cache: torch.Tensor
@@ -27,6 +31,12 @@ class KVLayer:
     k_scales: torch.Tensor | None = None
     v_scales: torch.Tensor | None = None
     fixed_scales: tuple[float, float] | None = None
+    soft_cap: float | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether keys are values, too."""
+        return self.k_cache is self.v_cache
 
     @property
     def is_empty(self) -> bool:

@@ -1,7 +1,9 @@
 """CacheSpec: what a mixer keeps between steps. Layers with equal specs share a cache group."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+Heads = tuple[int, int, int]  # of queries, of keys, and the size of each
 
 
 @dataclass(frozen=True)
@@ -9,8 +11,33 @@ class CacheSpec:
     """What a mixer keeps, on this rank. Its subclasses say of what kind that is."""
 
 
+class TokenCache(CacheSpec):
+    """Something for each token, or with a window, for the last `window` tokens.
+
+    It is stored as `num_tensors` rows of equal size.
+    """
+
+    window: int | None
+    num_tensors: ClassVar[int]
+
+    @property
+    def heads(self) -> Heads:
+        """What attention is planned for."""
+        raise NotImplementedError
+
+    @property
+    def row_size(self) -> int:
+        """Numbers in a row."""
+        _, num_kv_heads, head_dim = self.heads
+        return num_kv_heads * head_dim
+
+    def part(self, num_ranks: int) -> "TokenCache":
+        """What each rank keeps of what all have together."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
-class KeysAndValues(CacheSpec):
+class KeysAndValues(TokenCache):
     """A key and a value for each token and head; with a window, of the last `window` tokens.
 
     `num_heads` queries read `num_kv_heads` keys.
@@ -20,6 +47,39 @@ class KeysAndValues(CacheSpec):
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+
+    num_tensors = 2
+
+    @property
+    def heads(self) -> Heads:
+        return self.num_heads, self.num_kv_heads, self.head_dim
+
+    def part(self, num_ranks: int) -> "KeysAndValues":
+        """With fewer key heads than ranks, several ranks keep the same one."""
+        kv_heads = max(1, self.num_kv_heads // num_ranks)
+        return replace(self, num_heads=self.num_heads // num_ranks, num_kv_heads=kv_heads)
+
+
+@dataclass(frozen=True)
+class Latent(TokenCache):
+    """One row of `width` numbers for each token, which all heads of queries read.
+
+    It is their key, and its first columns are their value: a mixer cuts them off the output.
+    """
+
+    num_heads: int
+    width: int
+    window: int | None = None
+
+    num_tensors = 1
+
+    @property
+    def heads(self) -> Heads:
+        return self.num_heads, 1, self.width
+
+    def part(self, num_ranks: int) -> "Latent":
+        """Every rank keeps whole rows."""
+        return replace(self, num_heads=self.num_heads // num_ranks)
 
 
 class StateTensor(NamedTuple):

@@ -96,16 +96,17 @@ _current = threading.local()
 
 @contextmanager
 def attending(
-    contexts: Context | list[Context], backend: Any, states: StateStep | None = None
+    contexts: Context | list[Context], backends: Any, states: StateStep | None = None
 ) -> Iterator[None]:
     """A block whose layers attend by this metadata, which the attention backend plans for.
 
-    With several cache groups there is a context for each: they differ in slots and block tables.
-    `states` is for layers that keep states.
+    With several cache groups there are a context and a backend for each: the contexts differ in
+    slots and block tables. Without any there is one context, and no backend. `states` is for layers
+    that keep states.
     """
     if isinstance(contexts, Context):
-        contexts = [contexts]
-    for context in contexts:
+        contexts, backends = [contexts], [backends]
+    for context, backend in zip(contexts, backends, strict=bool(backends)):
         backend.plan(context)
     _current.contexts, _current.adapters = contexts, contexts[0].adapters
     _current.states = states

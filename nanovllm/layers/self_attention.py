@@ -1,6 +1,5 @@
 """SelfAttention: the mixer that keeps a key and a value for each token."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +21,8 @@ class SelfAttention(Mixer):
 
     `rope` names the rope that queries and keys are rotated by; None: they are not. `head_norms`
     are those of each query head and of each key head, before the rotation. `scale` is the factor
-    of the scores, by default the heads' dimension to the power of -1/2. The input may be wider
-    than the output `hidden_size`.
+    of the scores, by default the heads' dimension to the power of -1/2. With a `soft_cap` c a score
+    s is c * tanh(s / c). The input may be wider than the output `hidden_size`.
     """
 
     def __init__(
@@ -41,8 +40,6 @@ class SelfAttention(Mixer):
         size_in: int | None = None,
     ) -> None:
         super().__init__()
-        if soft_cap is not None:
-            raise ValueError(f"a soft cap on the scores of attention ({soft_cap}) is not supported")
         self.head_dim, self.rope = heads.head_dim, rope
         self.qkv_proj = QKVParallelLinear(
             size_in or hidden_size, heads.head_dim, heads.num_heads, heads.num_kv_heads,
@@ -57,17 +54,12 @@ class SelfAttention(Mixer):
         self.has_head_norms = head_norms is not None
         # The attention's kernels know no norms but the plain one.
         self.norms = head_norms if head_norms and all(n.is_plain for n in head_norms) else None
-        self.cache = replace(
-            heads, num_heads=self.qkv_proj.num_heads, num_kv_heads=self.qkv_proj.num_kv_heads
-        )
-        self.attn = Attention(
-            self.qkv_proj.num_kv_heads, heads.head_dim, heads.window, make.formats.has_kv_scales(),
-            scale,
-        )  # fmt: skip
+        self.cache: KeysAndValues = heads.part(make.ranks.size)
+        self.attn = Attention(self.cache, make.formats.has_kv_scales(), scale, soft_cap)
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        return *super().kind, self.rope
+        return *super().kind, self.rope, self.attn.kv.soft_cap
 
     def rounding(self, x: torch.Tensor) -> Rounding | None:
         return self.qkv_proj.rounding(x)

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanovllm.layers.cache_spec import KeysAndValues, State
+from nanovllm.layers.cache_spec import KeysAndValues, State, TokenCache
 from nanovllm.models import registry
 from nanovllm.models.bare import causal_name, lacks_head
 from nanovllm.models.fields import eos_ids, fields_of
@@ -121,7 +121,10 @@ class ModelConfig:
         return tuple(self.layer_shape(index) for index in range(self.num_hidden_layers))
 
     def heads(self, index: int) -> KeysAndValues:
-        """The heads of a layer's attention, of all ranks together, and its window."""
+        """The heads of a layer's attention, of all ranks together, and its window.
+
+        For families to override if layers have different ones.
+        """
         return KeysAndValues(
             self.num_attention_heads, self.num_key_value_heads, self.head_dim,
             self.sliding_windows[index],
@@ -150,7 +153,7 @@ class ModelConfig:
     def longest_window(self) -> int | None:
         """The largest window of all layers; None if some layer attends to all tokens."""
         caches = (layer.cache for layer in self.layers)
-        return longest(cache.window for cache in caches if isinstance(cache, KeysAndValues))
+        return longest(cache.window for cache in caches if isinstance(cache, TokenCache))
 
     @property
     def max_context(self) -> int:
@@ -173,24 +176,15 @@ class ModelConfig:
 
         With `whole_experts`, the ranks split the list of experts instead of each expert.
         """
-        heads = f"num_attention_heads={self.num_attention_heads}"
-        heads += f", num_key_value_heads={self.num_key_value_heads}"
-        check_split(self.layers, heads, size, whole_experts)
+        check_split(self.layers, size, whole_experts)
         if size > 1:
             registry.check_importable(self.architecture)
 
     def _check_caches(self) -> None:
-        """Raise a ValueError unless all layers keep keys and values of the same heads."""
-        heads = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+        """Raise a ValueError if a layer keeps what the engine has no cache for."""
         for cache in {layer.cache for layer in self.layers}:
-            if isinstance(cache, State):
-                continue
-            if not isinstance(cache, KeysAndValues):
+            if not isinstance(cache, (TokenCache, State)):
                 raise ValueError(f"layers that keep {type(cache).__name__} are not supported")
-            if (cache.num_heads, cache.num_kv_heads, cache.head_dim) != heads:
-                raise ValueError(
-                    "layers with different numbers or sizes of heads are not supported"
-                )
 
     def _refuse_huge(self) -> None:
         """Raise a ValueError if no memory holds the largest matrices."""

@@ -27,12 +27,12 @@ def pre_norms(config: ModelConfig) -> Norms:
 
 def attention(config: ModelConfig, index: int, make: Build) -> SelfAttention:
     """The attention of layer `index`."""
-    head_norms = None
+    heads, head_norms = config.heads(index), None
     if config.qk_norm:
         eps = config.rms_norm_eps
-        head_norms = RMSNorm(config.head_dim, eps), RMSNorm(config.head_dim, eps)
+        head_norms = RMSNorm(heads.head_dim, eps), RMSNorm(heads.head_dim, eps)
     return SelfAttention(
-        make, config.hidden_size, config.heads(index),
+        make, config.hidden_size, heads,
         rope=ROPE if config.rotated_layers[index] else None, qkv_bias=config.qkv_bias,
         o_bias=config.o_bias, head_norms=head_norms,
     )  # fmt: skip

@@ -29,7 +29,7 @@ class LayerShape:
 
     `split` has the sizes that the ranks divide, by their names in the config; those of experts
     are in `split_experts`, as the ranks may hold whole experts instead. `num_others` counts the
-    parameters of norms and biases.
+    parameters of norms and biases. `soft_cap` says that the scores of attention have one.
     """
 
     cache: CacheSpec
@@ -38,6 +38,7 @@ class LayerShape:
     split: Mapping[str, int] = field(default_factory=dict)
     split_experts: Mapping[str, int] = field(default_factory=dict)
     experts: ExpertCount | None = None
+    soft_cap: bool = False
 
 
 def attention_matrices(

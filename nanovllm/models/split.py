@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from nanovllm.config import MAX_RANKS
-from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues
+from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues, TokenCache
 from nanovllm.models.shapes import LayerShape
 
 
@@ -13,7 +13,7 @@ class Split:
     def __init__(self, layers: Iterable[LayerShape], whole_experts: bool) -> None:
         kinds = sorted(layers, key=lambda layer: layer.experts is None)  # experts come first
         self.whole_experts = whole_experts
-        self.caches = {kind.cache for kind in kinds}
+        self.caches = [*dict.fromkeys(kind.cache for kind in kinds)]
         self.num_experts = min((kind.experts.total for kind in kinds if kind.experts), default=0)
         self.widths: dict[str, int] = {}
         for kind in kinds:
@@ -28,13 +28,15 @@ class Split:
 
     @property
     def names(self) -> str:
-        """The widths, and the number of experts if the ranks divide that."""
+        """The heads and widths, and the number of experts if the ranks divide that."""
         names = self.widths | ({"num_experts": self.num_experts} if self.whole_experts else {})
-        return " and ".join(f"{name}={size}" for name, size in names.items())
+        sizes = [f"{name}={size}" for name, size in names.items()]
+        caches = (cache for cache in self.caches if isinstance(cache, TokenCache))
+        return " and ".join([*dict.fromkeys(map(_heads, caches)), *sizes])
 
 
-def check_split(layers: Iterable[LayerShape], heads: str, size: int, whole_experts: bool) -> None:
-    """Raise a ValueError if `size` ranks cannot split the layers; `heads` is the text of theirs."""
+def check_split(layers: Iterable[LayerShape], size: int, whole_experts: bool) -> None:
+    """Raise a ValueError if `size` ranks cannot split the layers."""
     kinds = [*{(layer.cache, layer.matrices): layer for layer in layers}.values()]
     split = Split(kinds, whole_experts)
     if whole_experts and not split.num_experts:
@@ -45,14 +47,20 @@ def check_split(layers: Iterable[LayerShape], heads: str, size: int, whole_exper
     hint = ""
     if split.num_experts and not whole_experts and Split(kinds, whole_experts=True).fits(size):
         hint = f", and {size} can with enable_expert_parallel=True"
-    raise ValueError(
-        f"tensor_parallel_size={size} cannot split {heads} and {split.names}; {fit} can{hint}"
-    )
+    raise ValueError(f"tensor_parallel_size={size} cannot split {split.names}; {fit} can{hint}")
+
+
+def _heads(cache: TokenCache) -> str:
+    """What ranks split of a layer's attention, by the names in a config."""
+    num_heads, num_kv_heads, _ = cache.heads
+    heads = f"num_attention_heads={num_heads}"
+    has_keys = isinstance(cache, KeysAndValues)
+    return f"{heads}, num_key_value_heads={num_kv_heads}" if has_keys else heads
 
 
 def _splits(cache: CacheSpec, size: int) -> bool:
     """Whether ranks can split what a layer keeps. Fewer key heads than ranks are replicated."""
-    if not isinstance(cache, KeysAndValues):
+    if not isinstance(cache, TokenCache):
         return True
-    kv_heads = cache.num_kv_heads
-    return cache.num_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+    num_heads, kv_heads, _ = cache.heads
+    return num_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)

@@ -77,6 +77,10 @@ def speculate(method: str, model: str, **keys: Any) -> str:
 PLAIN = WeightBytes(itemsize=2)
 
 
+def in_16_bits(head_dim: int) -> int:
+    return 2 * head_dim
+
+
 class TestCounts:
     """A model small enough to count by hand."""
 
@@ -101,7 +105,7 @@ class TestCounts:
         # K and V of one head of two, in three layers, two bytes each
         assert model_size.head_bytes(self.config, PLAIN) == 2 * 40
         assert model_size.model_bytes(self.config, PLAIN) == 2 * model_size.num_params(self.config)
-        assert roofline.kv_bytes_per_token(self.config, head_bytes=4) == 2 * 3 * 1 * 2 * 2
+        assert roofline.kv_bytes_per_token(self.config, in_16_bits) == 2 * 3 * 1 * 2 * 2
         assert [head_bytes(128, x) for x in (torch.float32, CODES)] == [512, 128 + 2]
 
     def test_prefill_flops(self) -> None:
@@ -117,13 +121,13 @@ class TestCounts:
         assert roofline.decode_batches([4, 1, 2]) == [2, 1, 1]
         assert roofline.decode_batches([1]) == []
         # Three steps attend to 6, 7 and 8 tokens; none; one attends to 4.
-        read = roofline.decode_kv_bytes(self.config, 4, [5, 9, 3], [4, 1, 2])
+        read = roofline.decode_kv_bytes(self.config, in_16_bits, [5, 9, 3], [4, 1, 2])
         assert read == 24 * (6 + 7 + 8 + 4)
 
     def test_only_windows_are_read(self) -> None:
         """One of three layers sees 7 tokens, another one 2."""
         config = dataclasses.replace(self.config, sliding_windows=(None, 7, 2))
-        read = roofline.decode_kv_bytes(config, 4, [5, 9, 3], [4, 1, 2])
+        read = roofline.decode_kv_bytes(config, in_16_bits, [5, 9, 3], [4, 1, 2])
         assert read == 8 * ((6 + 7 + 8 + 4) + (6 + 7 + 7 + 4) + 4 * 2)
         pairs = (1 + 2 + 3 + 4) + (1 + 2 + 3 + 4) + 2
         linear = 2 * (360 * 4 - 3 * 104) + 2 * 40
@@ -140,12 +144,12 @@ class TestCounts:
     def test_a_decode_step_is_bound_by_bytes_or_by_flops(
         self, machine: Machine, gemm: float
     ) -> None:
-        floor = roofline.floor(self.config, PLAIN, [5, 9, 3], [4, 1, 2], machine, 4)
+        floor = roofline.floor(self.config, PLAIN, [5, 9, 3], [4, 1, 2], machine, in_16_bits)
         assert floor.decode_gemm_seconds == pytest.approx(gemm)
 
     def test_the_floor_is_the_sum_of_its_parts(self) -> None:
         slow = Machine(bytes_per_second=10.0, flops_per_second=5.0)
-        floor = roofline.floor(self.config, PLAIN, [3, 1], [2, 1], slow, 8)
+        floor = roofline.floor(self.config, PLAIN, [3, 1], [2, 1], slow, lambda dim: 4 * dim)
         assert floor.decode_kv_seconds == 4 * 48 / 10, "a key has 8 bytes, two weights 4"
         assert floor.prefill_seconds == roofline.prefill_flops(self.config, [3, 1]) / 5
         assert floor.seconds == pytest.approx(
@@ -153,7 +157,7 @@ class TestCounts:
         )
 
     def test_a_short_prefill_still_reads_the_weights(self) -> None:
-        floor = roofline.floor(self.config, PLAIN, [1], [1], Machine(1.0, 1e12), 4)
+        floor = roofline.floor(self.config, PLAIN, [1], [1], Machine(1.0, 1e12), in_16_bits)
         assert floor.prefill_seconds == 800
 
 
@@ -179,7 +183,7 @@ class TestExperts:
             expected = 2 * (rest + touched * self.expert)
             assert model_size.step_weight_bytes(self.config, PLAIN, rows) == pytest.approx(expected)
         # Two steps of decode: with two rows, and with one.
-        floor = roofline.floor(self.config, PLAIN, [5, 9], [3, 2], Machine(1.0, 1e12), 4)
+        floor = roofline.floor(self.config, PLAIN, [5, 9], [3, 2], Machine(1.0, 1e12), in_16_bits)
         touched = 2.0 + 5 * (1 - 0.6**2)
         expected = 2 * (2 * rest + touched * self.expert)
         assert floor.decode_gemm_seconds == pytest.approx(expected)
@@ -242,7 +246,7 @@ class TestWorkload:
         prompts, output_lens = draw()
         input_lens = [len(prompt) for prompt in prompts]
         floor = roofline.floor(
-            shape(name, tmp_path), PLAIN, input_lens, output_lens, H200, kv_head_bytes=256
+            shape(name, tmp_path), PLAIN, input_lens, output_lens, H200, in_16_bits
         )
         assert floor.seconds == pytest.approx(seconds, rel=0.02)
         assert sum(output_lens) / floor.seconds == pytest.approx(tokens_per_second, rel=0.02)

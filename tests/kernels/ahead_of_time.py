@@ -71,13 +71,14 @@ def projected(heads: Heads, tokens: int = TOKENS) -> list[torch.Tensor]:
 
 
 def layer(
-    heads: Heads, block_size: int = BLOCK_SIZE, window: int | None = None, codes: bool = False
-) -> KVLayer:
+    heads: Heads, block_size: int = BLOCK_SIZE, window: int | None = None, codes: bool = False,
+    soft_cap: float | None = None,
+) -> KVLayer:  # fmt: skip
     caches = torch.empty(
         2, BLOCKS, block_size, heads[1], heads[2], dtype=CODES if codes else torch.bfloat16
     )
     scales = torch.empty(2, BLOCKS, heads[1], block_size, dtype=SCALES) if codes else (None, None)
-    return KVLayer(*caches, 0.125, window, *scales)
+    return KVLayer(*caches, 0.125, window, *scales, soft_cap=soft_cap)
 
 
 def store_kvcache(heads: Heads, codes: bool = False) -> None:
@@ -298,18 +299,18 @@ def norm_rope_store(
 
 def decode_attention(
     heads: Heads, block_size: int, window: int | None = None, eager: bool = False,
-    codes: bool = False, queries: int = 1,
+    codes: bool = False, queries: int = 1, soft_cap: float | None = None,
 ) -> None:  # fmt: skip
     from nanovllm.kernels.triton.decode_attention import decode_attention, plan_decode
 
     q, lens, tables = bf16(ROWS, heads[0], heads[2]), int32(ROWS), int32(ROWS // queries, BLOCKS)
     plan = plan_decode(lens, tables, heads[1], not eager, queries)
-    decode_attention(q, layer(heads, block_size, window, codes), plan)
+    decode_attention(q, layer(heads, block_size, window, codes, soft_cap), plan)
 
 
 def prefill_attention(
     heads: Heads, block_size: int, window: int | None = None, tokens: int = TOKENS,
-    codes: bool = False, sequences: int = ROWS,
+    codes: bool = False, sequences: int = ROWS, soft_cap: float | None = None,
 ) -> None:  # fmt: skip
     """With block size 0, no part of a sequence is in the cache."""
     from nanovllm.kernels.triton.prefill_attention import prefill_attention
@@ -319,7 +320,7 @@ def prefill_attention(
     tables = int32(sequences, BLOCKS) if block_size else None
     ends = int32(sequences + 1)
     plan = plan_prefill(ends, ends, tables, tokens)
-    prefill_attention(q, k, v, layer(heads, block_size, window, codes), plan)
+    prefill_attention(q, k, v, layer(heads, block_size, window, codes, soft_cap), plan)
 
 
 def sample(race: bool, dtype: torch.dtype) -> None:
@@ -559,6 +560,12 @@ CALLS: dict[str, Callable[[], object]] = {
         for call, size in ((decode_attention, 64), (prefill_attention, 0), (prefill_attention, 64))
     },
     **{
+        f"{call.__name__}, Gemma 2's cap, block size {size}": partial(
+            call, (16, 8, 256), size, soft_cap=50.0
+        )
+        for call, size in ((decode_attention, 64), (prefill_attention, 0))
+    },
+    **{
         f"sample, {name}, {dtype}": partial(sample, name == "race", dtype)
         for name in ("race", "greedy")
         for dtype in (torch.bfloat16, torch.float32)
@@ -618,6 +625,7 @@ SPILLS = {
     # Where products are of one warp, prefill holds a tile of codes in registers, as float16.
     **{f"prefill_attention, {name}, codes": 224 for name in (*HEADS, "Mistral's window")},
     "prefill_attention, head_dim 256, codes": 512,
+    "prefill_attention, Gemma 2's cap": 256,
     "experts, int4": 160,
     "lora, 64 rows": 16,  # on an RTX 50
     "few_adapted_rows, 1024, 64 rows": 16,

@@ -65,6 +65,7 @@ class Shape:
     converted: bool = False  # codes, by the GPU's own conversion
     seed: int = 0
     num_queries: int = 1
+    soft_cap: float | None = None
     used: list[int] | None = None  # all, or as many as the context has tokens
 
     @property
@@ -155,7 +156,8 @@ class Paged:
         return replace(kv, k_scales=k_scales, v_scales=v_scales)
 
     def layer(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> KVLayer:
-        return KVLayer(k_cache, v_cache, self.shape.scale, self.shape.window)
+        shape = self.shape
+        return KVLayer(k_cache, v_cache, shape.scale, shape.window, soft_cap=shape.soft_cap)
 
     # The kernels.
 
@@ -301,6 +303,7 @@ HEADS = dict(
     seed=st.integers(0, 2**31),
 )
 
+CAPPED = HEADS | dict(soft_cap=st.sampled_from([None, 0.5, 3.0]))
 QUANTIZED = HEADS | dict(quantized=st.just(True), converted=st.booleans())
 
 # Decode
@@ -320,7 +323,9 @@ def batches(draw: st.DrawFn) -> list[int]:
 
 @pytest.mark.slow
 @SETTINGS
-@given(st.builds(Shape, contexts=batches(), programs=st.sampled_from([1, 2, 3, 5, 8, 13]), **HEADS))
+@given(
+    st.builds(Shape, contexts=batches(), programs=st.sampled_from([1, 2, 3, 5, 8, 13]), **CAPPED)
+)
 def test_decode_equals_its_twin(kernel_device: str, shape: Shape) -> None:
     assert_decodes_as_its_twin(shape, kernel_device)
 
@@ -341,6 +346,7 @@ DRAFTS = [
     Shape([1, 5, 64, 65, 300, 4, 3], num_queries=5, used=[1, 5, 5, 2, 5, 0, 3], group=4),
     Shape([70, 200], num_queries=9, used=[9, 3], group=16, kv_heads=1),
     Shape([66, 0, 130], num_queries=5, group=1, window=3),
+    Shape([66, 0, 130], num_queries=5, window=70, soft_cap=2.0, dtype=BF16),
     Shape([500, 66], num_queries=5, used=[3, 5], head_dim=128, dtype=BF16, block_size=64, group=4),
     Shape([130, 67], num_queries=5, head_dim=128, dtype=BF16, block_size=64, group=4, window=64),
     Shape([131, 5], num_queries=4, head_dim=256, dtype=BF16, group=8, block_size=128),
@@ -578,7 +584,7 @@ def test_any_number_of_programs_covers_the_batch(kernel_device: str, kv_heads: i
 
 
 @st.composite
-def prefills(draw: st.DrawFn, fresh: bool, heads: dict[str, Any] = HEADS) -> Shape:
+def prefills(draw: st.DrawFn, fresh: bool, heads: dict[str, Any] = CAPPED) -> Shape:
     """Sequences of a few tiles; a tile has more queries if fewer heads share a key head."""
     shape = draw(st.builds(Shape, contexts=st.just([]), **heads | {"kv_heads": st.integers(1, 2)}))
     block_q = TILE // (1 << (shape.group - 1).bit_length())
@@ -595,6 +601,7 @@ def prefills(draw: st.DrawFn, fresh: bool, heads: dict[str, Any] = HEADS) -> Sha
 @given(prefills(fresh=True))
 @example(Shape([1], [1]))
 @example(Shape([1, 200, 1, 64, 1], [1, 200, 1, 64, 1], group=1))
+@example(Shape([1, 200, 64], [1, 200, 64], head_dim=128, dtype=BF16, soft_cap=2.0))
 def test_fresh_prefill_equals_its_twin(kernel_device: str, shape: Shape) -> None:
     assert_prefills_as_its_twin(shape, False, kernel_device)
 

@@ -7,6 +7,7 @@ is found.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,7 @@ class Shape:
     block_size: int
     seed: int
     window: int | None = None
+    soft_cap: float | None = None
 
     @property
     def num_heads(self) -> int:
@@ -65,6 +67,7 @@ def shapes(lens: st.SearchStrategy[list[tuple[int, int]]]) -> st.SearchStrategy[
         block_size=st.sampled_from([1, 4, 16]),
         seed=st.integers(0, 2**31),
         window=st.one_of(st.none(), st.integers(1, 120)),
+        soft_cap=st.sampled_from([None, 0.5, 3.0]),
     )
 
 
@@ -126,6 +129,8 @@ class Paged:
                 for head in range(shape.num_heads):
                     kv_head = head // shape.group
                     scores = seen_k[:, kv_head] @ query[head] / math.sqrt(shape.head_dim)
+                    if shape.soft_cap:
+                        scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
                     weights = (scores - scores.max()).exp()
                     heads.append((weights / weights.sum()) @ seen_v[:, kv_head])
                 rows.append(torch.stack(heads))
@@ -154,7 +159,8 @@ class Paged:
         return decode_attention(self.q, self.layer(self.k_cache, self.v_cache), plan)
 
     def layer(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> KVLayer:
-        return KVLayer(k_cache, v_cache, self.shape.scale, self.shape.window)
+        shape = self.shape
+        return KVLayer(k_cache, v_cache, shape.scale, shape.window, soft_cap=shape.soft_cap)
 
 
 # Prefill
@@ -202,6 +208,22 @@ def test_slices_of_the_mask_fit_together(
     paged = Paged(Shape([(96, 50), (0, 23), (7, 60), (130, 1)], 2, 2, 16, 4, seed=5))
     torch.testing.assert_close(paged.prefill(use_cache=True), paged.twin(), **TOLERANCE)
     assert calls >= (100 if max_elements < 100 else 5), "the mask was not sliced"
+
+
+def test_capped_scores_are_computed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are as large as a mask for each head."""
+    sizes = []
+    attend = plain_prefill.attend_capped
+
+    def counting(queries: torch.Tensor, keys: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.append(queries.shape[:3].numel() * keys.shape[2])
+        return attend(queries, keys, *rest)
+
+    monkeypatch.setattr(plain_prefill, "attend_capped", counting)
+    monkeypatch.setattr(plain_prefill, "MAX_MASK_ELEMENTS", 5000)
+    paged = Paged(Shape([(96, 50), (0, 23), (7, 60)], 2, 2, 16, 4, seed=5, soft_cap=2.0))
+    torch.testing.assert_close(paged.prefill(use_cache=True), paged.twin(), **TOLERANCE)
+    assert max(sizes) <= 5000 and len(sizes) > 5
 
 
 # Decode

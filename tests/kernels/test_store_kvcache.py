@@ -134,7 +134,7 @@ def test_slots_beyond_32_bits_do_not_wrap_around(
     around = [1, 2, 4, num_slots - 18, num_slots - 15, num_slots - 2]
     rows[around] = 0
     # Keys and values go to one cache, to save memory.
-    store_kvcache(key, key, KVLayer(cache, cache, 1.0), slots)
+    store_kvcache(key, key, KVLayer(cache, cache[:], 1.0), slots)
     kept = slots >= 0
     assert torch.equal(rows[slots[kept]], key[kept])
     assert not rows[around].any()
@@ -150,11 +150,22 @@ def test_slots_beyond_32_bits_do_not_wrap_around_in_a_real_cache() -> None:
     cache = torch.zeros(num_slots // 16, 16, heads, head_dim, dtype=torch.bfloat16, device="cuda")
     slots = torch.tensor([num_slots - 1, 0, -1, num_slots - 17], device="cuda")
     key = torch.randn(4, heads, head_dim, device="cuda").bfloat16()
-    store_kvcache(key, key, KVLayer(cache, cache, 1.0), slots)
+    store_kvcache(key, key, KVLayer(cache, cache[:], 1.0), slots)
     kept = slots >= 0
     rows = cache.flatten(0, 1)
     assert torch.equal(rows[slots[kept]], key[kept])
     assert int(rows.any(-1).any(-1).sum()) == 3
+
+
+@pytest.mark.parametrize("kernel", ["plain", "triton"])
+def test_rows_that_are_keys_and_values_are_written_once(kernel: str, kernel_device: str) -> None:
+    from nanovllm.kernels.triton.store_kvcache import store_kvcache
+
+    store = store_kvcache if kernel == "triton" else PLAIN.store_kvcache
+    key, value, (cache, _), slots = Shape([True, False, True], 1, 40).inputs(kernel_device)
+    store(key, value, KVLayer(cache, cache, 1.0), slots)
+    kept = slots >= 0
+    assert torch.equal(cache.flatten(0, 1)[slots[kept]], key[kept]), "the second one came last"
 
 
 def test_a_cache_that_is_not_contiguous_is_refused(kernel_device: str) -> None:

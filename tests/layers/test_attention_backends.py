@@ -51,6 +51,21 @@ def test_auto_on_the_cpu_is_never_triton(kernel_device: str) -> None:
     assert backend.attention.name == "torch" and backend.kernels is PLAIN
 
 
+@pytest.mark.usefixtures("compiler")
+def test_a_backend_must_fit_all_heads() -> None:
+    fits, does_not = spec(num_kv_heads=1, head_dim=32), spec(head_dim=20)
+    backend = choose_backend("cpu", spec(), fits)
+    for each in (spec(), fits):
+        assert backend.attention_of(each.heads).heads == each.heads
+    with pytest.raises(ValueError, match=r"no layer with heads \(4, 2, 20\)"):
+        backend.attention_of(does_not.heads)
+    with pytest.raises(ValueError, match=r"needs a head_dim that is a multiple of 8 .* got 20"):
+        choose_backend("cpu", spec(), does_not)
+    backend = choose_backend("auto", spec(), does_not)
+    assert backend.attention.name == "torch" and backend.kernels is PLAIN
+    assert backend.attention_of(fits.heads) is backend.attention, "its plans are for any heads"
+
+
 def test_a_type_without_kernels_on_the_cpu_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """Quantized weights are then dequantized in every step, in a type that CPUs emulate."""
     with caplog.at_level(logging.WARNING, "nanovllm"):

@@ -8,12 +8,14 @@ from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 from nanovllm.layers.attention.layer import Attention
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
+from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.layernorm import RMSNorm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENS, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 7, 4, 2, 64, 4
+CACHE = KeysAndValues(HEADS, KV_HEADS, HEAD_DIM)
 
 
 @pytest.fixture(params=["plain", "cpu", "triton"])
@@ -50,7 +52,7 @@ def attend(
 
     A quantized one is returned as codes times scales.
     """
-    layer = Attention(KV_HEADS, HEAD_DIM)
+    layer = Attention(CACHE)
     backend = TorchBackend(BLOCK_SIZE)
     layer.bind(Backend(backend, kernels))
     caches = qkv.new_zeros(2, 4, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
@@ -99,7 +101,7 @@ def test_fixed_scales_replace_those_of_each_token(kernels: Kernels) -> None:
     """On both paths: what is kept is a multiple of the scale, and large values saturate."""
     device = device_of(kernels)
     qkv = torch.linspace(-3, 3, TOKENS * 8 * HEAD_DIM, device=device).view(TOKENS, 8, HEAD_DIM)
-    layer = Attention(KV_HEADS, HEAD_DIM, has_scales=True)
+    layer = Attention(CACHE, has_scales=True)
     layer.weight_loader(layer.k_scale, torch.tensor(2.0**-9), None)
     layer.weight_loader(layer.v_scale, torch.tensor([2.0**-7]), None)
     caches = torch.zeros(2, 4, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device=device).to(CODES)
@@ -121,3 +123,15 @@ def test_fixed_scales_replace_those_of_each_token(kernels: Kernels) -> None:
             stored = held.transpose(1, 2).flatten(0, 1)[:TOKENS]
             assert torch.equal(stored, torch.full_like(stored, scale))
         scales.zero_()
+
+
+def test_a_soft_cap_that_the_backend_does_not_know_of_is_refused() -> None:
+    """The backend is chosen before the layers are made."""
+
+    class Uncapped(TorchBackend):
+        caps_scores = False
+
+    layer = Attention(CACHE, soft_cap=1.0)
+    with pytest.raises(ValueError, match="does not say that there is a soft cap"):
+        layer.bind(Backend(Uncapped(BLOCK_SIZE), PLAIN))
+    layer.bind(Backend(TorchBackend(BLOCK_SIZE), PLAIN))

@@ -7,6 +7,7 @@ from typing import Any
 from nanovllm.layers.activation import GeluTanhAndMul
 from nanovllm.layers.block import Block, sandwich_norms
 from nanovllm.layers.build import Build
+from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.feed_forward import MLP
 from nanovllm.layers.layernorm import PlusOneRMSNorm
@@ -28,48 +29,62 @@ class SandwichConfig(ModelConfig):
     local_theta: float
     query_scalar: float
     soft_cap: float
+    score_cap: float | None
+    local_heads: tuple[int, int, int]  # of layers with a window: of queries, of keys, their size
+
+    def heads(self, index: int) -> KeysAndValues:
+        """Layers with a window have heads of their own."""
+        heads = super().heads(index)
+        return KeysAndValues(*self.local_heads, heads.window) if heads.window else heads
 
     def layer_shape(self, index: int) -> LayerShape:
         """Four norms of hidden states, and two of heads."""
-        others = 4 * self.hidden_size + 2 * self.head_dim
-        return replace(super().layer_shape(index), num_others=others)
+        others = 4 * self.hidden_size + 2 * self.heads(index).head_dim
+        caps = self.score_cap is not None
+        return replace(super().layer_shape(index), num_others=others, soft_cap=caps)
 
 
 def read(file: Mapping[str, Any]) -> SandwichConfig:
     fields = Fields(file, {"attn_logit_softcapping": None}, fixed={"use_sliding_window": True})
     check_activation(fields, "gelu_pytorch_tanh")
-    if fields["attn_logit_softcapping"] is not None:
-        raise ValueError("attn_logit_softcapping is not supported")
+    has_cap = fields["attn_logit_softcapping"] is not None
     return SandwichConfig(
         **decoder_fields(fields),
         local_theta=fields.number("local_theta", 1.0),
         query_scalar=fields.number("query_scalar"),
         soft_cap=fields.number("final_logit_softcapping"),
+        score_cap=fields.number("attn_logit_softcapping") if has_cap else None,
+        local_heads=(
+            fields.size("swa_num_attention_heads"),
+            fields.size("swa_num_key_value_heads"),
+            fields.size("swa_head_dim"),
+        ),
     )
 
 
 def build(config: SandwichConfig, make: Build) -> CausalLM:
-    hidden, dim = config.hidden_size, config.head_dim
+    hidden = config.hidden_size
 
     def norm(size: int = hidden) -> PlusOneRMSNorm:
         return PlusOneRMSNorm(size, config.rms_norm_eps)
 
     def block(index: int, make: Build) -> Block:
         heads = config.heads(index)
+        norms = norm(heads.head_dim), norm(heads.head_dim)
         attention = SelfAttention(
             make.inside("self_attn"), hidden, heads, rope="local" if heads.window else "global",
-            head_norms=(norm(dim), norm(dim)), scale=config.query_scalar**-0.5,
+            head_norms=norms, scale=config.query_scalar**-0.5, soft_cap=config.score_cap,
         )  # fmt: skip
         mlp = MLP(make.inside("mlp"), hidden, config.intermediate_size, activation=GeluTanhAndMul)
         return Block(make, sandwich_norms(norm(), norm(), norm(), norm()), attention, mlp)
 
-    def rope(theta: float) -> Any:
+    def rope(theta: float, dim: int) -> Any:
         parameters = {"rope_type": "default", "rope_theta": theta}
         return get_rope(dim, make.max_positions, config.max_position_embeddings, parameters)
 
     ropes = {
-        "global": rope(config.rope_parameters["rope_theta"]),
-        "local": rope(config.local_theta),
+        "global": rope(config.rope_parameters["rope_theta"], config.head_dim),
+        "local": rope(config.local_theta, config.local_heads[2]),
     }
     embedding = VocabParallelEmbedding(config.vocab_size, hidden, make.ranks, scale=hidden**0.5)
     decoder = Decoder(make, embedding, parts.blocks(config, make, block), norm(), ropes)

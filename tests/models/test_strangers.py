@@ -19,6 +19,7 @@ import sandwich_family
 import torch
 import torch.nn.functional as F
 from conftest import byte_tokenizer
+from drafts import make_eager, speculator_of
 from reference import (
     HARD,
     NUM_STEPS,
@@ -48,13 +49,15 @@ from nanovllm.models.family import Family
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded", "registered")
 
 NAME = "SandwichForCausalLM"
+FULL, SLIDING = "full_attention", "sliding_attention"
 CONFIG: dict[str, Any] = dict(
     architectures=[NAME], vocab_size=259, hidden_size=64, intermediate_size=96,
-    num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    swa_num_attention_heads=4, swa_num_key_value_heads=1, swa_head_dim=16,
     rms_norm_eps=1e-6, max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=257,
     hidden_act="gelu_pytorch_tanh", rope_theta=1e6, local_theta=100.0, query_scalar=7.0,
-    final_logit_softcapping=9.0, sliding_window=20, dtype="float32",
-    layer_types=["sliding_attention", "full_attention"] * 2,
+    final_logit_softcapping=9.0, attn_logit_softcapping=2.0, sliding_window=20, dtype="float32",
+    layer_types=[SLIDING, FULL] * 2,
 )  # fmt: skip
 THEIRS, OURS = "model.language_model.", "model."
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -85,13 +88,21 @@ def registered() -> Iterator[None]:
     registry._registered.update(before)
 
 
-def random_weights() -> dict[str, torch.Tensor]:
+def heads_of(config: dict[str, Any], index: int) -> list[int]:
+    """A layer's numbers of query heads and key heads, and their size."""
+    above = "swa_" if config["layer_types"][index] == SLIDING else ""
+    names = "num_attention_heads", "num_key_value_heads", "head_dim"
+    return [config[f"{above}{name}"] for name in names]
+
+
+def random_weights(config: dict[str, Any] = CONFIG) -> dict[str, torch.Tensor]:
     """By the names of the files."""
     generator = torch.Generator().manual_seed(5)
-    hidden, inner, dim = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["head_dim"]
-    heads, kv_heads = CONFIG["num_attention_heads"] * dim, CONFIG["num_key_value_heads"] * dim
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (259, hidden), "norm": (hidden,)}
-    for index in range(CONFIG["num_hidden_layers"]):
+    for index in range(config["num_hidden_layers"]):
+        num_heads, num_kv_heads, dim = heads_of(config, index)
+        heads, kv_heads = num_heads * dim, num_kv_heads * dim
         layer = {
             "self_attn.q_proj": (heads, hidden), "self_attn.k_proj": (kv_heads, hidden),
             "self_attn.v_proj": (kv_heads, hidden), "self_attn.o_proj": (hidden, heads),
@@ -111,9 +122,10 @@ def random_weights() -> dict[str, torch.Tensor]:
 
 def write_model(path: Path, **changes: Any) -> Path:
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps(CONFIG | changes))
+    config = CONFIG | changes
+    (path / "config.json").write_text(json.dumps(config))
     unused = {"model.visual.patches.weight": torch.zeros(3, 3)}
-    save_file(random_weights() | unused, path / "model.safetensors")
+    save_file(random_weights(config) | unused, path / "model.safetensors")
     byte_tokenizer().save_pretrained(path)
     return path
 
@@ -143,21 +155,21 @@ class Loop:
 
     def attention(self, x: torch.Tensor, index: int) -> torch.Tensor:
         config, name, length = self.config, f"layers.{index}.self_attn", len(x)
-        is_local = config["layer_types"][index] == "sliding_attention"
+        is_local = config["layer_types"][index] == SLIDING
         theta = config["local_theta"] if is_local else config["rope_theta"]
-        q, k, v = (
-            self.linear(x, f"{name}.{n}_proj").view(length, -1, config["head_dim"]) for n in "qkv"
-        )
+        num_heads, num_kv_heads, head_dim = heads_of(config, index)
+        q, k, v = (self.linear(x, f"{name}.{n}_proj").view(length, -1, head_dim) for n in "qkv")
         q = self.rotate(self.norm(q, f"{name}.q_norm").transpose(0, 1), theta)
         k = self.rotate(self.norm(k, f"{name}.k_norm").transpose(0, 1), theta)
-        group = config["num_attention_heads"] // config["num_key_value_heads"]
+        group = num_heads // num_kv_heads
         k, v = (each.repeat_interleave(group, 0) for each in (k, v.transpose(0, 1)))
         ages = torch.arange(length)[:, None] - torch.arange(length)
         seen = (ages >= 0) & (ages < (config["sliding_window"] if is_local else length))
-        scores = (q @ k.transpose(1, 2) / math.sqrt(config["query_scalar"])).masked_fill(
-            ~seen, -math.inf
-        )
-        attended = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
+        scores = q @ k.transpose(1, 2) / math.sqrt(config["query_scalar"])
+        cap = config["attn_logit_softcapping"]
+        scores = torch.tanh(scores / cap) * cap
+        weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        attended = (weights @ v).transpose(0, 1).flatten(1)
         return self.linear(attended, f"{name}.o_proj")
 
     def feed_forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
@@ -262,12 +274,39 @@ def test_weights_of_a_stranger_are_updated_by_either_name(case: Case) -> None:
         assert all(torch.equal(read[n.replace(THEIRS, OURS)], t) for n, t in weights.items())
 
 
+ALIKE = dict(swa_num_attention_heads=4, swa_num_key_value_heads=2, swa_head_dim=32)
+
+
+def test_a_draft_model_shares_the_blocks_of_the_layers_without_a_window(
+    case: Case, tmp_path: Path
+) -> None:
+    """It is the stranger with heads of one shape, so that its guesses are seldom right."""
+    config = {"method": "draft_model", "model": str(write_model(tmp_path, **ALIKE))}
+    with make_eager(case.path, config | {"num_speculative_tokens": 3}, **SMALL_POOL) as llm:
+        assert_same(generate(llm, case), case.expected)
+        assert speculator_of(llm).num_drafted > 100
+        audit_at_rest(llm)
+
+
+def test_a_draft_model_with_heads_of_two_shapes_is_refused(case: Case) -> None:
+    with pytest.raises(ValueError, match="a draft model needs layers with equal numbers and sizes"):
+        make_llm(case.path, speculative_config=dict(method="draft_model", model=str(case.path)))
+
+
+def test_a_draft_model_needs_the_largest_rows_in_layers_without_a_window(tmp_path: Path) -> None:
+    """Else the blocks of its own layers would have other numbers."""
+    wide = dict(swa_num_attention_heads=8, swa_num_key_value_heads=8)
+    model, draft = write_model(tmp_path / "a", **wide), write_model(tmp_path / "b", **ALIKE)
+    with pytest.raises(ValueError, match="layers without a window have the largest rows"):
+        make_llm(model, speculative_config=dict(method="draft_model", model=str(draft)))
+
+
 def test_adapters_of_a_stranger_have_the_names_of_its_files(case: Case, tmp_path: Path) -> None:
     model = build_model(ModelConfig.from_dir(case.path), 16)
     file = dict(peft_type="LORA", r=2, lora_alpha=2, target_modules=["q_proj"])
     (tmp_path / "adapter_config.json").write_text(json.dumps(file))
     start = f"base_model.model.{THEIRS}layers.1.self_attn.q_proj.lora_"
-    pair = {f"{start}A.weight": torch.ones(2, 64), f"{start}B.weight": torch.ones(64, 2)}
+    pair = {f"{start}A.weight": torch.ones(2, 64), f"{start}B.weight": torch.ones(128, 2)}
     save_file(pair, tmp_path / "adapter_model.safetensors")
     assert [*read_adapter(tmp_path, model, 8)] == [f"{OURS}layers.1.self_attn.q_proj"]
 
@@ -295,7 +334,7 @@ def test_a_stranger_is_described_before_it_is_built(case: Case) -> None:
     assert describe({"model": str(case.path), "device": "cpu"})["num_parameters"] == count
     assert [layer.cache.window for layer in config.layers] == [20, None] * 2  # type: ignore[attr-defined]
     assert config.longest_window is None
-    with pytest.raises(ValueError, match="cannot split num_attention_heads=4"):
+    with pytest.raises(ValueError, match=r"cannot split .* num_attention_heads=4,"):
         config.check_parallel_size(3)
 
 
@@ -305,10 +344,22 @@ def test_kernels_for_few_rows_leave_other_blocks_alone(case: Case) -> None:
     assert [operands_of(layer) for layer in layers] == [[None]] * 4
 
 
-def test_a_soft_cap_on_scores_is_refused_by_name(tmp_path: Path) -> None:
-    path = write_model(tmp_path, attn_logit_softcapping=50.0)
-    with pytest.raises(ValueError, match=r"config\.json: attn_logit_softcapping"):
-        make_llm(path)
+def test_a_stranger_equals_the_loop_in_triton(case: Case, kernel_device: str) -> None:
+    """A few tokens, as the kernels may be interpreted."""
+    options = dict(device=kernel_device, attention_backend="triton", enforce_eager=True)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with make_llm(case.path, **SMALL_POOL, **options) as llm:
+        assert len(llm.model_runner.shard.backend.others) == 1
+        some = [i for i, prompt in enumerate(case.prompts) if 20 < len(prompt) < 40][:3]
+        outputs = llm.generate([case.prompts[i] for i in some], params, use_tqdm=False)
+        assert [out["token_ids"] for out in outputs] == [case.tokens[i][:3] for i in some]
+
+
+@pytest.mark.usefixtures("kernel_device")
+def test_a_backend_that_computes_no_soft_caps_of_codes_is_refused(tmp_path: Path) -> None:
+    path = write_model(tmp_path, **ALIKE)
+    with pytest.raises(ValueError, match=r"'triton' needs kv_cache_dtype='auto' .* soft caps"):
+        make_llm(path, attention_backend="triton", kv_cache_dtype="fp8")
 
 
 @dataclass(frozen=True)
@@ -316,28 +367,33 @@ class State(CacheSpec):
     """What no layer keeps yet."""
 
 
-@pytest.mark.parametrize(
-    ("cache", "says"),
-    [
-        (KeysAndValues(8, 2, 16), "different numbers or sizes of heads"),
-        (KeysAndValues(4, 1, 16), "different numbers or sizes of heads"),
-        (KeysAndValues(4, 2, 32), "different numbers or sizes of heads"),
-        (State(), "layers that keep State are not supported"),
-    ],
-)
-def test_what_layers_cannot_keep_is_refused(
-    cache: CacheSpec, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_layers_cannot_keep_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the engine has caches for it."""
+    monkeypatch.setattr(sandwich_family.SandwichConfig, "layer_shape", keeps(State(), 2))
+    with pytest.raises(ValueError, match="layers that keep State are not supported"):
+        ModelConfig.parse(CONFIG)
+
+
+def keeps(cache: CacheSpec, *layers: int) -> Any:
+    """A `layer_shape` that says something else of these layers."""
     shape_of = sandwich_family.SandwichConfig.layer_shape
 
     def other(self: Any, index: int) -> Any:
         shape = shape_of(self, index)
-        return replace(shape, cache=cache) if index == 2 else shape
+        return replace(shape, cache=cache) if index in layers else shape
 
-    monkeypatch.setattr(sandwich_family.SandwichConfig, "layer_shape", other)
-    with pytest.raises(ValueError, match=says):
-        ModelConfig.parse(CONFIG)
+    return other
+
+
+@pytest.mark.usefixtures("compiler")
+def test_layers_that_keep_something_else_than_their_shape_says_are_refused(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan for other heads gives wrong results."""
+    cache = KeysAndValues(8, 1, 16, window=20)
+    monkeypatch.setattr(sandwich_family.SandwichConfig, "layer_shape", keeps(cache, 0, 2))
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.attn: `layer_shape`"):
+        make_llm(case.path, attention_backend="cpu")
 
 
 # The registry

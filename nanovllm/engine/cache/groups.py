@@ -6,26 +6,33 @@ most of its blocks to the others when contexts are long.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanovllm.engine.cache.block_manager import Window
+from nanovllm.layers.attention.base import AttentionBackend
 from nanovllm.layers.attention.layer import Attention
+from nanovllm.layers.cache_spec import Heads
 
 WASTE = 1.1  # of memory, at most, for the sake of fewer block tables
 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers with a block table: they attend equally far back, and their blocks are equally large.
+    """Layers with a block table: they attend equally far back, and keep the same.
 
-    A slot holds `parts` tensors of one layer's block, keys or values. So block b of the pool is
-    block b * `parts` of a layer's cache.
+    A slot holds `parts` tensors of one layer's block: keys, values or latents. So block b of the
+    pool is block b * `parts` of a layer's cache.
     """
 
     layers: tuple[Attention, ...]
     window: Window
     parts: int = 1
+
+    @property
+    def attention(self) -> AttentionBackend:
+        """What plans a step for these layers, which are bound."""
+        return self.layers[0].attention_backend
 
 
 @dataclass(frozen=True)
@@ -49,8 +56,11 @@ class CacheGroups:
 
 def single_group(layers: Sequence[Attention], window: Window = None) -> CacheGroups:
     """One group of layers that are all alike."""
-    size = layers[0].num_kv_heads * layers[0].head_dim
-    return CacheGroups((CacheGroup(tuple(layers), window),), 2 * len(layers), size)
+    kinds = {(layer.cache.num_tensors, layer.cache.heads) for layer in layers}
+    assert len(kinds) == 1, "layers need block tables of their own"
+    cache = layers[0].cache
+    num_slots = cache.num_tensors * len(layers)
+    return CacheGroups((CacheGroup(tuple(layers), window),), num_slots, cache.row_size)
 
 
 def divide(layers: Sequence[Attention], longest: int, reach: Window = 0) -> CacheGroups:
@@ -64,18 +74,20 @@ def divide(layers: Sequence[Attention], longest: int, reach: Window = 0) -> Cach
     if reach != 0 and None not in windows:
         most = None if reach is None else max(reach, *(window or 0 for window in windows))
         windows = [most] * len(layers)
-    kinds: dict[tuple[float, int], list[Attention]] = {}
+    kinds: dict[tuple[float, int, Heads, int], list[Attention]] = {}
     for layer, window in zip(layers, windows, strict=True):
-        reaches = math.inf if window is None else window
-        kinds.setdefault((reaches, layer.num_kv_heads * layer.head_dim), []).append(layer)
+        reaches, cache = math.inf if window is None else window, layer.cache
+        kind = reaches, cache.row_size, cache.heads, cache.num_tensors
+        kinds.setdefault(kind, []).append(layer)
     kinds = dict(sorted(kinds.items(), key=lambda kind: kind[0], reverse=True))
-    slot_size = math.lcm(*(size for _, size in kinds))
-    parts = [slot_size // size for _, size in kinds]
-    num_slots = _num_slots([*zip(map(len, kinds.values()), parts, strict=True)])
+    slot_size = math.lcm(*(size for _, size, *_ in kinds))
+    num_slots = _num_slots(
+        [(len(alike), tensors, slot_size // size) for (_, size, _, tensors), alike in kinds.items()]
+    )
     groups = []
-    for (reaches, size), alike in kinds.items():
+    for (reaches, size, _, tensors), alike in kinds.items():
         window = None if reaches == math.inf else int(reaches)
-        most_layers = num_slots * (slot_size // size) // 2  # each has keys and values
+        most_layers = num_slots * (slot_size // size) // tensors
         for start in range(0, len(alike), most_layers):
             some = tuple(alike[start : start + most_layers])
             groups.append(CacheGroup(some, window, slot_size // size))
@@ -87,18 +99,18 @@ def _limited(window: Window, longest: int) -> Window:
     return None if window is None or window >= longest else window
 
 
-def _num_slots(kinds: Iterable[tuple[int, int]]) -> int:
-    """The slots of a block. A kind is a number of layers, and how many of their parts fill a slot.
+def _num_slots(kinds: Sequence[tuple[int, int, int]]) -> int:
+    """The slots of a block. A kind is a number of layers, of tensors of each, and of parts.
 
     With fewer slots a kind needs several groups, and with more slots some stay empty. Of all
     numbers that waste little, the largest makes the fewest groups.
     """
-    kinds = [*kinds]
-    in_one_group = [-(-2 * layers // parts) for layers, parts in kinds]
+    of_a_layer = [-(-tensors // parts) for _, tensors, parts in kinds]
+    in_one_group = [-(-layers * tensors // parts) for layers, tensors, parts in kinds]
     costs = {}  # by the number of slots: what all groups together take for a token
-    for number in range(2, max(in_one_group) + 1):
-        each = [number * parts // 2 for _, parts in kinds]
-        groups = [-(-layers // most) for (layers, _), most in zip(kinds, each, strict=True)]
+    for number in range(max(of_a_layer), max(in_one_group) + 1):
+        each = [number * parts // tensors for _, tensors, parts in kinds]
+        groups = [-(-layers // most) for (layers, *_), most in zip(kinds, each, strict=True)]
         costs[number] = number * sum(groups)
     least = min(costs.values())
     return max(number for number, cost in costs.items() if cost <= WASTE * least)

@@ -1,4 +1,4 @@
-"""The KV pool: one tensor with the keys and values of all layers, in blocks, or two with scales.
+"""The KV pool: one tensor with what all layers keep of tokens, in blocks, or two with scales.
 
 It knows the size of a block and which layers read it; `sizing` finds how many blocks fit.
 """
@@ -76,14 +76,15 @@ class KVPool:
         for number, group in enumerate(self.groups.groups):
             for index, layer in enumerate(group.layers):
                 of_token = (self.block_size, layer.num_kv_heads)
-                places = index, index + len(group.layers)
+                count = len(group.layers)
+                places = range(index, count * layer.cache.num_tensors, count)
                 caches = [
                     self._part(self.cache, place, group.parts, (*of_token, layer.head_dim))
                     for place in places
                 ]
                 for scales in self.tensors[1:]:
                     caches += [self._part(scales, place, 1, of_token[::-1]) for place in places]
-                layer.set_cache(number, *caches)
+                layer.set_cache(number, *(caches if len(places) > 1 else caches * 2))
         for other in self.beside:
             other.allocate(num_blocks)
 

@@ -10,6 +10,7 @@ from nanovllm.engine.guess.head_source import HeadSource, find_head
 from nanovllm.engine.load import load_part
 from nanovllm.engine.placement import Placement, resolve_placement
 from nanovllm.engine.requests.tokenizer import load_tokenizer
+from nanovllm.layers.cache_spec import TokenCache
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import resolve_model
@@ -62,6 +63,7 @@ def find_source(config: Config, model_config: ModelConfig, tokenizer: Any) -> So
     with errors_name_model(f"draft model {asked.model!r}"):
         path = resolve_model(asked.model, revision=asked.revision, download_dir=config.download_dir)
         draft = ModelConfig.from_dir(path, asked.quantization)
+        _check_layers(draft)
         by_experts = config.enable_expert_parallel and draft.experts is not None
         draft.check_parallel_size(config.tensor_parallel_size, by_experts)
         if config.load_format != "dummy":  # random weights generate no text to read
@@ -72,6 +74,14 @@ def find_source(config: Config, model_config: ModelConfig, tokenizer: Any) -> So
             speculative_config=None,
         )  # fmt: skip
     return DraftSource(own, draft, path, model_config.vocab_size)
+
+
+def _check_layers(draft: ModelConfig) -> None:
+    """Raise a ValueError unless all layers can share one block table."""
+    caches = [layer.cache for layer in draft.layers]
+    heads = {(c.num_tensors, c.heads) for c in caches if isinstance(c, TokenCache)}
+    if len(heads) > 1:
+        raise ValueError("a draft model needs layers with equal numbers and sizes of heads")
 
 
 def _longest(model: ModelConfig, asked: int | None) -> int:

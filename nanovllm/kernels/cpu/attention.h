@@ -31,6 +31,7 @@ struct Step {
     int64_t num_tasks, num_merges, q_stride, k_stride, v_stride, table_stride, block_size;
     int64_t q_heads, kv_heads, head_dim, window, threads;
     float scale;
+    float soft_cap;  // of the scores; 0: they have none
 
     int64_t group() const { return q_heads / kv_heads; }
     int64_t num_queries(int64_t seq) const { return q_ends[seq + 1] - q_ends[seq]; }
@@ -80,7 +81,7 @@ struct Step {
         state.clear(head_dim);
         (rows <= 2 ? attend_few<2, K> : attend_few<4, K>)(
             state, queries, limits, window, rows, context(seq, kv_head), head_dim, task[2],
-            task[3]);
+            task[3], soft_cap * LOG2E);
         if (slot < 0) write(state, seq, kv_head);
     }
 
@@ -98,7 +99,7 @@ struct Step {
             for (int64_t d = 0; d < head_dim; d++) queries[d][r] = widen(from[d]) * (scale * LOG2E);
         }
         attend_tile(sums, total, queries, limits, window, context(seq, kv_head), head_dim, task[2],
-                    task[3]);
+                    task[3], soft_cap * LOG2E);
         for (int64_t r = 0; r < rows; r++) {
             const float share = total[r] != 0 ? 1 / total[r] : 0;
             T* to = out + place(seq, first + r, kv_head, q_heads * head_dim);

@@ -35,6 +35,7 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in STEP_POINTERS),
         *((name, ctypes.c_int64) for name in STEP_INTEGERS),
         ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
     )
 
 
@@ -156,7 +157,7 @@ def attend(
         work.tasks.data_ptr(), work.merges.data_ptr(), partial.data_ptr(), len(work.tasks),
         len(work.merges), q.stride(0), k.stride(0), v.stride(0),
         0 if tables is None else tables.stride(0), block_size, num_heads, num_kv_heads, head_dim,
-        reach, torch.get_num_threads(), kv.scale,
+        reach, torch.get_num_threads(), kv.scale, kv.soft_cap or 0.0,
     )  # fmt: skip
     function("attention_codes" if codes else "attention", q.dtype)(ctypes.addressof(step))
     return out

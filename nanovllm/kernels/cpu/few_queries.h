@@ -72,11 +72,12 @@ inline void weigh(float (*sums)[MAX_HEAD_DIM], const float* shrink, const float 
 }
 
 // Add the keys first .. end - 1 to the state of a few rows, R at a time. q includes the factors
-// scale and log2(e); row r sees the `window` keys before limits[r].
+// scale and log2(e); row r sees the `window` keys before limits[r]. Scores have a soft `cap`, unless
+// it is 0.
 template <int R, typename T>
 void attend_few(State& state, const float (*q)[MAX_HEAD_DIM], const int32_t* limits, int64_t window,
                 int64_t rows, const Context<T>& context, int64_t head_dim, int64_t first,
-                int64_t end) {
+                int64_t end, float cap) {
     float scores[FEW][KEYS], shrink[FEW], key_scales[KEYS], value_scales[KEYS];
     context.go_through(first, end, [&](const Near<T>& near, int64_t start, int count) {
         if constexpr (is_codes<T>)
@@ -91,6 +92,9 @@ void attend_few(State& state, const float (*q)[MAX_HEAD_DIM], const int32_t* lim
                 float top = state.top[i], total = 0;
                 if constexpr (is_codes<T>)
                     for (int j = 0; j < KEYS; j++) row[j] *= key_scales[j];
+                if (cap != 0)
+#pragma omp simd
+                    for (int j = 0; j < KEYS; j++) row[j] = capped(row[j], cap);
                 std::fill(row, row + hidden, -INFINITY);
                 std::fill(row + seen, row + KEYS, -INFINITY);
 #pragma omp simd reduction(max : top)

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -67,6 +68,13 @@ inline float exp2_of(float x) {
 }
 
 constexpr float LOG2E = 1.44269504f;
+
+// cap * tanh(score / cap), with an absolute error of about cap * 2^-22. Scores and cap include the
+// factor log2(e).
+inline float capped(float score, float cap) {
+    const float shrunk = exp2_of(std::fabs(score) * (-2 * LOG2E / cap));
+    return std::copysign(cap * ((1 - shrunk) / (1 + shrunk)), score);
+}
 
 // The natural logarithm of a positive, normal x, with an absolute or relative error of 2e-7.
 inline float log_of(float x) {

@@ -34,11 +34,11 @@ inline void multiply(float (*c)[TILE], const float* a, int64_t a_row, int64_t a_
 
 // Attention of a tile to the keys first .. end - 1, of which row r sees the `window` before
 // limits[r]. No operation crosses lanes. q [D, TILE] includes the factors scale and log2(e). Writes
-// the sums of weighted values [D, TILE] and of weights.
+// the sums of weighted values [D, TILE] and of weights. Scores have a soft `cap`, unless it is 0.
 template <typename T>
 void attend_tile(float (*sums)[TILE], float* total, const float (*q)[TILE], const int32_t* limits,
                  int64_t window, const Context<T>& context, int64_t head_dim, int64_t first,
-                 int64_t end) {
+                 int64_t end, float cap) {
     alignas(CACHE_LINE) float keys[KEYS * MAX_HEAD_DIM], values[KEYS * MAX_HEAD_DIM];
     alignas(CACHE_LINE) float scores[KEYS][TILE], shrink[TILE], top[TILE];
     std::fill(top, top + TILE, NO_SCORE);
@@ -65,6 +65,9 @@ void attend_tile(float (*sums)[TILE], float* total, const float (*q)[TILE], cons
             }
         }
         multiply<false>(scores, keys, head_dim, 1, q, padded, int(head_dim), nullptr);
+        if (cap != 0)
+            for (int j = 0; j < count; j++)
+                for (int r = 0; r < TILE; r++) scores[j][r] = capped(scores[j][r], cap);
         if (start + count > all_see)
             for (int j = 0; j < count; j++)
                 for (int r = 0; r < TILE; r++)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.kv_layer import KVLayer
-from nanovllm.kernels.plain.paged import gather_blocks, group_by_length, seen_blocks
+from nanovllm.kernels.plain.paged import attend_capped, gather_blocks, group_by_length, seen_blocks
 
 
 @dataclass(slots=True)
@@ -77,9 +77,12 @@ def decode_attention(
             positions = starts[:, None] + offsets
             hidden = (positions < first_keys) | (positions >= group.lens)
         keys, values = gather_blocks(kv, tables, q.dtype)
-        mask = queries.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
-        attended = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask[:, None, None], scale=kv.scale
-        )
+        if kv.soft_cap is None:
+            mask = queries.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask[:, None, None], scale=kv.scale
+            )
+        else:
+            attended = attend_capped(queries, keys, values, ~hidden[:, None, None], kv)
         out[group.rows] = attended.reshape(batch_size, num_heads, head_dim)
     return out

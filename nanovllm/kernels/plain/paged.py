@@ -45,14 +45,35 @@ def seen_blocks(
     return tables.gather(1, torch.minimum(columns, lasts).long()), firsts * block_size
 
 
+def attend_capped(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, kv: KVLayer
+) -> torch.Tensor:
+    """Attention of queries [B, H, Q, D] with a soft cap on the scores, at least in float32.
+
+    `seen` says which scores [B, H, Q, K] count; its sizes may be 1.
+    """
+    assert kv.soft_cap is not None
+    num_kv_heads, shape = keys.shape[1], queries.shape
+    wide = torch.promote_types(queries.dtype, torch.float32)
+    rows = queries.to(wide).reshape(shape[0], num_kv_heads, -1, shape[3])
+    scores = (rows @ keys.to(wide).transpose(2, 3)).view(*shape[:3], -1) * kv.scale
+    scores = torch.tanh(scores / kv.soft_cap) * kv.soft_cap
+    weights = scores.masked_fill_(~seen, -math.inf).softmax(-1)
+    out = weights.view(shape[0], num_kv_heads, -1, keys.shape[2]) @ values.to(wide)
+    return out.view(shape).to(queries.dtype)
+
+
 def gather_blocks(
     kv: KVLayer, tables: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy blocks of the caches into rows: keys and values [B, KVH, K, D] of the type `dtype`."""
-    found, blocks = [], tables.flatten()
+    found: list[torch.Tensor] = []
+    blocks = tables.flatten()
     for cache, scales in ((kv.k_cache, kv.k_scales), (kv.v_cache, kv.v_scales)):
+        if found and kv.is_shared and kv.k_scales is kv.v_scales:
+            break
         rows = cache.flatten(1).index_select(0, blocks).view(-1, *cache.shape[1:])
         if scales is not None:
             rows = dequantize(rows, scales[blocks].transpose(1, 2), dtype)
         found.append(rows.view(len(tables), -1, *cache.shape[2:]).transpose(1, 2))
-    return found[0], found[1]
+    return found[0], found[-1]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.kv_layer import KVLayer
-from nanovllm.kernels.plain.paged import gather_blocks, group_by_length, seen_blocks
+from nanovllm.kernels.plain.paged import attend_capped, gather_blocks, group_by_length, seen_blocks
 
 # Elements of one explicit mask: bounds the memory of chunks that attend to long cached prefixes.
 MAX_MASK_ELEMENTS = 1 << 24
@@ -112,7 +112,8 @@ def prefill_attention(
         else:
             # Padding follows the real keys, and the causal mask hides it.
             keys, values = (x[group.k_rows].transpose(1, 2) for x in (k, v))
-        if group.k_rows is not None and (window is None or group.num_keys <= window):
+        is_causal = group.k_rows is not None and (window is None or group.num_keys <= window)
+        if is_causal and kv.soft_cap is None:
             out = F.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, scale=kv.scale, enable_gqa=True
             )
@@ -131,10 +132,13 @@ def _attend_in_slices(
     kv: KVLayer,
 ) -> torch.Tensor:
     """Attention of queries [B, H, Q, D] that start anywhere in a context, a few at a time."""
-    batch_size, _, num_queries, _ = queries.shape
+    batch_size, num_heads, num_queries, _ = queries.shape
     offsets = torch.arange(keys.shape[2], device=queries.device)
     key_positions = k_starts[:, None, None, None] + offsets  # [B, 1, 1, K]
-    step = max(1, MAX_MASK_ELEMENTS // (batch_size * keys.shape[2]))
+    of_query = batch_size * keys.shape[2]
+    if kv.soft_cap is not None:
+        of_query *= num_heads  # scores are as large as a mask for each head
+    step = max(1, MAX_MASK_ELEMENTS // of_query)
     outs = []
     for start in range(0, num_queries, step):
         slice_ = queries[:, :, start : start + step]
@@ -143,6 +147,9 @@ def _attend_in_slices(
         mask = key_positions <= positions
         if kv.window is not None:
             mask &= key_positions > positions - kv.window
+        if kv.soft_cap is not None:
+            outs.append(attend_capped(slice_, keys, values, mask, kv))
+            continue
         outs.append(
             F.scaled_dot_product_attention(
                 slice_, keys, values, attn_mask=mask, scale=kv.scale,

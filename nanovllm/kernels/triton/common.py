@@ -8,6 +8,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.integers import cdiv
+from nanovllm.kernels.kv_layer import KVLayer
 
 MEASURED = 90  # the compute capability where early launches and copied tiles are known to help
 GLUON = ("3.6.", "3.7.")  # the versions of Triton that compile our kernels in Gluon
@@ -194,6 +195,11 @@ def tile_keys(block_d: int, dtype: torch.dtype) -> int:
     return max(16, min(TILE, TILE_BYTES // (block_d * dtype.itemsize)))
 
 
+def cap_log2(kv: KVLayer) -> float:
+    """The soft cap on scores that include the factor log2(e); 0 if a layer has none."""
+    return 0.0 if kv.soft_cap is None else kv.soft_cap * LOG2E
+
+
 @triton.jit
 def cache_offsets(  # type: ignore[no-untyped-def]
     table_ptr, first_key, end, kv_head, num_kv_heads,
@@ -215,10 +221,17 @@ def cache_offsets(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def attend(  # type: ignore[no-untyped-def]
-    q, k, v, visible, scale_log2, top, total, acc, MASKED: tl.constexpr
+    q, k, v, visible, scale_log2, top, total, acc, MASKED: tl.constexpr, CAP: tl.constexpr
 ):  # fmt: skip
-    """One tile of online softmax: fold keys k [N, D], values v [N, D] into (top, total, acc)."""
+    """One tile of online softmax: fold keys k [N, D], values v [N, D] into (top, total, acc).
+
+    CAP is that of the scores, times log2(e); 0: they have none.
+    """
     scores = dot(q, tl.trans(k)) * scale_log2
+    if CAP > 0:
+        shrunk = tl.exp2(tl.abs(scores) * (-2.8853900817779268 / CAP))  # 2 * log2(e)
+        capped = CAP * ((1 - shrunk) / (1 + shrunk))
+        scores = tl.where(scores < 0, -capped, capped)
     if MASKED:
         scores = tl.where(visible, scores, -float("inf"))
     new_top = tl.maximum(top, tl.max(scores, axis=1))

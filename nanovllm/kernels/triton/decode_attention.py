@@ -34,6 +34,7 @@ from nanovllm.kernels.triton.common import (
     await_inputs,
     cache_offsets,
     can_copy_tiles,
+    cap_log2,
     converts_codes,
     early,
     let_next_begin,
@@ -118,7 +119,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
     MERGED: tl.constexpr, UNROLLED: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr,
-    NEXT_FIRST: tl.constexpr, EARLY: tl.constexpr,
+    NEXT_FIRST: tl.constexpr, EARLY: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """A program takes a share of one key head: the end of a row, whole rows, the start of a row."""
     kv_head = tl.program_id(0)
@@ -169,7 +170,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
                 k = k_tiles.load([at, kv_head * D])
                 v = v_tiles.load([at, kv_head * D])
                 visible = (key + n)[None, :] >= lens - WINDOW
-                top, total, acc = attend(q, k, v, visible, scale_log2, top, total, acc, WINDOW > 0)
+                top, total, acc = attend(
+                    q, k, v, visible, scale_log2, top, total, acc, WINDOW > 0, CAP
+                )
             begin_key = whole_end
         for key in tl.range(begin_key, end_key, BLOCK_N, num_stages=1 if COPIED else None):
             at, _ = cache_offsets(
@@ -182,7 +185,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             k = tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0)
             v = tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0)
             visible = sees(lens, (key + n)[None, :], WINDOW) if ROWS > 1 else inside[None, :]
-            top, total, acc = attend(q, k, v, visible, scale_log2, top, total, acc, True)
+            top, total, acc = attend(q, k, v, visible, scale_log2, top, total, acc, True, CAP)
         safe_total = tl.where(total == 0.0, 1.0, total)  # a row without keys gives zeros
         acc = acc / safe_total[:, None]
         if ROWS > 1:
@@ -293,13 +296,16 @@ def _attend(
         BLOCK_G=max(16, block_g), BLOCK_D=block_d, BLOCK_N=block_n, TILE=TILE,
         MERGED=merged, UNROLLED=unrolled, WINDOW=kv.window or 0, COPIED=copied,
         NEXT_FIRST=len(q) <= NEXT_FIRST_ROWS, num_stages=2, num_warps=warps, **early(q.device),
+        CAP=cap_log2(kv),
     )  # fmt: skip
     kernel = _decode_kernel
     caches: list[Any] = [k_cache, v_cache, *tiles]
     if quantized:
+        assert kv.soft_cap is None
         kernel = decode_codes_kernel
         options |= dict(BLOCK_G=max(8, block_g), num_stages=CODES_STAGES)
         options |= dict(CONVERTED=converts_codes(q.device))
+        del options["CAP"]
         scales = [x.view(-1) for x in (kv.k_scales, kv.v_scales) if x is not None]
         caches[2:2] = scales
         caches += [

@@ -226,6 +226,7 @@ def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: KVLayer, paged: 
         and head_dim in (64, 128)
         and num_heads // k.shape[1] <= 16
         and kv.window is None
+        and kv.soft_cap is None
         and whole_blocks
         and all(map(_can_be_copied, (q,) if paged else (q, k, v)))
     )

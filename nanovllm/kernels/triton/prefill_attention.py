@@ -19,6 +19,7 @@ from nanovllm.kernels.triton.common import (
     TILE,
     attend,
     cache_offsets,
+    cap_log2,
     converts_codes,
     tile_keys,
     tiles_of,
@@ -33,7 +34,7 @@ def _fold_tiles(  # type: ignore[no-untyped-def]
     table_ptr, first_row, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
     num_kv_heads, scale_log2,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, COPIED: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, COPIED: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold in the keys [start, stop) of a sequence. MASKED: some query does not see all of them."""
     d = tl.arange(0, BLOCK_D)
@@ -66,7 +67,7 @@ def _fold_tiles(  # type: ignore[no-untyped-def]
         visible = (key + n < end)[None, :] & ((key + n)[None, :] <= position[:, None])
         if WINDOW:
             visible &= (key + n)[None, :] > position[:, None] - WINDOW
-        top, total, acc = attend(q, k, v, visible, scale_log2, top, total, acc, MASKED)
+        top, total, acc = attend(q, k, v, visible, scale_log2, top, total, acc, MASKED, CAP)
     return top, total, acc
 
 
@@ -106,7 +107,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     first_row, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride, num_kv_heads,
     scale_log2,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, COPIED: tl.constexpr,
+    WINDOW: tl.constexpr, COPIED: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """The sums of a tile of queries [M, BLOCK_D] over all keys that one of them sees."""
     total = tl.zeros([q.shape[0]], tl.float32)
@@ -116,7 +117,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
             seen_by_all if masked else start, end if masked else seen_by_all, q, position, begin,
             end, top, total, acc, k_ptr, v_ptr, k_tiles, v_tiles, table_ptr, first_row, kv_head,
             k_row_stride, k_head_stride, v_row_stride, v_head_stride, num_kv_heads, scale_log2, D,
-            BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, COPIED, masked,
+            BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, COPIED, CAP, masked,
         )  # fmt: skip
     return total, acc
 
@@ -153,6 +154,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, COPIED: tl.constexpr, QUANTIZED: tl.constexpr, CONVERTED: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries. BLOCK_SIZE 0: K and V are the step's own, one row for each token.
 
@@ -201,7 +203,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
                 q, position, begin, start, seen_by_all, end, top, k_ptr, v_ptr, k_tiles, v_tiles,
                 table, first_row, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
                 num_kv_heads, scale_log2, D, 0 if QUANTIZED else BLOCK_SIZE, BLOCK_D, BLOCK_N,
-                WINDOW, COPIED,
+                WINDOW, COPIED, CAP,
             )  # fmt: skip
         if WINDOW:
             total = tl.where(total == 0.0, 1.0, total)  # padding queries may see no key
@@ -231,6 +233,7 @@ def prefill_attention(
         if hopper.fits(q, k, v, kv, paged):
             return hopper.hopper_prefill(q, k, v, kv, plan)
     quantized = paged and kv.k_scales is not None
+    assert kv.soft_cap is None or not quantized
     codes = (k, v)
     if paged:
         assert kv.k_cache.is_contiguous() and kv.v_cache.is_contiguous()
@@ -260,7 +263,7 @@ def prefill_attention(
         G=group, D=head_dim, BLOCK_SIZE=kv.k_cache.shape[1] if paged else 0,
         BLOCK_Q=queries, BLOCK_G=next_power_of_2(group), BLOCK_D=block_d,
         BLOCK_N=block_n, WINDOW=kv.window or 0, COPIED=copied,
-        QUANTIZED=quantized, CONVERTED=converts_codes(q.device),
+        QUANTIZED=quantized, CONVERTED=converts_codes(q.device), CAP=cap_log2(kv),
         num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out

@@ -22,7 +22,7 @@ def _store_kernel(  # type: ignore[no-untyped-def]
     k_scales_ptr, v_scales_ptr, k_out_ptr, v_out_ptr, k_fixed, v_fixed,
     key_token_stride, key_head_stride, value_token_stride, value_head_stride,
     num_heads, block_size, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, STORE: tl.constexpr,
-    QUANTIZED: tl.constexpr,
+    QUANTIZED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """One program moves one token's K and V of one head; slots are widened to 64 bits first."""
     token = tl.program_id(0).to(tl.int64)
@@ -52,7 +52,8 @@ def _store_kernel(  # type: ignore[no-untyped-def]
             tl.store(v_scales_ptr + scale_at, v_scale.to(tl.bfloat16))
     elif slot >= 0:
         tl.store(k_cache_ptr + to, tl.load(key_at, mask=inside), mask=inside)
-        tl.store(v_cache_ptr + to, tl.load(value_at, mask=inside), mask=inside)
+        if not SHARED:
+            tl.store(v_cache_ptr + to, tl.load(value_at, mask=inside), mask=inside)
 
 
 def store_kvcache(
@@ -78,5 +79,6 @@ def store_kvcache(
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         num_heads, kv.k_cache.shape[1], HEAD_DIM=head_dim,
         BLOCK_D=next_power_of_2(head_dim), STORE=not kv.is_empty, QUANTIZED=quantized,
+        SHARED=kv.is_shared,
     )  # fmt: skip
     return k_out, v_out

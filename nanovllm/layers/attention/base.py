@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.layers.cache_spec import Heads
 from nanovllm.layers.context import Context
 
 
@@ -28,6 +29,12 @@ class AttentionSpec:
     block_size: int | None  # None: what the backend prefers
     in_graphs: bool  # whether decode steps are CUDA graphs, which hide how long launches take
     kv_dtype: torch.dtype  # of the cache: `dtype`, or that of codes
+    soft_cap: bool = False  # whether some layer has a soft cap on its scores
+
+    @property
+    def heads(self) -> Heads:
+        """The heads that a plan is for."""
+        return self.num_heads, self.num_kv_heads, self.head_dim
 
 
 class AttentionBackend(ABC):
@@ -37,6 +44,8 @@ class AttentionBackend(ABC):
     preferred_block_size: int
     graph_safe: bool  # whether decode reads all that changes from device tensors
     copied_layers: int  # layers' worth of KV that a step may copy: memory the pool must leave
+    heads: Heads | None = None  # what plans are for; None: for any heads
+    caps_scores = True  # whether layers may have a soft cap
     packs_few_queries = False  # whether a prefill's sequences with a few queries are fast
 
     def __init__(self, block_size: int | None = None) -> None:

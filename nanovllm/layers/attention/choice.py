@@ -94,6 +94,11 @@ def _check_triton(spec: AttentionSpec, refusal: str) -> None:
     least = 16 if spec.kv_dtype == spec.dtype else 32  # pairs of codes fill a tile
     if spec.head_dim < least and not (INTERPRETED and spec.head_dim >= 16):
         raise ValueError(f"{refusal} needs a head_dim of {least} or more, got {spec.head_dim}")
+    if spec.soft_cap and spec.kv_dtype != spec.dtype:
+        raise ValueError(
+            f"{refusal} needs kv_cache_dtype='auto' for a model with soft caps on the scores of"
+            " attention; 'torch' works everywhere"
+        )
 
 
 def _check_flash_attn(spec: AttentionSpec, refusal: str) -> None:
@@ -142,7 +147,8 @@ def one_block(spec: AttentionSpec, block_size: int) -> KVLayer:
     scales = None
     if spec.kv_dtype == CODES:
         scales = torch.zeros(1, spec.num_kv_heads, block_size, dtype=SCALES, **options)
-    return KVLayer(cache, cache, 1.0, k_scales=scales, v_scales=scales)
+    cap = 1.0 if spec.soft_cap else None
+    return KVLayer(cache, cache, 1.0, k_scales=scales, v_scales=scales, soft_cap=cap)
 
 
 def _try_attention(backend: AttentionBackend, spec: AttentionSpec) -> None:

@@ -21,14 +21,15 @@ class CpuBackend(PlannedBackend):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec.block_size)
-        self.heads = (spec.num_heads // spec.num_kv_heads, spec.head_dim)
+        self.heads = spec.heads
+        self.sizes = (spec.num_heads // spec.num_kv_heads, spec.head_dim)
 
     def plan_prefill(
         self, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, context: Context
     ) -> AttentionPlan:
         """Divide a layer's work into tasks for the threads."""
         return prefill_attention.plan_prefill(
-            cu_seqlens_q, cu_seqlens_k, context.block_tables, *self.heads
+            cu_seqlens_q, cu_seqlens_k, context.block_tables, *self.sizes
         )
 
     def plan_decode(
@@ -37,4 +38,4 @@ class CpuBackend(PlannedBackend):
         """Divide a layer's work into tasks for the threads. Each query reads the keys anew."""
         if num_queries > 1:
             block_tables = block_tables.repeat_interleave(num_queries, dim=0)
-        return decode_attention.plan_decode(context_lens, block_tables, *self.heads)
+        return decode_attention.plan_decode(context_lens, block_tables, *self.sizes)

@@ -37,7 +37,7 @@ class FlashAttnBackend(AttentionBackend):
         out: torch.Tensor = self.varlen_func(
             q, k, v, context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q,
             context.max_seqlen_k, softmax_scale=kv.scale, causal=True,
-            block_table=context.block_tables, window_size=_window_size(kv.window),
+            block_table=context.block_tables, window_size=_window_size(kv.window), **_soft_cap(kv),
         )  # fmt: skip
         return out
 
@@ -45,9 +45,14 @@ class FlashAttnBackend(AttentionBackend):
         out: torch.Tensor = self.kvcache_func(
             q.unsqueeze(1), kv.k_cache, kv.v_cache, cache_seqlens=context.context_lens,
             block_table=context.block_tables, softmax_scale=kv.scale, causal=True,
-            window_size=_window_size(kv.window),
+            window_size=_window_size(kv.window), **_soft_cap(kv),
         )  # fmt: skip
         return out.squeeze(1)
+
+
+def _soft_cap(kv: KVLayer) -> dict[str, float]:
+    """flash-attn's argument, which old versions do not have."""
+    return {} if kv.soft_cap is None else {"softcap": kv.soft_cap}
 
 
 def _window_size(window: int | None) -> tuple[int, int]:

@@ -12,7 +12,8 @@ from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.attention.base import AttentionBackend
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
-from nanovllm.layers.context import get_context
+from nanovllm.layers.cache_spec import TokenCache
+from nanovllm.layers.context import Context, get_context
 from nanovllm.layers.layer import Layer, Loaded, copy_whole
 from nanovllm.layers.layernorm import RMSNorm
 
@@ -20,30 +21,31 @@ Norms = tuple[RMSNorm, RMSNorm]  # of query heads and of key heads
 
 
 class Attention(Layer):
-    """Rotate, store the step's KV, attend.
+    """Rotate, store the step's KV, attend; or store latent rows, and attend.
 
-    With a window, a token attends to the last `window` tokens up to itself. A checkpoint may have
-    scales for a quantized cache, one for all keys and one for all values. `score_scale` is the
-    factor of the scores, by default `head_dim` to the power of -1/2.
+    `cache` has this rank's heads. With a window, a token attends to the last `window` tokens up to
+    itself. A checkpoint may have scales for a quantized cache, one for all keys and one for all
+    values. `score_scale` is the factor of the scores, by default `head_dim` to the power of -1/2;
+    a `soft_cap` c makes c * tanh(s / c) of a score s.
     """
 
     def __init__(
         self,
-        num_kv_heads: int,
-        head_dim: int,
-        window: int | None = None,
+        cache: TokenCache,
         has_scales: bool = False,
         score_scale: float | None = None,
+        soft_cap: float | None = None,
     ) -> None:
         super().__init__()
         self.has_scales = has_scales
         for name in ("k_scale", "v_scale") if has_scales else ():
             scale = torch.ones((), dtype=torch.float32)
             self.register_parameter(name, nn.Parameter(scale, requires_grad=False))
-        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        self.cache = cache
+        _, self.num_kv_heads, self.head_dim = cache.heads
         self.group = 0
-        factor = head_dim**-0.5 if score_scale is None else score_scale
-        self.kv = KVLayer(torch.empty(0), torch.empty(0), factor, window)
+        factor = self.head_dim**-0.5 if score_scale is None else score_scale
+        self.kv = KVLayer(torch.empty(0), torch.empty(0), factor, cache.window, soft_cap=soft_cap)
         self.attention_backend: AttentionBackend = TorchBackend()
         self.kernels: Kernels = PLAIN
 
@@ -53,7 +55,10 @@ class Attention(Layer):
         copy_whole(param, loaded[0] if tuple(loaded.shape) == (1,) else loaded)
 
     def bind(self, backend: Backend) -> None:
-        self.attention_backend, self.kernels = backend
+        self.attention_backend = backend.attention_of(self.cache.heads)
+        self.kernels = backend.kernels
+        if self.kv.soft_cap is not None and not self.attention_backend.caps_scores:
+            raise ValueError("`layer_shape` of the config does not say that there is a soft cap")
         if self.has_scales:
             self.kv = replace(self.kv, fixed_scales=(self._scale("k"), self._scale("v")))
 
@@ -74,6 +79,7 @@ class Attention(Layer):
     ) -> None:
         """Use these caches [blocks, block_size, KVH, D], with scales if they are quantized.
 
+        Latent rows are both: the caches are one tensor.
         The block tables of the cache group `group` say which blocks are a sequence's.
         """
         self.group = group
@@ -94,6 +100,17 @@ class Attention(Layer):
                 qkv, self.num_kv_heads, rope, weights, norms[0].eps if norms else 0.0,
                 self.kv, context.slot_mapping,
             )  # fmt: skip
+        return self._attend(q, k, v, context)
+
+    def attend_latent(self, q: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Store latent rows [T, 1, D]; q [T, H, D] -> [T, H, D], the weighted sums of rows."""
+        context = get_context(self.group)
+        k, v = self.kernels.store_kvcache(rows, rows, self.kv, context.slot_mapping)
+        return self._attend(q, k, v, context)
+
+    def _attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context
+    ) -> torch.Tensor:
         if context.is_prefill:
             return self.attention_backend.prefill(q, k, v, self.kv, context)
         return self.attention_backend.decode(q, self.kv, context)

@@ -19,6 +19,11 @@ class TorchBackend(PlannedBackend):
     prefill_attention = staticmethod(prefill_attention.prefill_attention)
     decode_attention = staticmethod(decode_attention.decode_attention)
 
+    def __init__(self, block_size: int | None = None, soft_cap: bool = False) -> None:
+        super().__init__(block_size)
+        if soft_cap:
+            self.copied_layers = 6  # gathered, and in float32
+
     def plan_prefill(
         self, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, context: Context
     ) -> PrefillPlan:

@@ -20,6 +20,7 @@ class TritonBackend(PlannedBackend):
         super().__init__(spec.block_size)
         from nanovllm.kernels.triton import decode_attention, prefill_attention, prefill_plan
 
+        self.heads, self.caps_scores = spec.heads, spec.kv_dtype == spec.dtype
         self.num_kv_heads = spec.num_kv_heads
         self.group = spec.num_heads // spec.num_kv_heads
         self.copies_tiles = spec.in_graphs
