@@ -93,7 +93,7 @@ class LLMEngine(AdapterRequests):
         self.config = self.model_runner.config
         shard = runner.shard
         most_forced = MOST_FORCED if shard.backend.attention.packs_few_queries else 0
-        if shard.state_pool is not None:  # which has slots for so many
+        if shard.pools.states is not None:  # which has slots for so many
             most_forced = min(most_forced, shard.placement.most_rejected)
         speculator = speculator_of(
             asked.speculative_config, costs_of(shard),
@@ -102,7 +102,7 @@ class LLMEngine(AdapterRequests):
         )  # fmt: skip
         self.adapters = AdapterCalls(runner) if self.config.enable_lora else None
         residents = self.adapters.residents if self.adapters else None
-        self.scheduler = Scheduler(self.config, shard.cache_layout, speculator, residents)
+        self.scheduler = Scheduler(self.config, shard.pools.layout, speculator, residents)
         self.counter = StepCounter()
         self.meter = RequestMeter()
         self._intake = Intake(self.config, self.model_config, self.tokenizer)

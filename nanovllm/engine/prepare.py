@@ -21,11 +21,8 @@ def prepare(shard: Shard, settled: EngineConfig, config: Config) -> None:
     num_running = settled.max_num_running
     shard.make_table(num_running, settled.max_model_len)
     if shard.memory is not None:
-        for pool in (shard.pool, *shard.pool.beside):
-            pool.source = shard.memory.pool
-        if shard.state_pool is not None:
-            shard.state_pool.source = shard.memory.pool
-    shard.make_caches(settled.num_kvcache_blocks, num_running)
+        shard.pools.take_memory_from(shard.memory.pool)
+    shard.pools.allocate(settled.num_kvcache_blocks, num_running)
     if shard.device.type == "cuda":
         warm_up(shard, config, num_running)  # compiles kernels; fails here, not in a step
     if shard.placement.uses_graphs:

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from nanovllm.engine.adapters.parts import AdapterParts
-from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.cache.groups import CacheGroups, divide
 from nanovllm.engine.cache.kv_pool import KVPool
-from nanovllm.engine.cache.state_pool import StatePool
+from nanovllm.engine.cache.pools import CachePools
 from nanovllm.engine.cuda_graph import DecodeGraphs
 from nanovllm.engine.device import computing_on
 from nanovllm.engine.guess.guesser import Guesser, guesser_of
@@ -41,7 +40,7 @@ MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels on
 
 
 class Shard:
-    """What all ranks do alike. Startup makes it: `make_table`, `make_caches`, `capture_graphs`.
+    """What all ranks do alike. Startup makes it: `make_table`, `pools.allocate`, `capture_graphs`.
 
     Steps run within `computing`, which also limits the CPU threads to `num_threads`, if given.
     """
@@ -71,15 +70,10 @@ class Shard:
                 " window have the largest rows of keys or latents"
             )
         self._attentions = [group.attention for group in groups.groups]
-        self.pool = KVPool(groups, self.block_size, placement.kv_dtype, self.device)
-        self.pool.beside = self.guesser.pools
-        self.state_pool: StatePool | None = None
-        if mixers := model.state_mixers:
-            self.state_pool = StatePool(
-                mixers, placement.dtype, self.device, 1 + placement.most_rejected,
-                placement.caches_prefixes,
-            )  # fmt: skip
-        self.cache_layout = CacheLayout(groups.windows)
+        self.pools = CachePools(
+            groups, model.state_mixers, self.block_size, (placement.kv_dtype, placement.dtype),
+            self.device, self.guesser.pools, 1 + placement.most_rejected, placement.caches_prefixes,
+        )  # fmt: skip
         self.adapters = adapters
         self.graphs: DecodeGraphs | None = None
         self.graph_seconds: dict[Size, float] = {}  # how long they take, if that matters
@@ -94,8 +88,13 @@ class Shard:
         return self.model_config.vocab_size
 
     @property
+    def pool(self) -> KVPool:
+        """The blocks of KV."""
+        return self.pools.kv
+
+    @property
     def groups(self) -> CacheGroups:
-        """Which of the model's layers share block tables. The pool has them."""
+        """Which of the model's layers share block tables."""
         return self.pool.groups
 
     @property
@@ -116,28 +115,11 @@ class Shard:
         layout = TableLayout(
             num_running, max_blocks, self.block_size, self.placement.most_drafts, longest,
             self.adapters is not None, self.groups.parts,
-            self.state_pool.num_each if self.state_pool else 0,
+            self.pools.states.num_each if self.pools.states else 0,
         )  # fmt: skip
         write = self.backend.kernels.write_table if self.device.type == "cuda" else None
         self.table = DeviceTable(layout, self.device, write)
         self.guesser.make_rows(layout.num_rows)
-
-    def make_caches(self, num_blocks: int, num_running: int) -> None:
-        """Make a KV pool of `num_blocks`, and slots for the states of `num_running` sequences."""
-        self.pool.allocate(num_blocks)
-        if self.state_pool is not None:
-            num_groups = max(1, len(self.groups.groups))
-            layout = self.state_pool.layout(
-                num_blocks // num_groups, self.block_size, self.pool.block_bytes * num_groups
-            )
-            self.state_pool.allocate(layout.num_slots(num_running))
-            self.cache_layout = self.cache_layout._replace(states=layout)
-
-    def drop_caches(self) -> None:
-        """Free what `make_caches` has made."""
-        self.pool.release()
-        if self.state_pool is not None:
-            self.state_pool.release()
 
     def _drop_table(self) -> None:
         if hasattr(self, "table"):
@@ -151,8 +133,8 @@ class Shard:
         return computed
 
     def _copy_states(self, pairs: Array | None) -> None:
-        if pairs is not None and self.state_pool is not None:
-            self.state_pool.copy(pairs)
+        if pairs is not None and self.pools.states is not None:
+            self.pools.states.copy(pairs)
 
     def _compute(self, inputs: StepInputs) -> Computed:
         self.table.write(inputs.changes)
@@ -350,7 +332,7 @@ class Shard:
 
     def _prefill_states(self, prefill: PrefillInputs) -> StateStep | None:
         """Where a prefill finds and leaves states; a warm-up's leaves none."""
-        if self.state_pool is None:
+        if self.pools.states is None:
             return None
         before, after, ends = prefill.states_before, prefill.states_after, prefill.cu_seqlens_q
         if before is None or after is None:
@@ -388,7 +370,7 @@ class Shard:
             more = read_groups(self.table.state, tables, decoding, self.block_size)
             contexts = _for_groups(context, *more)
         states = None
-        if self.state_pool is not None:
+        if self.pools.states is not None:
             before, after = read_slots(self.table.slots, self.table.state, decoding)
             states = StateStep(before, after, num_queries=size.num_queries)
         hidden, residuals = self._forward(
@@ -477,7 +459,7 @@ class Shard:
         self.held_weights = None
         if self.adapters is not None:
             self.adapters.close()
-        del self.model, self.pool, self.state_pool
+        del self.model, self.pools
         self.guesser = Guesser()
         self._drop_table()
         if self.memory is not None and device_works:

@@ -14,7 +14,7 @@ MAX_GIB = 1 << 30  # more than any machine has: an infinite option becomes a fin
 
 def fit_kv_blocks(shard: Shard, config: Config) -> int:
     """How many blocks fit in memory beside all else: the least of any rank."""
-    block_bytes, own_bytes = cache_bytes(shard, most_running(config))
+    block_bytes, own_bytes = shard.pools.num_bytes(most_running(config))
     if shard.device.type == "cpu":
         budget = int(min(config.cpu_kvcache_gib, MAX_GIB) * GIB) // shard.ranks.size
         option, hint = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", "raise it"
@@ -33,19 +33,6 @@ def fit_kv_blocks(shard: Shard, config: Config) -> int:
             f" {block_bytes / MIB:.3f} MiB{states}; {hint}"
         )
     return num_blocks
-
-
-def cache_bytes(shard: Shard, num_running: int) -> tuple[int, int]:
-    """What a block takes with its share of checkpoints, and what states take before the first."""
-    block_bytes, states = shard.pool.block_bytes, shard.state_pool
-    if states is None:
-        return block_bytes, 0
-    num_groups = max(1, len(shard.groups.groups))
-    layout = states.layout(0, shard.block_size, block_bytes * num_groups)
-    if layout.interval:
-        share = shard.block_size / (layout.interval * num_groups)
-        block_bytes += -int(-states.slot_bytes * share // 1)
-    return max(1, block_bytes), layout.num_slots(num_running) * states.slot_bytes
 
 
 def _free_device_bytes(shard: Shard, config: Config) -> int:
@@ -67,12 +54,12 @@ def _free_device_bytes(shard: Shard, config: Config) -> int:
 def _activation_bytes(shard: Shard, config: Config, num_running: int) -> int:
     """The most memory that a step takes and gives back."""
     shard.make_table(num_running, shard.placement.max_positions)
-    shard.make_caches(1, num_running)  # without any, steps have kernels that are not used later
+    shard.pools.allocate(1, num_running)  # without any, steps have kernels that are not used later
     torch.cuda.reset_peak_memory_stats(shard.device)
     resident = torch.cuda.memory_allocated(shard.device)
     warm_up(shard, config, num_running)
     activations = torch.cuda.max_memory_allocated(shard.device) - resident
-    shard.drop_caches()
+    shard.pools.release()
     return activations
 
 
@@ -92,11 +79,11 @@ def _graph_bytes(shard: Shard, num_running: int) -> int:
     """The memory of the decode graphs: capture them on a placeholder cache, then drop them."""
     if not shard.placement.uses_graphs:
         return 0
-    shard.make_caches(1, num_running)
+    shard.pools.allocate(1, num_running)
     before, _ = torch.cuda.mem_get_info(shard.device)
     shard.capture_graphs(num_running)
     after, _ = torch.cuda.mem_get_info(shard.device)
     shard.drop_graphs()
-    shard.drop_caches()
+    shard.pools.release()
     torch.cuda.empty_cache()
     return before - after

@@ -40,7 +40,7 @@ def compile_steps(shard: Shard, config: Config) -> None:
         return
     num_running = most_running(config)
     shard.make_table(num_running, shard.placement.max_positions)
-    shard.make_caches(1, num_running)
+    shard.pools.allocate(1, num_running)
 
     def steps() -> None:
         _run_largest_step(shard, config.max_num_batched_tokens, num_running)
@@ -54,7 +54,7 @@ def compile_steps(shard: Shard, config: Config) -> None:
         for _, model in shard.models:
             stack.enter_context(_two_layers_of_each_kind(model))
         compile_ahead(steps, shard.device)
-    shard.drop_caches()
+    shard.pools.release()
 
 
 def warm_up(shard: Shard, config: Config, num_running: int) -> None:

@@ -12,6 +12,7 @@ from thread_ranks import on_ranks
 from nanovllm import LLM
 from nanovllm.config import Config
 from nanovllm.engine import sizing
+from nanovllm.engine.cache.pools import CacheBytes
 from nanovllm.engine.shard import Shard
 from nanovllm.layers.ranks import Ranks
 from nanovllm.utils.sizes import MIB
@@ -57,10 +58,9 @@ def test_all_ranks_have_the_blocks_of_the_smallest_pool() -> None:
     config = Config("m", cpu_kvcache_gib=1)
 
     def fit(ranks: Ranks) -> int:
-        pool = SimpleNamespace(block_bytes=16 * MIB >> ranks.rank)
-        shard: Any = SimpleNamespace(
-            pool=pool, device=torch.device("cpu"), ranks=ranks, state_pool=None
-        )
+        size = CacheBytes(16 * MIB >> ranks.rank, before=0)
+        pools = SimpleNamespace(num_bytes=lambda num_running: size)
+        shard: Any = SimpleNamespace(pools=pools, device=torch.device("cpu"), ranks=ranks)
         return sizing.fit_kv_blocks(shard, config)
 
     assert on_ranks(2, fit) == [32, 32]

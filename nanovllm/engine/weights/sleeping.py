@@ -52,9 +52,7 @@ class Sleep(NamedTuple):
             shard.memory.release()
             torch.cuda.empty_cache()
             return
-        shard.pool.sleep()
-        if shard.state_pool is not None:
-            shard.state_pool.sleep()
+        shard.pools.sleep()
         if self.level == 2:
             held_weights(shard).drop()
         trim_heap()
@@ -70,8 +68,6 @@ class WakeUp(NamedTuple):
             shard.memory.restore(self.memories)
             return
         if "kv_cache" in self.memories:
-            shard.pool.wake_up()
-            if shard.state_pool is not None:
-                shard.state_pool.wake_up()
+            shard.pools.wake_up()
         if "weights" in self.memories:
             held_weights(shard).regain()

@@ -1,0 +1,97 @@
+"""CachePools: the memory of all that layers keep of sequences, on one rank."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.engine.cache.caches import CacheLayout
+from nanovllm.engine.cache.groups import CacheGroups
+from nanovllm.engine.cache.kv_pool import KVPool
+from nanovllm.engine.cache.state_pool import StatePool
+from nanovllm.layers.state_mixer import StateMixer
+
+
+class CacheBytes(NamedTuple):
+    """What a block takes, with its share of checkpoints, and what is needed before the first."""
+
+    of_block: int
+    before: int
+
+
+class CachePools:
+    """KV in blocks, and states in slots if the model has some. `layout` says what was made.
+
+    The pools of draft models are `beside` the model's. States have `num_each` slots a sequence.
+    """
+
+    def __init__(
+        self,
+        groups: CacheGroups,
+        mixers: Sequence[StateMixer],
+        block_size: int,
+        types: tuple[torch.dtype, torch.dtype],
+        device: torch.device,
+        beside: Sequence[KVPool],
+        num_each: int,
+        caches_prefixes: bool,
+    ) -> None:
+        """`types` are that of KV and that of the model."""
+        kv_dtype, dtype = types
+        self.kv = KVPool(groups, block_size, kv_dtype, device)
+        self.kv.beside = beside
+        self.states = None
+        if mixers:
+            self.states = StatePool(mixers, dtype, device, num_each, caches_prefixes)
+        self.layout = CacheLayout(groups.windows)
+        self._num_groups = max(1, len(groups.groups))
+
+    def _layout(self, num_blocks: int) -> CacheLayout:
+        if self.states is None:
+            return self.layout
+        number, size = self._num_groups, self.kv.block_bytes * self._num_groups
+        states = self.states.layout(num_blocks // number, self.kv.block_size, size)
+        return self.layout._replace(states=states)
+
+    def num_bytes(self, num_running: int) -> CacheBytes:
+        """How the memory grows with the number of blocks."""
+        of_block, states = self.kv.block_bytes, self._layout(0).states
+        if states is None or self.states is None:
+            return CacheBytes(of_block, 0)
+        if states.interval:
+            num_tokens = states.interval * self._num_groups  # of blocks, for each checkpoint
+            of_block += -(-self.states.slot_bytes * self.kv.block_size // num_tokens)
+        before = states.num_slots(num_running) * self.states.slot_bytes
+        return CacheBytes(max(1, of_block), before)
+
+    def allocate(self, num_blocks: int, num_running: int) -> None:
+        """Make a KV pool of `num_blocks`, and slots for the states of `num_running` sequences."""
+        self.kv.allocate(num_blocks)
+        self.layout = self._layout(num_blocks)
+        if self.states is not None and self.layout.states is not None:
+            self.states.allocate(self.layout.states.num_slots(num_running))
+
+    def release(self) -> None:
+        """Free all memory until the next `allocate`."""
+        self.kv.release()
+        if self.states is not None:
+            self.states.release()
+
+    def sleep(self) -> None:
+        """Free all memory until `wake_up`."""
+        self.kv.sleep()
+        if self.states is not None:
+            self.states.sleep()
+
+    def wake_up(self) -> None:
+        """Have as much as before `sleep`; nothing happens if that has not run."""
+        self.kv.wake_up()
+        if self.states is not None:
+            self.states.wake_up()
+
+    def take_memory_from(self, source: Callable[[int], torch.Tensor]) -> None:
+        """Take zeroed memory on a GPU from there."""
+        for pool in (self.kv, *self.kv.beside):
+            pool.source = source
+        if self.states is not None:
+            self.states.source = source
