@@ -191,8 +191,8 @@ def test_the_cores_table_has_the_lines_of_its_files(architecture: ModuleType) ->
     assert page == architecture.page(), "run tools/write_architecture.py"
 
 
-def test_the_core_has_at_most_6900_lines(architecture: ModuleType) -> None:
-    assert sum(sum(lines.values()) for lines in architecture.core().values()) <= 6900
+def test_the_core_has_at_most_7000_lines(architecture: ModuleType) -> None:
+    assert sum(sum(lines.values()) for lines in architecture.core().values()) <= 7000
 
 
 def test_lines_of_code_leave_out_comments_docstrings_and_blanks(architecture: ModuleType) -> None:
