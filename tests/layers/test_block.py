@@ -182,10 +182,11 @@ def test_what_a_family_makes_of_a_part_is_not_left_out_by_kernels_for_few_rows(o
     assert (len(operands_of(block)) == 4) == (other is None)
 
 
-def test_a_soft_cap_on_scores_is_refused() -> None:
-    make = Build(ALONE, PLAIN_FORMATS, 16)
-    with pytest.raises(ValueError, match=r"soft cap on the scores of attention \(50\.0\)"):
-        SelfAttention(make, HIDDEN, KeysAndValues(2, 1, 4), soft_cap=50.0)
+def test_attention_with_other_soft_caps_has_kernels_of_its_own() -> None:
+    make, heads = Build(ALONE, PLAIN_FORMATS, 16), KeysAndValues(2, 1, 4)
+    caps = (None, None, 30.0, 50.0)
+    kinds = [SelfAttention(make, HIDDEN, heads, soft_cap=cap).kind for cap in caps]
+    assert kinds[0] == kinds[1] and len({*kinds}) == 3
 
 
 def test_factors_of_one_plus_small_weights_keep_their_differences_in_16_bits() -> None:

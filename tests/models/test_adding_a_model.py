@@ -64,13 +64,20 @@ def test_defaults_of_the_page_are_those_of_transformers(module: Any) -> None:
 
 def test_the_page_names_every_choice_that_exists() -> None:
     """Of norms, activations and parts of blocks; a name that is gone would mislead."""
-    from nanovllm.layers import activation, block, feed_forward, layernorm, self_attention
+    from nanovllm.layers import (
+        activation,
+        block,
+        cache_spec,
+        feed_forward,
+        layernorm,
+        self_attention,
+    )
     from nanovllm.layers.names import Names
     from nanovllm.models import parts
 
     table = "\n".join(re.findall(r"^\|.*\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     named = set(re.findall(r"`(?:parts\.)?(\w+)(?:\(.*?\))?`", table))
-    modules = (activation, block, feed_forward, layernorm, self_attention, parts)
+    modules = (activation, block, cache_spec, feed_forward, layernorm, self_attention, parts)
     known = {name for each in modules for name in vars(each)} | {*Names.__dataclass_fields__}
     assert named - known == {"residual_scale", "qkv_proj", "gate_up_proj"}
     assert named >= {*Names.__dataclass_fields__}

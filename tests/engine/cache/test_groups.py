@@ -137,3 +137,10 @@ def test_latents_are_not_in_a_group_of_keys_of_their_size() -> None:
     groups = divide(layers(Latent(8, 64), KeysAndValues(8, 1, 64)), LONGEST)
     assert sorted(kinds(groups)) == [(1, None, 1)] * 2 and groups.num_slots == 2
     owners(groups)
+
+
+def test_a_rank_has_its_part_of_the_heads() -> None:
+    """Key heads are split as far as they go, and rows not at all."""
+    assert KeysAndValues(8, 4, 16, window=3).part(2) == KeysAndValues(4, 2, 16, window=3)
+    assert KeysAndValues(8, 2, 16).part(4) == KeysAndValues(2, 1, 16)
+    assert Latent(8, 40, window=3).part(4) == Latent(2, 40, window=3)
