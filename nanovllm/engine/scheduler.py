@@ -188,8 +188,6 @@ class Scheduler:
             seq.token_ids.append(PENDING)
             seq.num_pending_tokens += 1
             seq.num_possible_tokens += batch.num_drafts
-            if self.layout.states:
-                self.caches.release_states(seq)
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
         """Append a step's tokens, one for each of `batch.sampling_seqs`.
@@ -324,6 +322,7 @@ class Scheduler:
         if num_running >= self.max_num_running:
             return
         caches, manager = self.caches, self.block_manager
+        caches.release_ended(self.running)
         in_progress = {block for seq in seqs for block in caches.in_progress(seq)}
         forecast = Forecast(
             self.lengths, self.running, manager.num_free_blocks, self.block_size, manager.most_held
@@ -359,6 +358,8 @@ class Scheduler:
         forks: list[tuple[Sequence, Sequence]] = []
         parents = [seq for seq in seqs if seq.siblings and seq.samples]
         room = self.max_num_running - self._num_places_taken() if parents else 0
+        if parents:
+            self.caches.release_ended(self.running)
         for seq in parents:
             for sibling in seq.siblings:
                 if len(forks) < room and self.caches.fork(seq, sibling):

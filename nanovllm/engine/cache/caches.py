@@ -1,7 +1,7 @@
 """Caches: what layers keep of sequences between steps, as the scheduler sees it."""
 
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import NamedTuple
 
 from nanovllm.engine.batch import Batch
@@ -121,10 +121,12 @@ class Caches:
             self.publish(seq, min(seq.num_cached_tokens, seq.num_known_tokens))
         self.blocks.pass_by(seq)
 
-    def release_states(self, seq: Sequence) -> None:
-        """Free the states of `seq` if no later step computes its tokens."""
-        if self.states is not None and seq.ends_in_flight:
-            self.states.release(seq)
+    def release_ended(self, running: Iterable[Sequence]) -> None:
+        """Free the states of sequences of which no later step computes tokens."""
+        if self.states is not None:
+            for seq in running:
+                if seq.ends_in_flight:
+                    self.states.release(seq)
 
     def free(self, seq: Sequence) -> None:
         """Free all that `seq` has."""

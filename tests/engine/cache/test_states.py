@@ -158,6 +158,7 @@ def test_the_checkpoint_of_a_draft_counts_if_the_draft_is_right(
     seq.num_cached_tokens, seq.num_scheduled_tokens = 7 + num_right, 0
     caches.publish(seq, seq.num_cached_tokens)
     caches.rewind(seq, seq.num_cached_tokens)
+    assert not seq.checkpoints
     caches.audit([seq])
     caches.free(seq)
     assert num_restored(caches, range(10)) == restored
@@ -167,14 +168,14 @@ def test_the_least_recently_used_checkpoint_goes_first() -> None:
     caches = make_caches(num_checkpoints=2)
     run_and_free(caches, range(10, 15))
     run_and_free(caches, range(20, 25))
+    run_and_free(caches, range(30, 35))
     assert num_restored(caches, range(10, 16)) == 4
-    held = [admit(caches, [each]) for each in (1, 2, 3)]  # their slots were free
-    assert caches.states is not None and len(caches.states.checkpoints) == 2
+    held = [admit(caches, [each]) for each in (1, 2, 3)]
+    caches.audit(held)
     for seq in held:
         caches.free(seq)
-    run_and_free(caches, range(30, 35))
-    run_and_free(caches, range(40, 45), 4)
-    caches.audit([])
+    assert num_restored(caches, range(10, 17)) == num_restored(caches, range(30, 36)) == 4
+    assert num_restored(caches, range(20, 26)) == 0
 
 
 def test_running_sequences_take_the_slots_of_checkpoints() -> None:
