@@ -171,6 +171,17 @@ def test_latents_equal_the_loop_in_triton(case: Case, kernel_device: str) -> Non
         assert [out["token_ids"] for out in outputs] == [case.tokens[i][:3] for i in some]
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(enforce_eager=True), dict(attention_backend="torch"), HARD, SCENARIOS["n-grams"]],
+)
+def test_latents_equal_the_loop_on_a_device(options: dict[str, Any], case: Case) -> None:
+    with make_llm(case.path, device="cuda", **options) as llm:
+        assert_same(generate(llm, case), case.expected)
+        audit_at_rest(llm)
+
+
 def test_a_token_takes_one_row_in_each_layer(case: Case) -> None:
     with make_llm(case.path, kvcache_block_size=4) as llm:
         pool = llm.model_runner.shard.pool

@@ -202,6 +202,30 @@ def test_a_stranger_with_states_equals_the_loop_with(name: str, case: Case) -> N
         audit_at_rest(llm)
 
 
+ON_A_DEVICE: list[dict[str, Any]] = [
+    {}, dict(enforce_eager=True), dict(attention_backend="torch"), HARD, dict(scheduling="mixed"),
+]  # fmt: skip
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", ON_A_DEVICE)
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_stranger_with_states_equals_the_loop_on_a_device(
+    options: dict[str, Any], drafts: bool, case: Case
+) -> None:
+    """In decode graphs and without; drafts, right and wrong ones, are guessed on the device."""
+    outputs = {(tuple(p), 0): t for p, t in zip(case.prompts, case.tokens, strict=True)}
+    config = dict(method="ngram", num_speculative_tokens=5)
+    more = dict(speculative_config=config) if drafts else {}
+    with make_llm(case.path, device="cuda", **options, **more) as llm:
+        assert_same(generate(llm, case), case.expected)
+        if drafts:
+            speculate(llm, Adversary(11, 259, outputs))
+            assert_same(generate(llm, case), case.expected)
+            assert llm.stats().accepted_tokens > 20
+        audit_at_rest(llm)
+
+
 def test_prefix_hits_restore_states(case: Case) -> None:
     """In a pool that has room for all checkpoints: at the end of each prompt's last full block."""
     with make_llm(case.path, kvcache_block_size=4, max_num_batched_tokens=64) as llm:
@@ -274,9 +298,10 @@ def test_aborted_requests_leave_correct_states(case: Case) -> None:
         assert_same(generate(llm, case), case.expected)
 
 
-def test_a_stream_and_sleep_keep_the_output(case: Case) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_stream_and_sleep_keep_the_output(device: str, case: Case) -> None:
     params = SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True)
-    with make_llm(case.path, enable_sleep_mode=True, **SMALL_POOL) as llm:
+    with make_llm(case.path, device=device, enable_sleep_mode=True, **SMALL_POOL) as llm:
         tokens: dict[int, list[int]] = {}
         for event in llm.stream(case.prompts[:3], params):
             tokens.setdefault(event.index, []).extend(event.token_ids)

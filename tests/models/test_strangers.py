@@ -222,6 +222,19 @@ def test_a_stranger_equals_the_loop_with(name: str, case: Case) -> None:
         audit_at_rest(llm)
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(enforce_eager=True), dict(attention_backend="torch"), HARD, dict(scheduling="mixed"),
+     SCENARIOS["n-grams"]],
+)  # fmt: skip
+def test_a_stranger_equals_the_loop_on_a_device(options: dict[str, Any], case: Case) -> None:
+    """Layers with other heads have plans of their own, in decode graphs too."""
+    with make_llm(case.path, device="cuda", **options) as llm:
+        assert_same(generate(llm, case), case.expected)
+        audit_at_rest(llm)
+
+
 def test_prefix_hits_of_a_stranger_keep_the_output(case: Case) -> None:
     with make_llm(case.path, kvcache_block_size=4, max_num_batched_tokens=64) as llm:
         assert_same(generate(llm, case), case.expected)
