@@ -126,13 +126,13 @@ def read_slots(
 
     For each sequence the slot with the states before its first query, and for each query that for
     the states after it. `decoding` is what `read_table` returned; `slots` [rows, N] are the rows'
-    own: the states after position p are in slot p % N of these.
+    own: the states after position p are in slot p % N of these. A row without any (0) keeps none.
     """
     num_seqs = len(decoding.block_tables)
     own = slots.index_select(0, table.batch[:num_seqs]).long()
     positions = decoding.positions.view(num_seqs, -1)
     before = own.gather(1, (positions[:, :1] - 1) % slots.shape[1]).squeeze(1)
     after = own.gather(1, positions % slots.shape[1]).flatten()
-    used = decoding.context_lens > 0
     is_first = decoding.context_lens.view(num_seqs, -1)[:, 0] <= 1
-    return before.masked_fill(is_first, 0), after.where(used, -1)
+    is_kept = (decoding.context_lens > 0) & (after > 0)
+    return before.masked_fill(is_first, 0), after.where(is_kept, -1)

@@ -11,7 +11,9 @@ from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.cache.state_pool import KV_SHARE, StatePool
 from nanovllm.engine.cache.states import StateLayout
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.step.device_table import DeviceTable, TableLayout
 from nanovllm.engine.step.inputs import state_slots
+from nanovllm.kernels.plain.read_table import read_slots, read_table
 from nanovllm.layers.cache_spec import State, StateTensor
 from nanovllm.layers.context import StateStep
 from nanovllm.layers.state_mixer import StateMixer
@@ -316,3 +318,21 @@ def test_sequences_of_equal_lengths_are_computed_together() -> None:
     assert (short.after.tolist(), long.after.tolist()) == ([[6]], [[-1, 4], [-1, 5]])
     (decode,) = StateStep(before[:2], after[:4], num_queries=2).batches
     assert decode.rows.tolist() == [[0, 1], [2, 3]] and decode.after.tolist() == [[-1, 4], [6, -1]]
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_decode_step_finds_slots_by_position(queries: int) -> None:
+    """Rows: of a sequence, of one that begins, of none, and one that has no slots."""
+    layout = TableLayout(5, 9, SIZE, most_drafts=2, num_slots=3)
+    table = DeviceTable(layout, torch.device("cpu"))
+    table.slots[:2] = torch.tensor([[5, 6, 7], [8, 9, 4]])
+    state = table.state
+    state.lengths[:4] = torch.tensor([10, 0, -1, 10])
+    state.batch[:4] = torch.arange(4)
+    state.drafts.limits.fill_(12)
+    state.drafts.tokens[:4] = 1
+    decoding = read_table(state, 4, 9, SIZE, queries)
+    before, after = read_slots(table.slots, state, decoding)
+    assert before.tolist() == [5, 0, 0, 0], "after position 9, 9 % 3 = 0"
+    ring = [[6, 7, -1], [8, 9, 4], [-1] * 3, [-1] * 3]  # no draft is at position 12
+    assert after.view(4, queries).tolist() == [row[:queries] for row in ring]
