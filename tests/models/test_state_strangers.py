@@ -14,7 +14,7 @@ import state_family
 import torch
 import torch.nn.functional as F
 from conftest import byte_tokenizer
-from drafts import Adversary, speculate, use_graphs
+from drafts import Adversary, Eager, speculate, speculator_of, use_graphs
 from reference import (
     HARD,
     NUM_STEPS,
@@ -209,21 +209,31 @@ ON_A_DEVICE: list[dict[str, Any]] = [
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("options", ON_A_DEVICE)
-@pytest.mark.parametrize("drafts", [False, True])
 def test_a_stranger_with_states_equals_the_loop_on_a_device(
-    options: dict[str, Any], drafts: bool, case: Case
+    options: dict[str, Any], case: Case
 ) -> None:
-    """In decode graphs and without; drafts, right and wrong ones, are guessed on the device."""
-    outputs = {(tuple(p), 0): t for p, t in zip(case.prompts, case.tokens, strict=True)}
-    config = dict(method="ngram", num_speculative_tokens=5)
-    more = dict(speculative_config=config) if drafts else {}
-    with make_llm(case.path, device="cuda", **options, **more) as llm:
+    with make_llm(case.path, device="cuda", max_num_seqs=64, **options) as llm:
         assert_same(generate(llm, case), case.expected)
-        if drafts:
-            speculate(llm, Adversary(11, 259, outputs))
-            assert_same(generate(llm, case), case.expected)
-            assert llm.stats().accepted_tokens > 20
         audit_at_rest(llm)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [{}, dict(enforce_eager=True), SMALL_POOL])
+def test_drafts_of_a_device_leave_no_state(options: dict[str, Any], case: Case) -> None:
+    """Few tokens are allowed, so that texts repeat themselves and many drafts are right."""
+    params = SamplingParams(
+        temperature=0, max_tokens=40, ignore_eos=True, allowed_token_ids=[1, 2, 3]
+    )
+    prompts = [[1, 2, 3, 4, 5, 6] * 3, [7, 8, 9] * 4, [5, 6, 5, 6, 5]]
+    outputs = []
+    for device, more in (("cpu", {}), ("cuda", dict(options, **NGRAMS))):
+        with make_llm(case.path, device=device, max_num_seqs=8, **more) as llm:
+            if device == "cuda":
+                speculator_of(llm)._make_pace = Eager
+            outputs.append([o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)])
+            stats = llm.stats()
+    assert outputs[0] == outputs[1]
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
 def test_prefix_hits_restore_states(case: Case) -> None:
