@@ -171,6 +171,7 @@ class Scheduler:
         Tokens that it computes count as cached, and full blocks of prompts can be shared; tokens
         that it samples are pending.
         """
+        has_windows = self.caches.has_windows
         for seq in batch.all_seqs:
             if seq.status is FINISHED:  # by a token of the step before
                 batch.ends.append(0)
@@ -180,7 +181,7 @@ class Scheduler:
             batch.ends.append(end)
             if batch.is_prefill:  # later steps run after this one on the device
                 self.caches.publish(seq, min(end, seq.num_known_tokens))
-            if self.caches.has_windows:
+            if has_windows:
                 self.caches.pass_by(seq)
         for seq in batch.seqs if batch.num_drafts else batch.sampling_seqs:
             if seq.status is FINISHED:

@@ -38,17 +38,13 @@ class Caches:
             num_blocks, block_size, enable_prefix_caching, layout.windows,
             has_states=layout.states is not None,
         )  # fmt: skip
+        self.has_windows = self.blocks.has_windows  # whether `pass_by` has to be called
         self.states: States | None = None
         if layout.states is not None:
             self.states = States(layout.states, num_running, block_size, self.blocks.prefixes)
         # Without KV blocks, nothing else keeps the prefixes of running sequences: of each the last
         # one that has been entered, and its number of blocks.
         self._tips: dict[int, tuple[Prefix, int]] = {}
-
-    @property
-    def has_windows(self) -> bool:
-        """Whether `pass_by` has to be called."""
-        return self.blocks.has_windows
 
     def admit(
         self,
