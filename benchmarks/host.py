@@ -108,10 +108,10 @@ class StandIn:
         self.clock.lap("launch")
         return hidden, []
 
-    def decode(self, size: Size, *_: Any) -> tuple[torch.Tensor, Decoding]:
+    def decode(self, size: Size, *_: Any) -> tuple[torch.Tensor, Decoding, None]:
         self.clock.lap("prepare")
         rows = self.rows[: size.num_rows]
-        result = self.hidden[: size.num_rows], Decoding(*[rows] * len(Decoding._fields))
+        result = self.hidden[: size.num_rows], Decoding(*[rows] * len(Decoding._fields)), None
         self.clock.lap("launch")
         return result
 
