@@ -127,14 +127,13 @@ class Shard:
 
     def compute(self, inputs: StepInputs) -> Computed:
         """Compute a step. It does not wait for the device, except with plain PyTorch's kernels."""
-        self._copy_states(inputs.copied_before)
+        states = self.pools.states
+        if states is not None and inputs.copied_before is not None:
+            states.copy(inputs.copied_before)
         computed = self._compute(inputs)
-        self._copy_states(inputs.copied_after)
+        if states is not None and inputs.copied_after is not None:
+            states.copy(inputs.copied_after)
         return computed
-
-    def _copy_states(self, pairs: Array | None) -> None:
-        if pairs is not None and self.pools.states is not None:
-            self.pools.states.copy(pairs)
 
     def _compute(self, inputs: StepInputs) -> Computed:
         self.table.write(inputs.changes)

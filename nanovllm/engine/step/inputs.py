@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nanovllm.engine.batch import Batch
+from nanovllm.engine.batch import NO_COPIES, Batch
 from nanovllm.engine.sequence import PENDING, Sequence
 from nanovllm.engine.step.device_table import TableChanges
 from nanovllm.engine.step.drafted_blocks import Lack
@@ -125,7 +125,8 @@ def step_inputs(
 ) -> StepInputs:
     """The inputs of a batch's step; the ledger counts its changes as sent."""
     inputs = _step_inputs(batch, block_size, ledger, prompt_reports, whole_logits, pooled)
-    inputs.copied_before, inputs.copied_after = map(_pairs, batch.copies)
+    if batch.copies is not NO_COPIES:
+        inputs.copied_before, inputs.copied_after = map(_pairs, batch.copies)
     return inputs
 
 

@@ -139,7 +139,10 @@ class Ledger:
         num_groups = len(self.layout.parts)
         for group in range(self.layout.num_tables):
             has_blocks = group < num_groups
-            tables = [seq.block_tables[group] if has_blocks else seq.slots for seq in seqs]
+            if has_blocks:
+                tables = [seq.block_tables[group] for seq in seqs]
+            else:
+                tables = [seq.slots for seq in seqs]
             last = self._last_tables[group]
             if len(tables) != len(last) or not all(map(operator.is_, tables, last)):
                 self._last_rows = self._rows_of(seqs)
