@@ -102,7 +102,7 @@ def running_sequence() -> Sequence:
     """Five tokens, two cached, three scheduled: as many as there may be."""
     seq = Sequence([5, 6, 7, 8, 9], SamplingParams(max_tokens=1))
     seq.status = SequenceStatus.RUNNING
-    seq.block_tables, seq.num_passed_blocks = [[0]], [0]
+    seq.block_tables, seq.num_passed_blocks, seq.room = [[0]], [0], 16
     seq.num_cached_tokens = 2
     seq.num_scheduled_tokens = 3
     return seq
@@ -121,7 +121,7 @@ def set_field(name: str, value: object) -> Callable[[Sequence], None]:
         set_field("num_cached_tokens", 3),
         set_field("token_ids", [5, 6, 7, 8]),
         set_field("token_ids", [5, 6, 7, 8, 9, 10, 11]),
-        set_field("block_tables", []),
+        set_field("room", 0),
         set_field("status", SequenceStatus.WAITING),
         set_field("status", SequenceStatus.FINISHED),
     ],
