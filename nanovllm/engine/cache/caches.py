@@ -34,8 +34,8 @@ class Caches:
         enable_prefix_caching: bool = True,
     ) -> None:
         self.num_running = num_running
-        self.blocks = BlockManager(
-            num_blocks, block_size, enable_prefix_caching, layout.windows,
+        self.blocks = BlockManager(  # no block is ever given where no group takes any
+            num_blocks if layout.windows else 0, block_size, enable_prefix_caching, layout.windows,
             has_states=layout.states is not None,
         )  # fmt: skip
         self.has_windows = self.blocks.has_windows  # whether `pass_by` has to be called
