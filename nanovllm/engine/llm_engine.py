@@ -93,7 +93,7 @@ class LLMEngine(AdapterRequests):
         self.config = self.model_runner.config
         shard = runner.shard
         most_forced = MOST_FORCED if shard.backend.attention.packs_few_queries else 0
-        if shard.pools.states is not None:  # which has slots for so many
+        if shard.pools.states is not None:  # a sequence has slots for this many drafts
             most_forced = min(most_forced, shard.placement.most_rejected)
         speculator = speculator_of(
             asked.speculative_config, costs_of(shard),

@@ -107,8 +107,6 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """Choose the next step's work; None if all sequences wait for tokens in flight."""
-        if self.layout.states is None:
-            return self._next_batch()
         batch = self._next_batch()
         if batch is not None:
             self.caches.plan(batch)

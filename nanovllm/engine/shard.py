@@ -127,12 +127,11 @@ class Shard:
 
     def compute(self, inputs: StepInputs) -> Computed:
         """Compute a step. It does not wait for the device, except with plain PyTorch's kernels."""
-        states = self.pools.states
-        if states is not None and inputs.copied_before is not None:
-            states.copy(inputs.copied_before)
+        if inputs.copied_before is not None:
+            self.pools.copy_states(inputs.copied_before)
         computed = self._compute(inputs)
-        if states is not None and inputs.copied_after is not None:
-            states.copy(inputs.copied_after)
+        if inputs.copied_after is not None:
+            self.pools.copy_states(inputs.copied_after)
         return computed
 
     def _compute(self, inputs: StepInputs) -> Computed:

@@ -1,4 +1,4 @@
-"""SplitTensor: a parameter that is no matrix, of which each rank holds a part."""
+"""SplitTensor: a parameter of any shape, of which each rank holds an equal part."""
 
 import torch
 from torch import nn

@@ -59,16 +59,19 @@ class Caches:
         if not self.blocks.allocate(seq, in_progress, admits):
             return False
         if self.states is not None:
-            prefix = self.blocks.prefix_of(seq, seq.num_cached_tokens)
-            if not self.blocks.num_groups:
-                self._set_tip(seq, prefix or self.blocks.prefixes.root(seq.root))
-            self.states.begin(seq, prefix)
+            self.states.begin(seq, self._begun_prefix(seq))
         return True
 
+    def _begun_prefix(self, seq: Sequence) -> Prefix | None:
+        """The cached prefix that an admitted sequence begins with; None if there is none."""
+        if self.blocks.num_groups:
+            return self._published(seq, seq.num_cached_tokens) if seq.num_cached_tokens else None
+        prefix = self.blocks.prefix_of(seq, seq.num_cached_tokens)
+        self._set_tip(seq, prefix or self.blocks.prefixes.root(seq.root))
+        return prefix
+
     def in_progress(self, seq: Sequence) -> list[int]:
-        """The hashes of the blocks of `seq` after which another sequence could begin, computed or
-        not.
-        """
+        """The hashes of those blocks of `seq`, computed or not, after which others could begin."""
         if self.states is None:
             return self.blocks.full_block_hashes(seq)
         size = self.blocks.block_size

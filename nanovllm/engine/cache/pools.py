@@ -9,6 +9,7 @@ from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.cache.groups import CacheGroups
 from nanovllm.engine.cache.kv_pool import KVPool
 from nanovllm.engine.cache.state_pool import StatePool
+from nanovllm.engine.step.transfer import Array
 from nanovllm.layers.state_mixer import StateMixer
 
 
@@ -54,7 +55,7 @@ class CachePools:
         return self.layout._replace(states=states)
 
     def num_bytes(self, num_running: int) -> CacheBytes:
-        """How the memory grows with the number of blocks."""
+        """Of a block with its share of checkpoints, and of the slots that sequences need."""
         of_block, states = self.kv.block_bytes, self._layout(0).states
         if states is None or self.states is None:
             return CacheBytes(of_block, 0)
@@ -70,6 +71,11 @@ class CachePools:
         self.layout = self._layout(num_blocks)
         if self.states is not None and self.layout.states is not None:
             self.states.allocate(self.layout.states.num_slots(num_running))
+
+    def copy_states(self, pairs: Array) -> None:
+        """Copy slots of states; only steps of models that have some ask for it."""
+        assert self.states is not None
+        self.states.copy(pairs)
 
     def release(self) -> None:
         """Free all memory until the next `allocate`."""

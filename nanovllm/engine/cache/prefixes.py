@@ -97,9 +97,10 @@ class Prefixes:
     def enter(
         self, parent: Prefix, value: int, token_ids: tuple[int, ...], column: list[int]
     ) -> Prefix:
-        """The same, made if there is none; `column` has for each group a block that holds it now.
+        """The prefix that continues `parent` with these tokens, made if there is none.
 
-        It stays until its last use is given up.
+        `column` has for each group a block that holds it now. It stays until its last use is given
+        up.
         """
         first = self.by_hash.get(value)
         prefix = first and self.find(parent, value, token_ids)

@@ -15,8 +15,7 @@ from nanovllm.engine.step.transfer import Array
 from nanovllm.layers.state_mixer import StateMixer
 
 ALIGNMENT = 256  # bytes
-# How many times the memory of checkpoints the KV of the tokens between them takes: so a quarter of
-# what is not needed to run goes to checkpoints.
+# Bytes of KV for each byte of checkpoints, which so get a quarter of the memory that both share.
 KV_SHARE = 3
 NO_KV_INTERVAL = 256  # tokens between checkpoints, if there is no KV to compare with
 
@@ -61,9 +60,9 @@ class StatePool:
         self.release()
 
     def layout(self, num_blocks: int, block_size: int, block_bytes: int) -> StateLayout:
-        """The slots beside a pool of KV blocks, of which a token of each group takes `block_bytes`.
+        """The slots for a pool with `num_blocks` of KV in each group.
 
-        Blocks of a model without KV have no bytes, and checkpoints as if they had some.
+        `block_bytes` is the KV of a block's tokens in all groups; 0 without KV.
         """
         if not self.checkpoints:
             return StateLayout(self.num_each, 0, 0)
