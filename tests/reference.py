@@ -238,3 +238,16 @@ def check_freed_blocks(case: Case, **options: Any) -> None:
 
         llm.model_runner.begin = poisoning  # type: ignore[method-assign]
         assert_same(generate(llm, case), case.expected)
+
+
+def check_aborts(case: Case, **options: Any) -> None:
+    """Requests that are aborted in the middle leave what later ones can read."""
+    with make_llm(case.path, **options) as llm:
+        ids = [llm.add_request(p, s) for p, s in zip(case.prompts, case.params, strict=True)]
+        finished: set[int] = set()
+        for _ in range(25):
+            finished |= {out["request_id"] for out in llm.step()}
+        for request_id in set(ids) - finished:
+            llm.abort_request(request_id)
+        audit_at_rest(llm)
+        assert_same(generate(llm, case), case.expected)

@@ -24,22 +24,21 @@ from reference import (
     check_freed_blocks,
     check_hits,
     check_samples,
-    decisive,
     generate,
     make_llm,
     make_prompts,
 )
 from safetensors.torch import save_file
+from strangers import loop_case, registered
 from test_strangers import SCENARIOS, Loop
 
-import nanovllm
 from nanovllm import SamplingParams
 from nanovllm.command.info import describe
-from nanovllm.models import model_size, registry
+from nanovllm.models import model_size
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 
-pytestmark = pytest.mark.usefixtures("one_thread", "crowded", "registered")
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded", "known")
 
 NAME = "LatentForCausalLM"
 CONFIG: dict[str, Any] = dict(
@@ -51,12 +50,9 @@ CONFIG: dict[str, Any] = dict(
 
 
 @pytest.fixture(scope="module")
-def registered() -> Iterator[None]:
-    before = dict(registry._registered)
-    nanovllm.register_model(NAME, latent_family.FAMILY)
-    yield
-    registry._registered.clear()
-    registry._registered.update(before)
+def known() -> Iterator[None]:
+    with registered(NAME, latent_family.FAMILY):
+        yield
 
 
 def random_weights(config: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -135,14 +131,7 @@ class LatentLoop(Loop):
 
 
 def make_case(path: Path, prompts: list[list[int]], **changes: Any) -> Case:
-    loop = LatentLoop(CONFIG | changes)
-    with torch.inference_mode():
-        known = {tuple(prompt): loop.continued(prompt) for prompt in map(list, prompts)}
-    logits = torch.stack([known[tuple(prompt)] for prompt in prompts])
-    kept = decisive(logits)
-    logits = logits[kept]
-    path = write_model(path, **changes)
-    return Case(path, [prompts[i] for i in kept], logits.argmax(-1).tolist(), logits)
+    return loop_case(write_model(path, **changes), LatentLoop(CONFIG | changes).logits, prompts)
 
 
 @pytest.fixture(scope="module")

@@ -22,21 +22,22 @@ from reference import (
     Case,
     assert_same,
     audit_at_rest,
-    decisive,
+    check_aborts,
+    check_hits,
     generate,
     make_llm,
     make_prompts,
 )
 from safetensors.torch import load_file, save_file
+from strangers import loop_case, registered
 
-import nanovllm
 from nanovllm import SamplingParams
 from nanovllm.command.info import describe
-from nanovllm.models import model_size, registry
+from nanovllm.models import model_size
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 
-pytestmark = pytest.mark.usefixtures("one_thread", "crowded", "registered")
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded", "known")
 
 NAME = "MixedForCausalLM"
 HIDDEN, INNER, HEADS, KV_HEADS, DIM = 64, 96, 4, 2, 16
@@ -69,12 +70,9 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def registered() -> Iterator[None]:
-    before = dict(registry._registered)
-    nanovllm.register_model(NAME, state_family.FAMILY)
-    yield
-    registry._registered.clear()
-    registry._registered.update(before)
+def known() -> Iterator[None]:
+    with registered(NAME, state_family.FAMILY):
+        yield
 
 
 def write_model(path: Path, kinds: list[str]) -> None:
@@ -169,26 +167,13 @@ class Loop:
             x = x + (F.silu(h @ gate.T) * (h @ up.T)) @ down.T
         return self.norm(x, "norm") @ self.weights["embed_tokens"].T
 
-    @torch.inference_mode()
-    def continued(self, ids: list[int]) -> torch.Tensor:
-        """The logits [NUM_STEPS, vocab] of the greedy continuation."""
-        steps = []
-        for _ in range(NUM_STEPS):
-            steps.append(self.logits(ids)[-1])
-            ids = [*ids, int(steps[-1].argmax())]
-        return torch.stack(steps)
-
 
 @pytest.fixture(scope="module", params=KINDS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     path = tmp_path_factory.mktemp("states")
     write_model(path, KINDS[request.param])
-    loop, prompts = Loop(path), make_prompts()
-    known = {tuple(prompt): loop.continued(prompt) for prompt in map(list, prompts)}
-    logits = torch.stack([known[tuple(prompt)] for prompt in prompts])
-    kept = decisive(logits)
-    logits = logits[kept]
-    return Case(path, [prompts[i] for i in kept], logits.argmax(-1).tolist(), logits)
+    loop = Loop(path)
+    return loop_case(path, lambda ids: loop.logits(ids)[-1], make_prompts())
 
 
 @pytest.mark.sampled(share=0.5)
@@ -238,13 +223,7 @@ def test_drafts_of_a_device_leave_no_state(options: dict[str, Any], case: Case) 
 
 def test_prefix_hits_restore_states(case: Case) -> None:
     """In a pool that has room for all checkpoints: at the end of each prompt's last full block."""
-    with make_llm(case.path, kvcache_block_size=4, max_num_batched_tokens=64) as llm:
-        assert_same(generate(llm, case), case.expected)
-        again = generate(llm, case)
-        assert_same(again, case.expected)
-        for prompt, out in zip(case.prompts, again, strict=True):
-            assert out["num_cached_tokens"] == (len(prompt) - 1) // 4 * 4
-        audit_at_rest(llm)
+    check_hits(case, kvcache_block_size=4, max_num_batched_tokens=64)
 
 
 def test_generated_tokens_have_checkpoints(case: Case) -> None:
@@ -297,15 +276,7 @@ def test_rejected_drafts_leave_no_state(backend: str, options: dict[str, Any], c
 
 
 def test_aborted_requests_leave_correct_states(case: Case) -> None:
-    with make_llm(case.path, **SMALL_POOL, max_num_batched_tokens=32) as llm:
-        ids = [llm.add_request(p, s) for p, s in zip(case.prompts, case.params, strict=True)]
-        finished: set[int] = set()
-        for _ in range(25):
-            finished |= {out["request_id"] for out in llm.step()}
-        for request_id in set(ids) - finished:
-            llm.abort_request(request_id)
-        audit_at_rest(llm)
-        assert_same(generate(llm, case), case.expected)
+    check_aborts(case, **SMALL_POOL, max_num_batched_tokens=32)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -27,12 +27,14 @@ from reference import (
     Case,
     assert_same,
     audit_at_rest,
-    decisive,
+    check_aborts,
+    check_hits,
     generate,
     make_llm,
     make_prompts,
 )
 from safetensors.torch import load_file, save_file
+from strangers import continued, loop_case, registered
 from waiting import LIMIT
 
 import nanovllm
@@ -46,7 +48,7 @@ from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
 
-pytestmark = pytest.mark.usefixtures("one_thread", "crowded", "registered")
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded", "known")
 
 NAME = "SandwichForCausalLM"
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -80,12 +82,9 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def registered() -> Iterator[None]:
-    before = dict(registry._registered)
-    nanovllm.register_model(NAME, sandwich_family.FAMILY)
-    yield
-    registry._registered.clear()
-    registry._registered.update(before)
+def known() -> Iterator[None]:
+    with registered(NAME, sandwich_family.FAMILY):
+        yield
 
 
 def heads_of(config: dict[str, Any], index: int) -> list[int]:
@@ -190,25 +189,12 @@ class Loop:
         cap = self.config["final_logit_softcapping"]
         return torch.tanh(last / cap) * cap
 
-    def continued(self, ids: list[int]) -> torch.Tensor:
-        """The logits [NUM_STEPS, vocab] of the greedy continuation."""
-        steps = []
-        for _ in range(NUM_STEPS):
-            steps.append(self.logits(ids))
-            ids = [*ids, int(steps[-1].argmax())]
-        return torch.stack(steps)
-
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     path = write_model(tmp_path_factory.mktemp("stranger"))
-    loop, prompts = Loop(load_file(path / "model.safetensors"), CONFIG), make_prompts()
-    with torch.inference_mode():
-        known = {tuple(prompt): loop.continued(prompt) for prompt in map(list, prompts)}
-    logits = torch.stack([known[tuple(prompt)] for prompt in prompts])
-    kept = decisive(logits)
-    logits = logits[kept]
-    return Case(path, [prompts[i] for i in kept], logits.argmax(-1).tolist(), logits)
+    loop = Loop(load_file(path / "model.safetensors"), CONFIG)
+    return loop_case(path, loop.logits, make_prompts())
 
 
 @pytest.mark.sampled(share=0.5)
@@ -236,12 +222,7 @@ def test_a_stranger_equals_the_loop_on_a_device(options: dict[str, Any], case: C
 
 
 def test_prefix_hits_of_a_stranger_keep_the_output(case: Case) -> None:
-    with make_llm(case.path, kvcache_block_size=4, max_num_batched_tokens=64) as llm:
-        assert_same(generate(llm, case), case.expected)
-        again = generate(llm, case)
-        assert_same(again, case.expected)
-        for prompt, out in zip(case.prompts, again, strict=True):
-            assert out["num_cached_tokens"] == (len(prompt) - 1) // 4 * 4
+    check_hits(case, kvcache_block_size=4, max_num_batched_tokens=64)
 
 
 def test_forks_of_a_stranger_equal_the_loop(case: Case) -> None:
@@ -254,15 +235,7 @@ def test_forks_of_a_stranger_equal_the_loop(case: Case) -> None:
 
 
 def test_aborted_requests_of_a_stranger_leave_correct_kv(case: Case) -> None:
-    with make_llm(case.path, **SMALL_POOL, max_num_batched_tokens=32) as llm:
-        ids = [llm.add_request(p, s) for p, s in zip(case.prompts, case.params, strict=True)]
-        finished: set[int] = set()
-        for _ in range(25):
-            finished |= {out["request_id"] for out in llm.step()}
-        for request_id in set(ids) - finished:
-            llm.abort_request(request_id)
-        audit_at_rest(llm)
-        assert_same(generate(llm, case), case.expected)
+    check_aborts(case, **SMALL_POOL, max_num_batched_tokens=32)
 
 
 def test_weights_of_a_stranger_are_updated_by_either_name(case: Case) -> None:
@@ -276,7 +249,9 @@ def test_weights_of_a_stranger_are_updated_by_either_name(case: Case) -> None:
             llm.update_weights({names[name]: tensor for name, tensor in other.items()})
             outputs = llm.generate(prompts, params, use_tqdm=False)
             loop = Loop(other, CONFIG)
-            expected = [loop.continued(prompt).argmax(-1).tolist()[:8] for prompt in prompts]
+            expected = [
+                continued(loop.logits, prompt).argmax(-1).tolist()[:8] for prompt in prompts
+            ]
             assert [out["token_ids"] for out in outputs] == expected
             unused = {"model.visual.patches.weight": torch.zeros(3, 3)}
             llm.update_weights({names[n]: tensor for n, tensor in weights.items()} | unused)
