@@ -35,7 +35,6 @@ class KVPool:
         self.device = device
         self.beside: Sequence[KVPool] = ()  # pools that have the same blocks
         self.source: Callable[[int], torch.Tensor] | None = None  # of zeroed memory on a GPU
-        self._asleep_blocks = 0
         self._scales_size = self._heads_of_slot() if dtype == CODES else 0
         self.release()
 
@@ -106,17 +105,6 @@ class KVPool:
     def release(self) -> None:
         """Free the memory: the layers have no blocks until the next `allocate`."""
         self.allocate(0)
-
-    def sleep(self) -> None:
-        """Free the memory until `wake_up`."""
-        self._asleep_blocks = self.cache.shape[1]
-        self.release()
-
-    def wake_up(self) -> None:
-        """Have as many blocks as before `sleep`; nothing happens if that has not run."""
-        if self._asleep_blocks:
-            self.allocate(self._asleep_blocks)
-        self._asleep_blocks = 0
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return zeros_of(shape, dtype, self.device, self.source)

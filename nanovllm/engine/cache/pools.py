@@ -46,6 +46,8 @@ class CachePools:
             self.states = StatePool(mixers, dtype, device, num_each, caches_prefixes)
         self.layout = CacheLayout(groups.windows)
         self._num_groups = max(1, len(groups.groups))
+        self._size = 0, 0  # the numbers of blocks and of sequences that there is memory for
+        self._asleep: tuple[int, int] | None = None  # the same before `sleep`
 
     def _layout(self, num_blocks: int) -> CacheLayout:
         if self.states is None:
@@ -67,6 +69,7 @@ class CachePools:
 
     def allocate(self, num_blocks: int, num_running: int) -> None:
         """Make a KV pool of `num_blocks`, and slots for the states of `num_running` sequences."""
+        self._size = num_blocks, num_running
         self.kv.allocate(num_blocks)
         self.layout = self._layout(num_blocks)
         if self.states is not None and self.layout.states is not None:
@@ -79,21 +82,22 @@ class CachePools:
 
     def release(self) -> None:
         """Free all memory until the next `allocate`."""
+        self._size = 0, 0
         self.kv.release()
         if self.states is not None:
             self.states.release()
 
     def sleep(self) -> None:
         """Free all memory until `wake_up`."""
-        self.kv.sleep()
-        if self.states is not None:
-            self.states.sleep()
+        if self._asleep is None:
+            self._asleep = self._size
+            self.release()
 
     def wake_up(self) -> None:
         """Have as much as before `sleep`; nothing happens if that has not run."""
-        self.kv.wake_up()
-        if self.states is not None:
-            self.states.wake_up()
+        if self._asleep is not None:
+            self.allocate(*self._asleep)
+            self._asleep = None
 
     def take_memory_from(self, source: Callable[[int], torch.Tensor]) -> None:
         """Take zeroed memory on a GPU from there."""

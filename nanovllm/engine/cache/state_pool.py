@@ -56,7 +56,6 @@ class StatePool:
                 end = start + math.prod(shape) * type_here.itemsize
                 places.append(_Place(start, end, type_here, shape))
                 self.slot_bytes = -(-end // ALIGNMENT) * ALIGNMENT
-        self._asleep_slots = 0
         self.release()
 
     def layout(self, num_blocks: int, block_size: int, block_bytes: int) -> StateLayout:
@@ -89,14 +88,3 @@ class StatePool:
     def release(self) -> None:
         """Free the memory: there are no slots until the next `allocate`."""
         self.allocate(0)
-
-    def sleep(self) -> None:
-        """Free the memory until `wake_up`."""
-        self._asleep_slots = len(self.slots)
-        self.release()
-
-    def wake_up(self) -> None:
-        """Have as many slots as before `sleep`; nothing happens if that has not run."""
-        if self._asleep_slots:
-            self.allocate(self._asleep_slots)
-        self._asleep_slots = 0

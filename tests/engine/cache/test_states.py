@@ -8,6 +8,8 @@ import torch
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cache.caches import CacheLayout, Caches
+from nanovllm.engine.cache.groups import CacheGroups
+from nanovllm.engine.cache.pools import CachePools
 from nanovllm.engine.cache.state_pool import KV_SHARE, StatePool
 from nanovllm.engine.cache.states import StateLayout
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -289,10 +291,22 @@ def test_each_layer_has_a_part_of_all_slots() -> None:
     pool.copy(np.array([2, 1, 1, 3]))
     for number, tensor in enumerate(tensors):
         assert (tensor[1:] == number + 1).all() and not tensor[0].any()
-    pool.sleep()
-    assert not first.states[0].numel()
-    pool.wake_up()
-    assert [tuple(tensor.shape) for tensor in first.states] == [(4, 3, 5), (4, 2, 2)]
+
+
+def test_slots_come_back_after_sleep() -> None:
+    """A second call of either changes nothing."""
+    keeper = Keeper(StateTensor((3, 5)), StateTensor((2, 2), in_float32=True))
+    types = torch.bfloat16, torch.bfloat16
+    pools = CachePools(CacheGroups((), 0, 0), [keeper], 4, types, torch.device("cpu"), (), 1, True)
+    pools.wake_up()
+    assert not keeper.states[0].numel()
+    pools.allocate(0, 2)
+    for _ in range(2):
+        pools.sleep()
+        assert not keeper.states[0].numel()
+    for _ in range(2):
+        pools.wake_up()
+        assert [tuple(tensor.shape) for tensor in keeper.states] == [(4, 3, 5), (4, 2, 2)]
 
 
 def test_a_quarter_of_the_memory_goes_to_checkpoints() -> None:
