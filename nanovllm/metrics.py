@@ -130,7 +130,7 @@ class RequestMeter:
         gauges = {
             "num_requests_running": stats.num_running,
             "num_requests_waiting": stats.num_waiting,
-            "kv_cache_usage_perc": stats.blocks_used / stats.num_blocks,
+            "kv_cache_usage_perc": stats.cache_usage,
         }
         counters = {
             "num_preemptions": stats.num_preemptions,

@@ -57,6 +57,8 @@ class EngineStats(Record):
     dropped tokens count as decoded. Drafted tokens count as decoded if they are accepted. The
     prefix cache is queried for a request's prompt tokens once, on first admission. `num_running`
     counts each sample of a request as one; samples that wait for their prompt are not counted.
+    Blocks have the KV of all cache groups. A model with recurrent layers has slots for the states
+    of running sequences, and checkpoints, which are the states of cached prefixes.
     """
 
     num_waiting: int
@@ -72,6 +74,17 @@ class EngineStats(Record):
     prefix_cache_hits: int
     blocks_used: int
     num_blocks: int
+    state_slots_used: int
+    num_state_slots: int
+    checkpoints_used: int
+    num_checkpoints: int
+
+    @property
+    def cache_usage(self) -> float:
+        """The share of the KV blocks that requests have; of the slots for states without blocks."""
+        if self.num_blocks:
+            return self.blocks_used / self.num_blocks
+        return self.state_slots_used / self.num_state_slots
 
 
 class TokenLogprob(Record):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 PUBLISHED: dict[str, Any] = dict(
     architectures=["LlamaForCausalLMEagle3"], model_type="llama", num_hidden_layers=1,
@@ -25,15 +25,15 @@ PUBLISHED: dict[str, Any] = dict(
 
 def make_head(path: Path, model: Path, *, seed: int = 1, own: bool = False, **fields: Any) -> Path:
     """Save a random head for a model, with an embedding of its `own` or without."""
-    target = AutoConfig.from_pretrained(model)
-    sizes = dict(vocab_size=target.vocab_size, hidden_size=target.hidden_size)
+    target = json.loads((model / "config.json").read_text())
+    sizes = {name: target[name] for name in ("vocab_size", "hidden_size")}
     config = PUBLISHED | sizes | fields
     torch.manual_seed(seed)
     hidden, inner, dim = (config[n] for n in ("hidden_size", "intermediate_size", "head_dim"))
     heads, kv_heads = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     known, vocab_size = config["draft_vocab_size"], config["vocab_size"]
     shapes = {
-        "fc": (hidden, 3 * target.hidden_size), "norm": (hidden,), "lm_head": (known, hidden),
+        "fc": (hidden, 3 * target["hidden_size"]), "norm": (hidden,), "lm_head": (known, hidden),
         "midlayer.hidden_norm": (hidden,), "midlayer.input_layernorm": (hidden,),
         "midlayer.post_attention_layernorm": (hidden,),
         "midlayer.self_attn.q_proj": (heads, 2 * hidden),

@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 def test_counts_by_hand(model_dir: Path) -> None:
     """Blocks of 4; the second prompt hits two blocks of the first."""
     with make_llm(model_dir, kvcache_block_size=4, num_kvcache_blocks=150) as llm:
-        assert set(llm.stats().values()) == {0, 150}
+        assert set(llm.stats().values()) == {0, 150} and llm.stats().cache_usage == 0
         llm.generate([1] * 9, GREEDY, use_tqdm=False)
         llm.add_request([*[1] * 8, 2, 3], GREEDY)
         llm.add_request([5, 6, 7], GREEDY)
@@ -30,7 +30,9 @@ def test_counts_by_hand(model_dir: Path) -> None:
             prefill_tokens=9 + 2 + 3, decode_tokens=7, drafted_tokens=0,
             accepted_tokens=0, prefix_cache_queries=9 + 10 + 3,
             prefix_cache_hits=8, blocks_used=3 + 1, num_blocks=150,
+            state_slots_used=0, num_state_slots=0, checkpoints_used=0, num_checkpoints=0,
         )  # fmt: skip
+        assert llm.stats().cache_usage == 4 / 150
         llm.abort_request(third)
         while not llm.is_finished():
             llm.step()

@@ -5,6 +5,7 @@ user asked for; here nothing is optional.
 """
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from nanovllm.config import Config
 
@@ -18,6 +19,7 @@ class EngineConfig:
     dtype: str
     max_num_batched_tokens: int
     max_num_seqs: int
+    max_num_running: int  # sequences that can decode at once
     max_model_len: int
     tensor_parallel_size: int
     enable_expert_parallel: bool
@@ -37,22 +39,24 @@ class EngineConfig:
     lora_modules: tuple[str, ...]
 
     @classmethod
-    def settle(cls, config: Config, num_kvcache_blocks: int, max_model_len: int) -> "EngineConfig":
+    def settle(
+        cls, config: Config, num_kvcache_blocks: int, max_model_len: int, has_kv: bool = True
+    ) -> "EngineConfig":
         """Complete a Config of which only the pool's size and the longest sequence are open."""
-        values = {field.name: getattr(config, field.name) for field in fields(cls)}
+        values: dict[str, Any] = {
+            field.name: getattr(config, field.name, None) for field in fields(cls)
+        }
+        # Each takes a token of a step's budget, and a block.
+        running = min(most_running(config), num_kvcache_blocks) if has_kv else most_running(config)
+        values["max_num_running"] = running
         values |= dict(max_cpu_loras=most_kept(config), lora_modules=config.lora_modules or ())
         values |= dict(num_kvcache_blocks=num_kvcache_blocks, max_model_len=max_model_len)
         missing = [name for name, value in values.items() if value is None]
         assert not missing, missing
         return cls(**values)
 
-    @property
-    def max_num_running(self) -> int:
-        """Sequences that can decode at once: each takes a token of a step's budget, and a block."""
-        return min(most_running(self), self.num_kvcache_blocks)
 
-
-def most_running(config: Config | EngineConfig) -> int:
+def most_running(config: Config) -> int:
     """Sequences that can decode at once in a KV pool of any size."""
     return min(config.max_num_seqs, config.max_num_batched_tokens)
 

@@ -7,10 +7,10 @@ and numbers of blocks, and nothing else.
 
 import bisect
 import math
-import sys
 from collections import Counter, deque
 from collections.abc import Iterable
 from itertools import accumulate
+from typing import NamedTuple
 
 from nanovllm.engine.sequence import Sequence
 
@@ -55,28 +55,28 @@ class Lengths:
         return min(max(1, left), most)
 
 
+class Room(NamedTuple):
+    """The KV blocks that sequences may take."""
+
+    num_free: int
+    block_size: int
+    most_held: tuple[int, ...]  # for each cache group, the most blocks that a sequence grows to
+
+
 class Forecast:
     """Looks ahead to the first step at which the running sequences need more blocks than exist.
 
     A sequence is admitted if there is no such step, or if it is so late that computing the
     sequence's tokens again costs less than leaving its place in all steps until then empty. A block
-    that several sequences share counts as free when the first of them ends, which is too early.
-    `most_held` has for each cache group the most blocks that a sequence grows to; a prompt chunk's
-    extra blocks in groups with a window are ignored.
+    that several sequences share counts as free when the first of them ends, which is too early. A
+    prompt chunk's extra blocks in groups with a window are ignored.
     """
 
-    def __init__(
-        self,
-        lengths: Lengths,
-        running: Iterable[Sequence],
-        num_free: int,
-        block_size: int,
-        most_held: Iterable[int] = (sys.maxsize,),
-    ) -> None:
+    def __init__(self, lengths: Lengths, running: Iterable[Sequence], room: Room) -> None:
         self.lengths = lengths
-        self.block_size = block_size
-        self.limits = [*Counter(most_held).items()]  # and how many groups have them
-        self.room = num_free  # plus the blocks that the sequences hold
+        self.block_size = room.block_size
+        self.limits = [*Counter(room.most_held).items()]  # and how many groups have them
+        self.room = room.num_free  # plus the blocks that the sequences hold
         self.wanted = 0  # blocks needed if no sequence ended before the others
         self.num_tokens: list[int] = []
         self.steps: list[int] = []

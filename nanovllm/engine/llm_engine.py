@@ -144,7 +144,6 @@ class LLMEngine(AdapterRequests):
     def stats(self) -> EngineStats:
         """Counts of what the engine has done and is doing. Costs microseconds."""
         scheduler, counter = self.scheduler, self.counter
-        blocks = scheduler.block_manager
         return EngineStats(
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
@@ -157,8 +156,7 @@ class LLMEngine(AdapterRequests):
             accepted_tokens=counter.accepted_tokens,
             prefix_cache_queries=counter.cache_queries,
             prefix_cache_hits=counter.cache_hits,
-            blocks_used=blocks.num_blocks - blocks.num_free_blocks,
-            num_blocks=blocks.num_blocks,
+            **scheduler.caches.counts(),
         )
 
     def get_metrics(self) -> list[Metric]:

@@ -103,7 +103,7 @@ class Activity:
             yield f"{stats['num_running']} running"
         if stats["num_waiting"]:
             yield f"{stats['num_waiting']} waiting"
-        yield f"KV {stats['blocks_used'] / stats['num_blocks']:.0%}"
+        yield f"{'KV' if stats.num_blocks else 'states'} {stats.cache_usage:.0%}"
 
 
 def _fit(bar: Bar, notes: list[str]) -> str:

@@ -153,10 +153,8 @@ class Scheduler:
         Else a row has a block for its next token, however many drafts are accepted before it.
         """
         assert self.speculator is not None
-        manager = self.block_manager
-        blocks_each = 2 + 2 * self.speculator.most_drafts // self.block_size
-        most_needed = len(self.running) * blocks_each * manager.num_groups
-        return manager.num_free_blocks < most_needed
+        most_new = 2 * self.speculator.most_drafts + 1  # of a step in flight and of the next one
+        return not self.caches.surely_grow(len(self.running), most_new)
 
     def _has_prompts(self) -> bool:
         """Whether the next step is likely to compute prompts."""
@@ -322,12 +320,10 @@ class Scheduler:
         num_running = self._num_places_taken() + sum(len(seq.siblings) for seq in self.running)
         if num_running >= self.max_num_running:
             return
-        caches, manager = self.caches, self.block_manager
+        caches = self.caches
         caches.release_ended(self.running)
         in_progress = {block for seq in seqs for block in caches.in_progress(seq)}
-        forecast = Forecast(
-            self.lengths, self.running, manager.num_free_blocks, self.block_size, manager.most_held
-        )
+        forecast = Forecast(self.lengths, self.running, caches.room())
         candidates, num_begun = self._candidates(), len(seqs)
         while budget and num_running < self.max_num_running:
             seq = next(candidates, None)
@@ -389,7 +385,7 @@ class Scheduler:
 
         A sequence whose last token is in flight is left out.
         """
-        manager = self.block_manager
+        caches = self.caches
         seqs = []
         growing = []  # in the order of `running`, so that a preempted sequence is the last
         for seq in self.running:
@@ -403,18 +399,18 @@ class Scheduler:
             seqs.append(seq)
             if num_tokens > seq.room:
                 growing.append(seq)
-        if manager.num_needed(growing) > manager.num_free_blocks and self.speculator is not None:
+        if self.speculator is not None and not caches.can_grow(growing):
             for seq in self.running:  # blocks for drafts, of a step before
                 if not seq.num_possible_tokens:
-                    self.caches.rewind(seq, len(seq.token_ids))
-        while manager.num_needed(growing) > manager.num_free_blocks:
+                    caches.rewind(seq, len(seq.token_ids))
+        while not caches.can_grow(growing):
             if growing[-1] is self.running[-1]:
                 growing.pop()
             if seqs and seqs[-1] is self.running[-1]:
                 seqs.pop()
             self.preempt()
         for seq in growing:
-            manager.append_blocks(seq)
+            caches.grow(seq, len(seq.token_ids))
         return seqs
 
     def _draft(

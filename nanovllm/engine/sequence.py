@@ -42,13 +42,13 @@ class Sequence:
 
     State space: `0 <= num_cached_tokens <= num_cached_tokens + num_scheduled_tokens <= num_tokens`.
     The KV of the cached tokens is in the blocks of `block_tables`, one table for each cache group;
-    the first `room` tokens have blocks in all groups, and without `room` it holds nothing. `slots`
-    are for the states of its last tokens, and `checkpoints` for those after some of the tokens that
-    steps in flight compute, by their number. The scheduled tokens are those that the step
-    in progress computes. The last `num_pending_tokens` are in flight: the step that
+    the first `room` tokens have blocks in all groups, and without `room` it holds nothing.
+    `state_slots` are for the states of its last tokens, and `checkpoints` has the slots for those
+    after some of the tokens that steps in flight compute, by length. The scheduled tokens are those
+    that the step in progress computes. The last `num_pending_tokens` are in flight: the step that
     samples them has been launched, and `token_ids` holds `PENDING` in their place. A step with
-    drafts has one of these, as one token is sure to come, and its drafts are `num_possible_tokens`:
-    so many more may come. Until then lengths are the least that they may be.
+    drafts has one of these, as one token is sure to come, and at most `num_possible_tokens` more
+    may be accepted. Until then lengths are the least that they may be.
 
     `siblings` are the other samples of its prompt, until the prompt is computed. `followers` are
     the callables, the constraint, the text and the token counts that are kept, if any. With a
@@ -98,7 +98,7 @@ class Sequence:
         "seed",
         "seq_id",
         "siblings",
-        "slots",
+        "state_slots",
         "states",
         "status",
         "stop_reason",
@@ -355,7 +355,7 @@ class Sequence:
         self.num_published_blocks = 0
         # At the start of each table: freed, as they are behind the group's window.
         self.num_passed_blocks: list[int] = []
-        self.slots: list[int] = []
+        self.state_slots: list[int] = []
         self.checkpoints: dict[int, int] = {}
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:

@@ -64,11 +64,11 @@ class Shard:
         self.sampler = Sampler(self.backend.kernels)
         self.guesser = guesser or guesser_of(placement.drafting, self.backend.kernels)
         groups = divide(model.attentions, placement.max_positions, self.guesser.longest_window)
-        if self.guesser.pools and (not groups.groups or groups.parts[0] != 1):
-            raise ValueError(
-                f"speculative_config: a {self.guesser.name} needs a model whose layers without a"
-                " window have the largest rows of keys or latents"
-            )
+        if self.guesser.pools and groups.parts[:1] != (1,):
+            needs = "whose layers without a window have the largest rows of keys or latents"
+            if not groups.groups:
+                needs = "with attention layers, whose blocks its own keys and values share"
+            raise ValueError(f"speculative_config: a {self.guesser.name} needs a model {needs}")
         self._attentions = [group.attention for group in groups.groups]
         self.pools = CachePools(
             groups, model.state_mixers, self.block_size, (placement.kv_dtype, placement.dtype),
@@ -115,7 +115,7 @@ class Shard:
         layout = TableLayout(
             num_running, max_blocks, self.block_size, self.placement.most_drafts, longest,
             self.adapters is not None, self.groups.parts,
-            self.pools.states.num_each if self.pools.states else 0,
+            self.pools.states.slots_per_sequence if self.pools.states else 0,
         )  # fmt: skip
         write = self.backend.kernels.write_table if self.device.type == "cuda" else None
         self.table = DeviceTable(layout, self.device, write)
@@ -369,7 +369,7 @@ class Shard:
             contexts = _for_groups(context, *more)
         states = None
         if self.pools.states is not None:
-            before, after = read_slots(self.table.slots, self.table.state, decoding)
+            before, after = read_slots(self.table.state_slots, self.table.state, decoding)
             states = StateStep(before, after, num_queries=size.num_queries)
         hidden, residuals = self._forward(
             decoding.input_ids, decoding.positions, contexts, states=states

@@ -15,6 +15,7 @@ MAX_GIB = 1 << 30  # more than any machine has: an infinite option becomes a fin
 def fit_kv_blocks(shard: Shard, config: Config) -> int:
     """How many blocks fit in memory beside all else: the least of any rank."""
     block_bytes, own_bytes = shard.pools.num_bytes(most_running(config))
+    with_copies: float = block_bytes
     if shard.device.type == "cpu":
         budget = int(min(config.cpu_kvcache_gib, MAX_GIB) * GIB) // shard.ranks.size
         option, hint = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", "raise it"
@@ -22,7 +23,11 @@ def fit_kv_blocks(shard: Shard, config: Config) -> int:
         budget = _free_device_bytes(shard, config)
         option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
         hint = "raise it, or lower max_num_batched_tokens"
-    num_blocks = shard.ranks.minimum((budget - own_bytes) // block_bytes)
+        with_copies *= 1 + _copies(shard)
+    # Without KV and prefixes nothing grows with the tokens, and any number of blocks is enough.
+    left = budget - own_bytes
+    num_blocks = int(left / with_copies) if block_bytes else most_running(config) * (left >= 0)
+    num_blocks = shard.ranks.minimum(num_blocks)
     if num_blocks < 1:
         states = ""
         if own_bytes:
@@ -47,8 +52,7 @@ def _free_device_bytes(shard: Shard, config: Config) -> int:
     free, total = torch.cuda.mem_get_info(device)
     graphs = _graph_bytes(shard, num_running)
     others = total - free
-    budget = total * config.gpu_memory_utilization - others - activations - graphs
-    return int(budget / (1 + _copies(shard)))
+    return int(total * config.gpu_memory_utilization) - others - activations - graphs
 
 
 def _activation_bytes(shard: Shard, config: Config, num_running: int) -> int:

@@ -76,6 +76,8 @@ def start_shard(shard: Shard, config: Config) -> EngineConfig:
         max_model_len = settle_length(
             config.max_model_len, shard.pool, num_blocks, shard.placement.max_positions
         )
-        settled = EngineConfig.settle(config, num_blocks, max_model_len)
+        settled = EngineConfig.settle(
+            config, num_blocks, max_model_len, has_kv=bool(shard.groups.groups)
+        )
         prepare(shard, settled, config)
     return settled

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from nanovllm.layers.lora import AdapterRows
@@ -76,19 +76,22 @@ class StateStep:
                 shape = -1, self.num_queries
                 self._batches = [StateBatch(rows.view(shape), self.before, self.after.view(shape))]
             else:
-                self._batches = self._prefill_batches(self.ends.tolist())
+                self._batches = self._prefill_batches()
         return self._batches
 
-    def _prefill_batches(self, ends: list[int]) -> list[StateBatch]:
-        by_length: dict[int, list[tuple[int, int]]] = {}
-        for index, (start, end) in enumerate(pairwise(ends)):
-            by_length.setdefault(end - start, []).append((index, start))
-        batches, device = [], self.after.device
-        for length, places in by_length.items():
-            indices, starts = torch.tensor(places, device=device).unbind(1)
-            rows = starts[:, None] + torch.arange(length, device=device)
-            batches.append(StateBatch(rows, self.before[indices], self.after[rows]))
-        return batches
+    def _prefill_batches(self) -> list[StateBatch]:
+        lengths = np.diff(self.ends)
+        members = [np.flatnonzero(lengths == length) for length in np.unique(lengths)]
+        rows = [self.ends[of, None] + np.arange(lengths[of[0]]) for of in members]
+        # All numbers travel to the device together.
+        numbers = np.concatenate([part.ravel() for part in (*members, *rows)], dtype=np.int64)
+        parts = torch.from_numpy(numbers).to(self.after.device)
+        indices = torch.split(parts[: len(lengths)], [len(of) for of in members])
+        places = torch.split(parts[len(lengths) :], [of.size for of in rows])
+        return [
+            StateBatch(place.view(of.shape), self.before[index], self.after[place].view(of.shape))
+            for index, place, of in zip(indices, places, rows, strict=True)
+        ]
 
 
 _current = threading.local()

@@ -30,13 +30,13 @@ from nanovllm.engine.adapters.adapter import Adapter
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cache import prefixes
 from nanovllm.engine.cache.caches import CacheLayout
-from nanovllm.engine.cache.states import StateLayout
+from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.speculative.grammar import GrammarProposer
 from nanovllm.engine.speculative.speculator import Speculator
-from nanovllm.engine.step.inputs import state_slots
+from nanovllm.engine.step.inputs import states_before_and_after
 from nanovllm.sampling_params import SamplingParams
 
 BLOCK_SIZES = (1, 2, 3, 4, 16)
@@ -448,12 +448,12 @@ class Simulation:
         for seq, numbers, slots in of_seqs:
             start = len(numbers) - len(slots)
             before = numbers[start - 1] if start else EMPTY
-            own = seq.slots[(start - 1) % len(seq.slots)] if start else 0
+            own = seq.state_slots[(start - 1) % len(seq.state_slots)] if start else 0
             assert self.states[own] == before or not start, "not the states before its tokens"
             found += [own] if start else []
             left += [(slot, n) for slot, n in zip(slots, numbers[start:], strict=True) if slot >= 0]
             mine = {slot for slot in slots if slot >= 0}
-            assert mine <= {*seq.slots, *seq.checkpoints.values()}
+            assert mine <= {*seq.state_slots, *seq.checkpoints.values()}
         targets = [slot for slot, _ in left]
         assert len(set(targets)) == len(targets) and 0 not in targets
         assert len(set(found)) == len(found)
@@ -480,7 +480,7 @@ class Simulation:
                 seq.num_scheduled_tokens + len(batch.drafts.get(seq, [])) for seq in batch.seqs
             ]
             ends = np.cumsum([0, *lengths])
-            slots = state_slots(batch, ends)["states_after"].tolist()
+            slots = states_before_and_after(batch, ends)["states_after"].tolist()
             self.compute_states(
                 batch,
                 [
@@ -564,8 +564,8 @@ class Simulation:
             numbers = self.numbered(seq, drafts)[len(self.computed[seq]) - 1 :]
             self.keep(slots, numbers)
             count = 1 if num_places else 0
-            if num_places and seq.slots:
-                own = [seq.slots[place % len(seq.slots)] for place in range(start, end)]
+            if num_places and seq.state_slots:
+                own = [seq.state_slots[place % len(seq.state_slots)] for place in range(start, end)]
                 own = own[: 1 + len(drafts)]
                 states.append((seq, self.numbered(seq, drafts)[: start + len(own)], own))
             while 0 < count <= len(drafts) and tokens[count - 1] == drafts[count - 1]:
@@ -672,8 +672,9 @@ def state_layout(
         return None
     if not options["enable_prefix_caching"]:
         num_checkpoints = 0
-    num_each = 1 + MOST_DRAFTS if options["draft_seed"] is not None or options["forces"] else 1
-    return StateLayout(num_each, num_checkpoints, interval * block_size)
+    drafts = options["draft_seed"] is not None or options["forces"]
+    slots_each = 1 + MOST_DRAFTS if drafts else 1
+    return StateLayout(slots_each, num_checkpoints, interval * block_size)
 
 
 class SchedulerMachine(RuleBasedStateMachine):

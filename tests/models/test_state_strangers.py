@@ -14,12 +14,14 @@ import state_family
 import torch
 import torch.nn.functional as F
 from conftest import byte_tokenizer
-from drafts import Adversary, Eager, speculate, speculator_of, use_graphs
+from drafts import Adversary, Eager, make_eager, speculate, speculator_of, use_graphs
+from heads import make_head
 from reference import (
     HARD,
     NUM_STEPS,
     SMALL_POOL,
     Case,
+    as_fp8,
     assert_same,
     audit_at_rest,
     check_aborts,
@@ -117,7 +119,8 @@ def write_model(path: Path, kinds: list[str]) -> None:
 class Loop:
     """The model in plain PyTorch, for one sequence at a time."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, fp8: bool = False) -> None:
+        self.fp8 = fp8
         weights = load_file(path / "model.safetensors")
         self.weights = {
             name.removeprefix("model.").removesuffix(".weight"): tensor
@@ -139,6 +142,8 @@ class Loop:
             torch.view_as_real(torch.complex(*h.split(DIM // 2, -1)) * turn).mT.flatten(-2)
             for h in (q, k)
         )  # fmt: skip
+        if self.fp8:
+            k, v = as_fp8(k), as_fp8(v)
         k, v = (h.repeat_interleave(HEADS // KV_HEADS, 0) for h in (k, v))
         attended = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
         return attended.transpose(0, 1).flatten(1) @ self.weights[f"{name}.self_attn.o_proj"].T
@@ -219,6 +224,72 @@ def test_drafts_of_a_device_leave_no_state(options: dict[str, Any], case: Case) 
             stats = llm.stats()
     assert outputs[0] == outputs[1]
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
+
+
+@pytest.mark.parametrize("options", [{}, HARD, dict(HARD, overlap=True, scheduling="mixed")])
+def test_a_heads_wrong_guesses_leave_no_state(
+    options: dict[str, Any], case: Case, tmp_path: Path
+) -> None:
+    """An EAGLE-3 head keeps KV of its own in the blocks that the model has."""
+    head = make_head(tmp_path, case.path, eagle_aux_hidden_state_layer_ids=[0, 1, 0])
+    config = dict(method="eagle3", model=str(head), num_speculative_tokens=3)
+    if "attention" not in Loop(case.path).kinds:
+        with pytest.raises(ValueError, match="a head needs a model with attention layers"):
+            make_eager(case.path, config)
+        return
+    with make_eager(case.path, config, **options) as llm:
+        for _ in range(2):
+            assert_same(generate(llm, case), case.expected)
+            audit_at_rest(llm)
+        assert llm.stats().drafted_tokens > 50
+
+
+@pytest.mark.parametrize("options", [{}, HARD])
+def test_states_beside_kv_in_fp8(options: dict[str, Any], tmp_path: Path) -> None:
+    """Halfway between two codes either is right: a few prompts may differ for that."""
+    write_model(tmp_path, KINDS["beside attention"])
+    loop = Loop(tmp_path, fp8=True)
+    case = loop_case(tmp_path, lambda ids: loop.logits(ids)[-1], make_prompts())
+    with make_llm(tmp_path, kv_cache_dtype="fp8", **options) as llm:
+        for _ in range(2):
+            outputs = generate(llm, case)
+            pairs = zip(outputs, case.expected, strict=True)
+            assert sum(out.token_ids != tokens for out, tokens in pairs) <= len(outputs) // 15
+            audit_at_rest(llm)
+
+
+def test_statistics_count_states(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with make_llm(case.path, max_num_seqs=4, kvcache_block_size=4) as llm:
+        has_kv = bool(llm.scheduler.layout.windows)
+        assert (llm.stats().num_blocks > 0) == has_kv and llm.stats().cache_usage == 0
+        for prompt in ([1] * 10, [2, 3]):
+            llm.add_request(prompt, params)
+        llm.step()
+        stats = llm.stats()
+        assert (stats.state_slots_used, stats.num_state_slots) == (2, 4)
+        assert stats.checkpoints_used == 1 and stats.num_checkpoints > 4
+        assert stats.cache_usage == (4 / stats.num_blocks if has_kv else 0.5)
+        usage = {m.name: m for m in llm.get_metrics()}["vllm:kv_cache_usage_perc"]
+        assert usage.value == stats.cache_usage  # type: ignore[attr-defined]
+        while not llm.is_finished():
+            llm.step()
+        assert (llm.stats().state_slots_used, llm.stats().checkpoints_used) == (0, 1)
+        llm.generate([[1, 2, 3]], params)
+    assert ("KV 0%" if has_kv else "states") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [{}, dict(num_kvcache_blocks=2)])
+def test_without_kv_blocks_do_not_limit_what_runs(more: dict[str, Any], tmp_path: Path) -> None:
+    """Neither their number, nor memory that no token takes."""
+    write_model(tmp_path, KINDS["alone"])
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    for cached in (True, False):
+        with make_llm(tmp_path, max_num_seqs=5, enable_prefix_caching=cached, **more) as llm:
+            for index in range(5):
+                llm.add_request([index] * 50, params)
+            llm.step()
+            assert llm.stats().num_running == 5
 
 
 def test_prefix_hits_restore_states(case: Case) -> None:

@@ -82,7 +82,7 @@ class BlockManager:
         self._kept = [sys.maxsize if w is None else kept_window(w, block_size) for w in windows]
         # The most blocks that a decoding sequence holds in each group; and those that a long prompt
         # gets at once, with a window those of two windows, or of one if there are no more.
-        self.most_held = [most_held(window, block_size) for window in windows]
+        self.most_held = tuple(most_held(window, block_size) for window in windows)
         self._most_at_once = [
             limit if window is None else most_held(2 * kept, block_size)
             for window, limit, kept in zip(windows, self.most_held, self._kept, strict=True)

@@ -7,8 +7,11 @@ from typing import NamedTuple
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.cache.block_manager import BlockManager, Window
 from nanovllm.engine.cache.prefixes import Prefix, block_hashes
-from nanovllm.engine.cache.states import StateLayout, States
+from nanovllm.engine.cache.state_slots import StateLayout, StateSlots
+from nanovllm.engine.forecast import Room
 from nanovllm.engine.sequence import Sequence
+
+STATE_COUNTS = ("state_slots_used", "num_state_slots", "checkpoints_used", "num_checkpoints")
 
 
 class CacheLayout(NamedTuple):
@@ -39,9 +42,9 @@ class Caches:
             has_states=layout.states is not None,
         )  # fmt: skip
         self.has_windows = self.blocks.has_windows  # whether `pass_by` has to be called
-        self.states: States | None = None
+        self.states: StateSlots | None = None
         if layout.states is not None:
-            self.states = States(layout.states, num_running, block_size, self.blocks.prefixes)
+            self.states = StateSlots(layout.states, num_running, block_size, self.blocks.prefixes)
         # Without KV blocks, nothing else keeps the prefixes of running sequences: of each the last
         # one that has been entered, and its number of blocks.
         self._tips: dict[int, tuple[Prefix, int]] = {}
@@ -78,6 +81,21 @@ class Caches:
         lengths = self.states.boundaries(seq, seq.num_cached_tokens, seq.num_tokens)
         hashes = block_hashes(seq, lengths[-1] // size, size) if lengths else []
         return [hashes[length // size - 1] for length in lengths]
+
+    def room(self) -> Room:
+        """What sequences may take now."""
+        blocks = self.blocks
+        return Room(blocks.num_free_blocks, blocks.block_size, blocks.most_held)
+
+    def can_grow(self, seqs: list[Sequence]) -> bool:
+        """Whether all of these, which have no room for their last token, can get it."""
+        return self.blocks.num_needed(seqs) <= self.blocks.num_free_blocks
+
+    def surely_grow(self, num_seqs: int, num_tokens: int) -> bool:
+        """Whether any `num_seqs` sequences can get room for `num_tokens` more each."""
+        blocks = self.blocks
+        blocks_each = 1 + -(-num_tokens // blocks.block_size)
+        return num_seqs * blocks_each * blocks.num_groups <= blocks.num_free_blocks
 
     def grow(self, seq: Sequence, num_tokens: int) -> int:
         """Make room for the first `num_tokens` of `seq`; returns for how many there is some."""
@@ -141,6 +159,17 @@ class Caches:
             self.states.clear()
             for seq_id in [*self._tips]:
                 self._drop_tip(seq_id)
+
+    def counts(self) -> dict[str, int]:
+        """How much is used of what there is, by the names that `EngineStats` has for them."""
+        blocks, states = self.blocks, self.states
+        counts = dict.fromkeys(STATE_COUNTS, 0)
+        if states is not None:
+            own = states.layout.slots_per_sequence * self.num_running
+            numbers = states.num_used, own, len(states.checkpoints), states.layout.num_checkpoints
+            counts = dict(zip(STATE_COUNTS, numbers, strict=True))
+        used = blocks.num_blocks - blocks.num_free_blocks
+        return {"blocks_used": used, "num_blocks": blocks.num_blocks, **counts}
 
     def audit(self, running: list[Sequence]) -> None:
         """Assert that each block and each slot has an owner, given the running sequences."""

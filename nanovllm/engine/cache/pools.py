@@ -16,14 +16,14 @@ from nanovllm.layers.state_mixer import StateMixer
 class CacheBytes(NamedTuple):
     """What a block takes, with its share of checkpoints, and what is needed before the first."""
 
-    of_block: int
+    of_block: int  # 0 if the model has no KV and prefixes are not cached
     before: int
 
 
 class CachePools:
     """KV in blocks, and states in slots if the model has some. `layout` says what was made.
 
-    The pools of draft models are `beside` the model's. States have `num_each` slots a sequence.
+    The pools of draft models are `beside` the model's.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class CachePools:
         types: tuple[torch.dtype, torch.dtype],
         device: torch.device,
         beside: Sequence[KVPool],
-        num_each: int,
+        slots_per_sequence: int,
         caches_prefixes: bool,
     ) -> None:
         """`types` are that of KV and that of the model."""
@@ -43,7 +43,7 @@ class CachePools:
         self.kv.beside = beside
         self.states = None
         if mixers:
-            self.states = StatePool(mixers, dtype, device, num_each, caches_prefixes)
+            self.states = StatePool(mixers, dtype, device, slots_per_sequence, caches_prefixes)
         self.layout = CacheLayout(groups.windows)
         self._num_groups = max(1, len(groups.groups))
         self._size = 0, 0  # the numbers of blocks and of sequences that there is memory for
@@ -65,7 +65,7 @@ class CachePools:
             num_tokens = states.interval * self._num_groups  # of blocks, for each checkpoint
             of_block += -(-self.states.slot_bytes * self.kv.block_size // num_tokens)
         before = states.num_slots(num_running) * self.states.slot_bytes
-        return CacheBytes(max(1, of_block), before)
+        return CacheBytes(of_block, before)
 
     def allocate(self, num_blocks: int, num_running: int) -> None:
         """Make a KV pool of `num_blocks`, and slots for the states of `num_running` sequences."""

@@ -1,6 +1,6 @@
 """The state pool: one tensor with the states of all layers, in slots.
 
-`StateLayout` says how many slots there are; `States` knows what they are used for.
+`StateLayout` says how many slots there are; `StateSlots` knows what they are used for.
 """
 
 import math
@@ -10,13 +10,14 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.engine.cache.kv_pool import zeros_of
-from nanovllm.engine.cache.states import StateLayout
+from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.step.transfer import Array
 from nanovllm.layers.state_mixer import StateMixer
+from nanovllm.utils.sizes import memory_text
 
 ALIGNMENT = 256  # bytes
 # Bytes of KV for each byte of checkpoints, which so get a quarter of the memory that both share.
-KV_SHARE = 3
+KV_PER_CHECKPOINT_BYTE = 3
 NO_KV_INTERVAL = 256  # tokens between checkpoints, if there is no KV to compare with
 
 
@@ -30,7 +31,7 @@ class _Place(NamedTuple):
 class StatePool:
     """`[slots, bytes]`. Each layer's states are a part of all slots.
 
-    A running sequence has `num_each` slots. With `checkpoints`, prefixes have some, too.
+    A running sequence has `slots_per_sequence` slots. With `checkpoints`, prefixes have some, too.
     """
 
     def __init__(
@@ -38,12 +39,12 @@ class StatePool:
         mixers: Sequence[StateMixer],
         dtype: torch.dtype,
         device: torch.device,
-        num_each: int,
+        slots_per_sequence: int,
         checkpoints: bool,
     ) -> None:
         self.mixers = mixers
         self.device = device
-        self.num_each = num_each
+        self.slots_per_sequence = slots_per_sequence
         self.checkpoints = checkpoints
         self.source: Callable[[int], torch.Tensor] | None = None  # of zeroed memory on a GPU
         self._places: list[list[_Place]] = []
@@ -64,21 +65,40 @@ class StatePool:
         `block_bytes` is the KV of a block's tokens in all groups; 0 without KV.
         """
         if not self.checkpoints:
-            return StateLayout(self.num_each, 0, 0)
+            return StateLayout(self.slots_per_sequence, 0, 0)
         interval = NO_KV_INTERVAL
         if block_bytes:
-            interval = -(-KV_SHARE * self.slot_bytes * block_size // block_bytes)
+            interval = -(-KV_PER_CHECKPOINT_BYTE * self.slot_bytes * block_size // block_bytes)
         interval = -(-interval // block_size) * block_size
-        return StateLayout(self.num_each, num_blocks * block_size // interval, interval)
+        return StateLayout(self.slots_per_sequence, num_blocks * block_size // interval, interval)
 
     def allocate(self, num_slots: int) -> None:
         """Make the tensor, zeroed, and hand out its parts."""
-        self.slots = zeros_of((num_slots, self.slot_bytes), torch.uint8, self.device, self.source)
+        shape = (num_slots, self.slot_bytes)
+        try:
+            self.slots = zeros_of(shape, torch.uint8, self.device, self.source)
+        except (MemoryError, RuntimeError, TypeError, ValueError) as error:  # each for a size
+            raise MemoryError(
+                f"states in {num_slots} slots take {memory_text(num_slots * self.slot_bytes)}, more"
+                f" than {self.device} has free; lower max_num_seqs, num_kvcache_blocks,"
+                " cpu_kvcache_gib or gpu_memory_utilization"
+            ) from error
         for mixer, places in zip(self.mixers, self._places, strict=True):
             mixer.states = tuple(
                 self.slots[:, start:end].view(dtype).view(num_slots, *shape)
                 for start, end, dtype, shape in places
             )
+
+    def text(self, layout: StateLayout, num_running: int) -> str:
+        """How many slots there are, for a log."""
+        prefixes = "prefixes are not cached"
+        if layout.num_checkpoints:
+            prefixes = f"{layout.num_checkpoints} for prefixes, every {layout.interval} tokens"
+        num_own = layout.slots_per_sequence * num_running
+        return (
+            f"States in {num_own} slots for {num_running} sequences, {prefixes};"
+            f" {memory_text(len(self.slots) * self.slot_bytes)}"
+        )
 
     def copy(self, pairs: Array) -> None:
         """Copy slots, one after another: `pairs` has the numbers of the first two, and so on."""

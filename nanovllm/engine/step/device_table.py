@@ -26,7 +26,8 @@ class TableLayout:
     At most `num_running` sequences run. The last row is unused: batches are padded with it. A row
     has room for `max_blocks` of `block_size` tokens in each cache group, for `most_drafts`, and for
     a history of `longest` tokens. Only with `adapters` is there a column for their slots. `parts`
-    has for each group what its block numbers are multiplied by. `num_slots` are those for states.
+    has for each group what its block numbers are multiplied by. A row has `num_state_slots` for the
+    states of a sequence.
     """
 
     def __init__(
@@ -38,10 +39,10 @@ class TableLayout:
         longest: int = 0,
         adapters: bool = False,
         parts: tuple[int, ...] = (1,),
-        num_slots: int = 0,
+        num_state_slots: int = 0,
     ) -> None:
-        self.num_slots = num_slots
-        self.num_tables = len(parts) + (num_slots > 0)  # of a sequence
+        self.num_state_slots = num_state_slots
+        self.num_tables = len(parts) + (num_state_slots > 0)  # of a sequence
         self.has_adapters = adapters
         self.parts = parts
         self.block_size = block_size
@@ -65,7 +66,7 @@ class TableLayout:
         self.limits = self._add(has_drafts)
         self.history = self._add(longest)
         self.adapters = self._add(adapters)
-        self.slots = self._add(num_slots)
+        self.state_slots = self._add(num_state_slots)
         self.chance = self.size
         self.size += 1
         assert self.size < 1 << 31, "offsets have 32 bits"
@@ -74,9 +75,9 @@ class TableLayout:
         """Where a row's block table in a group starts."""
         return self.block_tables + (group * self.num_rows + row) * self.max_blocks
 
-    def slots_of(self, row: int) -> int:
+    def state_slots_of(self, row: int) -> int:
         """Where a row's slots for states start."""
-        return self.slots + row * self.num_slots
+        return self.state_slots + row * self.num_state_slots
 
     def _add(self, width: int) -> int:
         """A further column of `width` words for each row; returns where it starts."""
@@ -151,7 +152,7 @@ class DeviceTable:
         # What a step leaves for the next one, in the ranks that have drawn its tokens.
         self.results = words[: layout.seeds] if most else self.state.tokens
         self.adapters = column(layout.adapters, layout.has_adapters)  # slots; NO_ADAPTER for none
-        self.slots = columns(layout.slots, layout.num_slots)  # of states
+        self.state_slots = columns(layout.state_slots, layout.num_state_slots)  # of states
         self.clear()
 
     def clear(self) -> None:

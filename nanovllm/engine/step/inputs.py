@@ -164,7 +164,7 @@ def _step_inputs(
         next_tokens=_next_tokens(seqs, ends) if ledger.layout.most_drafts else None,
         pooled_tokens=pooled_tokens(batch, [*pooled], tokens[3]),
         adapter_slots=_adapter_slots(seqs, tokens[3]) if ledger.adapts else None,
-        **state_slots(batch, tokens[3]) if ledger.layout.num_slots else {},
+        **states_before_and_after(batch, tokens[3]) if ledger.layout.num_state_slots else {},
     )
     if not any(seq.num_cached_tokens for seq in seqs):
         width = 0
@@ -265,14 +265,14 @@ def _copied_blocks(batch: Batch, block_size: int) -> Array | None:
     return np.array(tails, np.int32).ravel() if tails else None
 
 
-def state_slots(batch: Batch, q_ends: Array) -> dict[str, Array]:
+def states_before_and_after(batch: Batch, q_ends: Array) -> dict[str, Array]:
     """Where a prefill finds and leaves states: of a prompt those of its last token here, and those
     that are checkpoints; of a sequence with drafts those of each token.
     """
     before = np.zeros(len(batch.seqs), np.int64)
     after = np.full(int(q_ends[-1]), -1, np.int64)
     for index, (seq, q_end) in enumerate(zip(batch.seqs, q_ends[1:].tolist(), strict=True)):
-        own, start, num_own = seq.slots, seq.num_cached_tokens, len(seq.slots)
+        own, start, num_own = seq.state_slots, seq.num_cached_tokens, len(seq.state_slots)
         if start:
             before[index] = own[(start - 1) % num_own]
         end = start + seq.num_scheduled_tokens + len(batch.drafts.get(seq, ()))

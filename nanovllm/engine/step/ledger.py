@@ -142,7 +142,7 @@ class Ledger:
             if has_blocks:
                 tables = [seq.block_tables[group] for seq in seqs]
             else:
-                tables = [seq.slots for seq in seqs]
+                tables = [seq.state_slots for seq in seqs]
             last = self._last_tables[group]
             if len(tables) != len(last) or not all(map(operator.is_, tables, last)):
                 self._last_rows = self._rows_of(seqs)
@@ -170,7 +170,7 @@ class Ledger:
         start = int(self._num_blocks[group][row])
         blocks = table[start:]
         if group == len(self.layout.parts):
-            self._change(self.layout.slots_of(row) + start, blocks)
+            self._change(self.layout.state_slots_of(row) + start, blocks)
             return
         if (parts := self.layout.parts[group]) > 1:
             blocks = [block * parts for block in blocks]

@@ -1,4 +1,4 @@
-"""States: which slots have the states of running sequences, and which have those of prefixes.
+"""StateSlots: which slots have the states of running sequences, and which have those of prefixes.
 
 It knows slot numbers and prefixes, and no tensors.
 """
@@ -17,22 +17,22 @@ NUM_RESERVED = 2  # the first slot and the last one
 class StateLayout(NamedTuple):
     """How many slots a rank has, and what for."""
 
-    num_each: int  # of a running sequence: one, and one for each draft
+    slots_per_sequence: int  # of a running sequence: one, and one for each draft
     num_checkpoints: int
     interval: int  # tokens from one checkpoint of a sequence to the next
 
     def num_slots(self, num_running: int) -> int:
         """All slots, with those that no sequence has."""
-        return NUM_RESERVED + self.num_each * num_running + self.num_checkpoints
+        return NUM_RESERVED + self.slots_per_sequence * num_running + self.num_checkpoints
 
 
-class States:
+class StateSlots:
     """The slots of a model's states. A slot has the states of all layers after one token.
 
-    The state after the token at position p is in slot p % `num_each` of the sequence's own. So a
-    draft's state does not replace that of the token before the drafts, and the states after a wrong
-    draft are replaced by those of the right token. The first slot of all stays zeroed, for
-    sequences that begin, and the last one is written where a state is not kept.
+    The state after the token at position p is in slot p % `slots_per_sequence` of the sequence's
+    own. So a draft's state does not replace that of the token before the drafts, and the states
+    after a wrong draft are replaced by those of the right token. The first slot stays zeroed,
+    for sequences that begin, and the last one is written where a state is not kept.
 
     The other slots hold checkpoints: copies of the states after a prefix, which restore a sequence
     that begins with it. They are made every `interval` tokens, and at the end of a prompt's last
@@ -47,23 +47,29 @@ class States:
         self.block_size = block_size
         self.prefixes = prefixes
         self.free_slots = [*range(1, layout.num_slots(num_running) - 1)][::-1]
+        self._num_slots = len(self.free_slots)
         self.checkpoints: OrderedDict[int, Prefix] = OrderedDict()  # by slot, oldest use first
         self.num_planned = 0  # checkpoints of steps that are not known to be computed
         self._restores: list[tuple[int, int]] = []
         self._saves: list[tuple[int, int]] = []
+
+    @property
+    def num_used(self) -> int:
+        """The slots that running sequences have for their last tokens."""
+        return self._num_slots - len(self.free_slots) - len(self.checkpoints) - self.num_planned
 
     def begin(self, seq: Sequence, prefix: Prefix | None) -> None:
         """Give `seq` slots, and in the next step the states of the prefix that it begins with."""
         checkpoint = None if prefix is None else prefix.checkpoint
         if checkpoint is not None:
             self.checkpoints.move_to_end(checkpoint)
-        seq.slots = self._take_own()
+        seq.state_slots = self._take_own()
         if checkpoint is not None:
             self._restores.append((checkpoint, self._slot(seq, seq.num_cached_tokens)))
 
     def fork(self, seq: Sequence, sibling: Sequence) -> None:
         """Give `sibling`, which has the same tokens, slots; they get the states after a step."""
-        sibling.slots = self._take_own()
+        sibling.state_slots = self._take_own()
         length = seq.num_tokens
         self._saves.append((self._slot(seq, length), self._slot(sibling, length)))
 
@@ -82,7 +88,8 @@ class States:
     def _plan(self, seq: Sequence, num_drafts: int) -> None:
         start = seq.num_cached_tokens
         end = start + seq.num_scheduled_tokens
-        for length in self.boundaries(seq, start, end + num_drafts):
+        # The last one first, if there are not enough: the next turn of a conversation begins there.
+        for length in reversed(self.boundaries(seq, start, end + num_drafts)):
             if self.num_planned == self.layout.num_checkpoints:
                 return
             seq.checkpoints[length] = slot = self._take()
@@ -108,12 +115,16 @@ class States:
 
         `prefix_of` returns the prefix of a length, or None if it has left the cache.
         """
-        for length in [length for length in seq.checkpoints if length <= num_computed]:
+        for length in sorted(length for length in seq.checkpoints if length <= num_computed):
             prefix = prefix_of(length)
             slot = seq.checkpoints.pop(length)
             self.num_planned -= 1
-            if prefix is None or prefix.checkpoint is not None:
+            if prefix is None:
                 self.free_slots.append(slot)
+                continue
+            if prefix.checkpoint is not None:
+                self.free_slots.append(slot)
+                self.checkpoints.move_to_end(prefix.checkpoint)
                 continue
             prefix.checkpoint = slot
             prefix.num_uses += 1
@@ -127,8 +138,8 @@ class States:
 
     def release(self, seq: Sequence) -> None:
         """Take the slots of a sequence for which no later step computes anything."""
-        self.free_slots += seq.slots
-        seq.slots = []
+        self.free_slots += seq.state_slots
+        seq.state_slots = []
 
     def free(self, seq: Sequence) -> None:
         """Take back all that `seq` has."""
@@ -142,14 +153,14 @@ class States:
 
     def audit(self, running: list[Sequence], num_running: int) -> None:
         """Assert that each slot has one owner."""
-        owned = [slot for seq in running for slot in (*seq.slots, *seq.checkpoints.values())]
+        owned = [slot for seq in running for slot in (*seq.state_slots, *seq.checkpoints.values())]
         owned += [*self.checkpoints, *self.free_slots]
         assert sorted(owned) == [*range(1, self.layout.num_slots(num_running) - 1)], owned
         assert self.num_planned == sum(len(seq.checkpoints) for seq in running)
         for slot, prefix in self.checkpoints.items():
             assert prefix.checkpoint == slot
         for seq in running:
-            assert seq.ends_in_flight or len(seq.slots) == self.layout.num_each, seq
+            assert seq.ends_in_flight or len(seq.state_slots) == self.layout.slots_per_sequence, seq
 
     def uses(self) -> Counter[int]:
         """How often each prefix is used for a checkpoint, by its `id`."""
@@ -157,10 +168,10 @@ class States:
 
     def _slot(self, seq: Sequence, length: int) -> int:
         """The slot with the states after the first `length` tokens."""
-        return seq.slots[(length - 1) % len(seq.slots)]
+        return seq.state_slots[(length - 1) % len(seq.state_slots)]
 
     def _take_own(self) -> list[int]:
-        return [self._take() for _ in range(self.layout.num_each)]
+        return [self._take() for _ in range(self.layout.slots_per_sequence)]
 
     def _take(self) -> int:
         return self.free_slots.pop() if self.free_slots else self._evict()

@@ -10,11 +10,11 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.cache.groups import CacheGroups
 from nanovllm.engine.cache.pools import CachePools
-from nanovllm.engine.cache.state_pool import KV_SHARE, StatePool
-from nanovllm.engine.cache.states import StateLayout
+from nanovllm.engine.cache.state_pool import KV_PER_CHECKPOINT_BYTE, StatePool
+from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step.device_table import DeviceTable, TableLayout
-from nanovllm.engine.step.inputs import state_slots
+from nanovllm.engine.step.inputs import states_before_and_after
 from nanovllm.kernels.plain.read_table import read_slots, read_table
 from nanovllm.layers.cache_spec import State, StateTensor
 from nanovllm.layers.context import StateStep
@@ -26,9 +26,9 @@ WITH_KV, ALONE = (None,), ()
 
 
 def make_caches(
-    windows: tuple[int | None, ...] = WITH_KV, num_each: int = 1, num_checkpoints: int = 4
+    windows: tuple[int | None, ...] = WITH_KV, slots_per_sequence: int = 1, num_checkpoints: int = 4
 ) -> Caches:
-    states = StateLayout(num_each, num_checkpoints, INTERVAL)
+    states = StateLayout(slots_per_sequence, num_checkpoints, INTERVAL)
     return Caches(CacheLayout(windows, states), 50, SIZE, 3, num_checkpoints > 0)
 
 
@@ -107,8 +107,8 @@ def test_a_step_writes_checkpoints_on_its_way_and_copies_the_one_at_its_end() ->
     caches = make_caches()
     seq = admit(caches, range(23))
     batch = step(caches, seq, 16)
-    (own,) = seq.slots
-    after = state_slots(batch, np.array([0, 16]))["states_after"].tolist()
+    (own,) = seq.state_slots
+    after = states_before_and_after(batch, np.array([0, 16]))["states_after"].tolist()
     assert after == [-1] * 7 + [seq.checkpoints[8]] + [-1] * 7 + [own]
     assert batch.copies == ([], [(own, seq.checkpoints[16])])
 
@@ -120,8 +120,11 @@ def test_a_hit_is_copied_before_the_step() -> None:
     (checkpoint,) = caches.states.checkpoints
     seq = admit(caches, [*range(9), 99, 98])
     batch = step(caches, seq)
-    assert batch.copies.before == [(checkpoint, seq.slots[0])]
-    assert state_slots(batch, np.array([0, 3]))["states_before"].tolist() == seq.slots
+    assert batch.copies.before == [(checkpoint, seq.state_slots[0])]
+    assert (
+        states_before_and_after(batch, np.array([0, 3]))["states_before"].tolist()
+        == seq.state_slots
+    )
     assert step(caches, make_running(caches)).copies.before == [], "once"
 
 
@@ -131,15 +134,15 @@ def make_running(caches: Caches) -> Sequence:
 
 def test_the_state_after_a_position_is_in_its_slot_of_a_ring() -> None:
     """So a step with two drafts replaces none that the next one may read."""
-    caches = make_caches(num_each=3)
+    caches = make_caches(slots_per_sequence=3)
     seq = admit(caches, range(5))
     end(caches, step(caches, seq))
     seq.token_ids.append(5)
     seq.num_scheduled_tokens = 1
     batch = Batch([seq], is_prefill=True, num_decodes=1, drafts={seq: [6, 7]})
-    slots = state_slots(batch, np.array([0, 3]))
-    assert slots["states_before"].tolist() == [seq.slots[4 % 3]]
-    assert slots["states_after"].tolist() == [seq.slots[i % 3] for i in (5, 6, 7)]
+    slots = states_before_and_after(batch, np.array([0, 3]))
+    assert slots["states_before"].tolist() == [seq.state_slots[4 % 3]]
+    assert slots["states_after"].tolist() == [seq.state_slots[i % 3] for i in (5, 6, 7)]
 
 
 @pytest.mark.parametrize(("num_right", "restored"), [(2, 8), (1, 8), (0, 0)])
@@ -147,7 +150,7 @@ def test_the_checkpoint_of_a_draft_counts_if_the_draft_is_right(
     num_right: int, restored: int
 ) -> None:
     """The last checkpoint is after the first draft; the prompt is too short for one."""
-    caches = make_caches(num_each=3)
+    caches = make_caches(slots_per_sequence=3)
     seq = admit(caches, range(3))
     seq.num_prompt_tokens = 1
     end(caches, step(caches, seq))
@@ -157,7 +160,7 @@ def test_the_checkpoint_of_a_draft_counts_if_the_draft_is_right(
     assert caches.grow(seq, 9) == 9
     batch = Batch([seq], is_prefill=True, num_decodes=1, drafts={seq: [7, 8]})
     caches.plan(batch)
-    assert batch.copies.after == [(seq.slots[7 % 3], seq.checkpoints[8])]
+    assert batch.copies.after == [(seq.state_slots[7 % 3], seq.checkpoints[8])]
     seq.token_ids += [7, 8, 9][: num_right + 1] if num_right else [50]
     seq.num_cached_tokens, seq.num_scheduled_tokens = 7 + num_right, 0
     caches.publish(seq, seq.num_cached_tokens)
@@ -254,8 +257,8 @@ def test_a_fork_gets_a_copy(windows: tuple[int | None, ...]) -> None:
     seq.num_scheduled_tokens = 23
     assert caches.fork(seq, sibling)
     caches.plan(batch := Batch([seq], is_prefill=True, forks=[(seq, sibling)]))
-    assert (seq.slots[0], sibling.slots[0]) in batch.copies.after
-    assert seq.slots != sibling.slots and sibling.room
+    assert (seq.state_slots[0], sibling.state_slots[0]) in batch.copies.after
+    assert seq.state_slots != sibling.state_slots and sibling.room
     seq.num_cached_tokens = sibling.num_cached_tokens = 23
     caches.publish(seq, 23)
     for each in (sibling, seq):
@@ -310,11 +313,12 @@ def test_slots_come_back_after_sleep() -> None:
 
 
 def test_a_quarter_of_the_memory_goes_to_checkpoints() -> None:
-    """As much as the KV of `KV_SHARE` intervals' tokens; in whole blocks of 16."""
+    """As much as the KV of `KV_PER_CHECKPOINT_BYTE` intervals' tokens; in whole blocks of 16."""
     pool = make_pool(Keeper(StateTensor((1000, 16), in_float32=True)))
     layout = pool.layout(num_blocks=1000, block_size=16, block_bytes=16 * 100)
     assert layout.interval % 16 == 0
-    assert abs(layout.num_checkpoints * pool.slot_bytes / (1000 * 16 * 100) - 1 / KV_SHARE) < 0.02
+    share = layout.num_checkpoints * pool.slot_bytes / (1000 * 16 * 100)
+    assert abs(share - 1 / KV_PER_CHECKPOINT_BYTE) < 0.02
     assert layout.num_slots(10) == 2 + 2 * 10 + layout.num_checkpoints
     assert make_pool(checkpoints=False).layout(1000, 16, 1600) == StateLayout(2, 0, 0)
     alone = pool.layout(num_blocks=1000, block_size=16, block_bytes=0)
@@ -326,7 +330,7 @@ def test_a_quarter_of_the_memory_goes_to_checkpoints() -> None:
 
 def test_sequences_of_equal_lengths_are_computed_together() -> None:
     before, after = torch.tensor([4, 0, 5]), torch.tensor([-1, 4, 6, -1, 5])
-    short, long = StateStep(before, after, ends=np.array([0, 2, 3, 5])).batches[::-1]
+    short, long = StateStep(before, after, ends=np.array([0, 2, 3, 5])).batches
     assert (short.rows.tolist(), long.rows.tolist()) == ([[2]], [[0, 1], [3, 4]])
     assert (short.before.tolist(), long.before.tolist()) == ([0], [4, 5])
     assert (short.after.tolist(), long.after.tolist()) == ([[6]], [[-1, 4], [-1, 5]])
@@ -337,16 +341,16 @@ def test_sequences_of_equal_lengths_are_computed_together() -> None:
 @pytest.mark.parametrize("queries", [1, 3])
 def test_a_decode_step_finds_slots_by_position(queries: int) -> None:
     """Rows: of a sequence, of one that begins, of none, and one that has no slots."""
-    layout = TableLayout(5, 9, SIZE, most_drafts=2, num_slots=3)
+    layout = TableLayout(5, 9, SIZE, most_drafts=2, num_state_slots=3)
     table = DeviceTable(layout, torch.device("cpu"))
-    table.slots[:2] = torch.tensor([[5, 6, 7], [8, 9, 4]])
+    table.state_slots[:2] = torch.tensor([[5, 6, 7], [8, 9, 4]])
     state = table.state
     state.lengths[:4] = torch.tensor([10, 0, -1, 10])
     state.batch[:4] = torch.arange(4)
     state.drafts.limits.fill_(12)
     state.drafts.tokens[:4] = 1
     decoding = read_table(state, 4, 9, SIZE, queries)
-    before, after = read_slots(table.slots, state, decoding)
+    before, after = read_slots(table.state_slots, state, decoding)
     assert before.tolist() == [5, 0, 0, 0], "after position 9, 9 % 3 = 0"
     ring = [[6, 7, -1], [8, 9, 4], [-1] * 3, [-1] * 3]  # no draft is at position 12
     assert after.view(4, queries).tolist() == [row[:queries] for row in ring]

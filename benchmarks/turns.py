@@ -1,0 +1,147 @@
+"""Compare this checkout with another one: an engine of each, at the same time, in turns.
+
+    python benchmarks/turns.py DIR [--shape qwen3-8b] [--num-seqs 1 32 256] [--rounds 5]
+        [--max-len 1024] [--layers 12] [--head] [--options '{"kv_cache_dtype": "fp8"}']
+
+Both engines have the same random weights and requests, and stay until the end, so that a turn costs
+what it computes. Each round times both, and the other one first than in the round before. A line
+for each number of requests has the median of the other's seconds divided by ours, which is above 1
+if this checkout is faster, and the least and the most of it; the last line is JSON.
+
+On a GPU both must fit: `num_kvcache_blocks` gives both the same room. `--layers` makes the model
+shorter, and `--head` adds an EAGLE-3 head, whose drafts are wrong.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+SEED = 0
+MIN_LEN = 100
+ENGINE = """
+import json, sys, time
+if __name__ == "__main__":  # ranks import this file
+    from nanovllm import LLM, SamplingParams
+    llm = LLM(sys.argv[1], load_format="dummy", **json.loads(sys.argv[2]))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        prompts, lengths, temperature = json.loads(line)
+        params = [
+            SamplingParams(temperature=temperature, ignore_eos=True, max_tokens=n) for n in lengths
+        ]
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        print(time.perf_counter() - start, flush=True)
+    llm.close()
+"""
+
+
+class Engine:
+    """An engine of a checkout, in a process of its own."""
+
+    def __init__(self, checkout: Path, model: str, options: str, script: Path) -> None:
+        script.write_text(ENGINE)
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), model, options], text=True,
+            env=os.environ | {"PYTHONPATH": str(checkout.resolve())},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        self._read()
+
+    def seconds(self, request: str) -> float:
+        """What a request takes; see `ENGINE`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(request + "\n")
+        self._process.stdin.flush()
+        return float(self._read())
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            return line
+        raise SystemExit(f"an engine ended with status {self._process.wait()}")
+
+
+def draw(num_seqs: int, max_len: int, vocab_size: int, number: int) -> str:
+    """Requests of equal lengths for each `number`, and of other tokens."""
+    lengths, tokens = random.Random(SEED), random.Random(number)
+    sizes = [[lengths.randint(MIN_LEN, max_len) for _ in range(2)] for _ in range(num_seqs)]
+    prompts = [tokens.choices(range(vocab_size), k=size) for size, _ in sizes]
+    return json.dumps([prompts, [size for _, size in sizes]])
+
+
+def compare(engines: list[Engine], args: argparse.Namespace, num_seqs: int) -> dict[str, Any]:
+    """Rounds after one that is not counted."""
+    seconds: list[list[float]] = [[], []]
+    for number in range(args.rounds + 1):
+        prompts, lengths = json.loads(draw(num_seqs, args.max_len, args.vocab_size, number))
+        request = json.dumps([prompts, lengths, args.temperature])
+        for index in (0, 1) if number % 2 else (1, 0):
+            seconds[index].append(engines[index].seconds(request))
+    ours, theirs = seconds[0][1:], seconds[1][1:]
+    ratios = [other / own for own, other in zip(ours, theirs, strict=True)]
+    median = statistics.median(ratios)
+    print(
+        f"{num_seqs:5d} requests: {median:.3f} ({min(ratios):.3f} to {max(ratios):.3f}),"
+        f" {sum(lengths) / statistics.median(ours):,.0f} tok/s",
+        flush=True,
+    )
+    return {"num_seqs": num_seqs, "ratio": median, "ours": ours, "theirs": theirs}
+
+
+def main() -> None:
+    """Print a line for each number of requests, and one of JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("against", type=Path, metavar="DIR")
+    parser.add_argument("--shape", default="qwen3-0.6b")
+    parser.add_argument("--num-seqs", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--max-len", type=int, default=1024)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--head", action="store_true")
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--options", type=json.loads, default={}, metavar="JSON")
+    args = parser.parse_args()
+    sys.path.insert(0, str(ROOT))
+    from nanovllm.bench.shapes import write_shape
+
+    with TemporaryDirectory() as folder:
+        paths = [Path(folder, name) for name in ("model", "head")]
+        for path, is_head in zip(paths, (False, True), strict=True):
+            path.mkdir()
+            write_shape(args.shape, path, is_head)
+        file = paths[0] / "config.json"
+        config = json.loads(file.read_text())
+        if args.layers:
+            file.write_text(json.dumps(config | {"num_hidden_layers": args.layers}))
+        args.vocab_size = config["vocab_size"]
+        options = {"max_model_len": 2 * args.max_len, **args.options}
+        if args.head:
+            head = {"method": "eagle3", "model": str(paths[1]), "num_speculative_tokens": 3}
+            options["speculative_config"] = head
+        engines = [
+            Engine(checkout, str(paths[0]), json.dumps(options), Path(folder, f"engine{index}.py"))
+            for index, checkout in enumerate((ROOT, args.against))
+        ]
+        results = [compare(engines, args, num_seqs) for num_seqs in args.num_seqs]
+        for engine in engines:
+            engine.close()
+    print(json.dumps({"shape": args.shape, "options": args.options, "results": results}))
+
+
+if __name__ == "__main__":
+    main()
