@@ -74,19 +74,19 @@ class Engine:
         raise SystemExit(f"an engine ended with status {self._process.wait()}")
 
 
-def draw(num_seqs: int, max_len: int, vocab_size: int, number: int) -> str:
+def draw(num_seqs: int, max_len: int, vocab_size: int, number: int) -> list[list[Any]]:
     """Requests of equal lengths for each `number`, and of other tokens."""
-    lengths, tokens = random.Random(SEED), random.Random(number)
+    lengths, tokens = random.Random(SEED), random.Random(f"{num_seqs} {number}")
     sizes = [[lengths.randint(MIN_LEN, max_len) for _ in range(2)] for _ in range(num_seqs)]
     prompts = [tokens.choices(range(vocab_size), k=size) for size, _ in sizes]
-    return json.dumps([prompts, [size for _, size in sizes]])
+    return [prompts, [size for _, size in sizes]]
 
 
 def compare(engines: list[Engine], args: argparse.Namespace, num_seqs: int) -> dict[str, Any]:
     """Rounds after one that is not counted."""
     seconds: list[list[float]] = [[], []]
     for number in range(args.rounds + 1):
-        prompts, lengths = json.loads(draw(num_seqs, args.max_len, args.vocab_size, number))
+        prompts, lengths = draw(num_seqs, args.max_len, args.vocab_size, number)
         request = json.dumps([prompts, lengths, args.temperature])
         for index in (0, 1) if number % 2 else (1, 0):
             seconds[index].append(engines[index].seconds(request))
@@ -116,6 +116,8 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--options", type=json.loads, default={}, metavar="JSON")
     args = parser.parse_args()
+    if args.max_len < MIN_LEN:
+        parser.error(f"--max-len must be at least {MIN_LEN}")
     sys.path.insert(0, str(ROOT))
     from nanovllm.bench.shapes import write_shape
 

@@ -155,7 +155,8 @@ class Config:
     num_kvcache_blocks: int | None = option(
         None,
         "size of the KV pool in blocks, for each group of layers where windows or heads differ;"
-        " replaces `gpu_memory_utilization` and `cpu_kvcache_gib`",
+        " replaces `gpu_memory_utilization` and `cpu_kvcache_gib`; in a model without attention,"
+        " the room for checkpoints in tokens by `kvcache_block_size`",
         int_range(1),
         none="as many as these allow",
     )

@@ -57,8 +57,9 @@ class EngineStats(Record):
     dropped tokens count as decoded. Drafted tokens count as decoded if they are accepted. The
     prefix cache is queried for a request's prompt tokens once, on first admission. `num_running`
     counts each sample of a request as one; samples that wait for their prompt are not counted.
-    Blocks have the KV of all cache groups. A model with recurrent layers has slots for the states
-    of running sequences, and checkpoints, which are the states of cached prefixes.
+    Blocks have the KV of all cache groups. A model with recurrent layers has slots for states:
+    those of running sequences are used, and others may hold checkpoints, which are the states of
+    cached prefixes.
     """
 
     num_waiting: int
@@ -75,9 +76,8 @@ class EngineStats(Record):
     blocks_used: int
     num_blocks: int
     state_slots_used: int
-    num_state_slots: int
     checkpoints_used: int
-    num_checkpoints: int
+    num_state_slots: int
 
     @property
     def cache_usage(self) -> float:

@@ -30,7 +30,7 @@ def test_counts_by_hand(model_dir: Path) -> None:
             prefill_tokens=9 + 2 + 3, decode_tokens=7, drafted_tokens=0,
             accepted_tokens=0, prefix_cache_queries=9 + 10 + 3,
             prefix_cache_hits=8, blocks_used=3 + 1, num_blocks=150,
-            state_slots_used=0, num_state_slots=0, checkpoints_used=0, num_checkpoints=0,
+            state_slots_used=0, checkpoints_used=0, num_state_slots=0,
         )  # fmt: skip
         assert llm.stats().cache_usage == 4 / 150
         llm.abort_request(third)

@@ -10,8 +10,8 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from itertools import accumulate
-from typing import NamedTuple
 
+from nanovllm.engine.cache.block_manager import FreeBlocks
 from nanovllm.engine.sequence import Sequence
 
 # How many steps must be ahead for each token that preemption would compute again, by whether the
@@ -55,14 +55,6 @@ class Lengths:
         return min(max(1, left), most)
 
 
-class Room(NamedTuple):
-    """The KV blocks that sequences may take."""
-
-    num_free: int
-    block_size: int
-    most_held: tuple[int, ...]  # for each cache group, the most blocks that a sequence grows to
-
-
 class Forecast:
     """Looks ahead to the first step at which the running sequences need more blocks than exist.
 
@@ -72,11 +64,11 @@ class Forecast:
     prompt chunk's extra blocks in groups with a window are ignored.
     """
 
-    def __init__(self, lengths: Lengths, running: Iterable[Sequence], room: Room) -> None:
+    def __init__(self, lengths: Lengths, running: Iterable[Sequence], free: FreeBlocks) -> None:
         self.lengths = lengths
-        self.block_size = room.block_size
-        self.limits = [*Counter(room.most_held).items()]  # and how many groups have them
-        self.room = room.num_free  # plus the blocks that the sequences hold
+        self.block_size = free.block_size
+        self.limits = [*Counter(free.most_held).items()]  # and how many groups have them
+        self.room = free.number  # plus the blocks that the sequences hold
         self.wanted = 0  # blocks needed if no sequence ended before the others
         self.num_tokens: list[int] = []
         self.steps: list[int] = []

@@ -195,10 +195,11 @@ class LLMEngine(AdapterRequests):
     def __repr__(self) -> str:
         config = self.config
         ranks = f" {config.tensor_parallel_size} ranks," if config.tensor_parallel_size > 1 else ""
+        num_blocks = self.scheduler.block_manager.num_blocks
         return (
             f"{type(self).__name__}({config.model!r}, device={config.device!r},"
             f" dtype={config.dtype!r}, attention_backend={config.attention_backend!r},{ranks}"
-            f" {config.num_kvcache_blocks} KV blocks of {config.kvcache_block_size} tokens)"
+            f" {num_blocks} KV blocks of {config.kvcache_block_size} tokens)"
         )
 
     @exclusive

@@ -9,7 +9,7 @@ from nanovllm.engine.device import computing_on, resolve_device, resolve_dtype, 
 from nanovllm.kernels.kv_layer import CODES
 from nanovllm.layers.attention.base import AttentionSpec
 from nanovllm.layers.backend import Backend, choose_backend
-from nanovllm.layers.cache_spec import Latent, TokenCache
+from nanovllm.layers.cache_spec import KeysAndValues, Latent, TokenCache
 from nanovllm.layers.ranks import Ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.speculative_config import SpeculativeConfig
@@ -84,9 +84,13 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
 
 def check_codes(model_config: ModelConfig, kv_dtype: torch.dtype) -> None:
     """Raise a ValueError if a cache of this type cannot hold what layers keep."""
-    if kv_dtype == CODES and any(isinstance(layer.cache, Latent) for layer in model_config.layers):
+    if kv_dtype != CODES:
+        return
+    kinds = {type(layer.cache) for layer in model_config.layers}
+    if Latent in kinds or KeysAndValues not in kinds:
+        kept = "latent rows" if Latent in kinds else "states"
         raise ValueError(
-            "kv_cache_dtype='fp8' needs keys and values; this model's layers keep latent rows"
+            f"kv_cache_dtype='fp8' needs keys and values; this model's layers keep {kept}"
         )
 
 

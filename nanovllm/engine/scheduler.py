@@ -154,7 +154,7 @@ class Scheduler:
         """
         assert self.speculator is not None
         most_new = 2 * self.speculator.most_drafts + 1  # of a step in flight and of the next one
-        return not self.caches.surely_grow(len(self.running), most_new)
+        return not self.caches.any_can_grow(len(self.running), most_new)
 
     def _has_prompts(self) -> bool:
         """Whether the next step is likely to compute prompts."""
@@ -267,9 +267,7 @@ class Scheduler:
 
     def clear_cache(self) -> None:
         """Empty the prefix cache; what running sequences have computed does not enter it either."""
-        self.caches.clear()
-        for seq in self.running:
-            seq.num_published_blocks = max(1, seq.num_published_blocks)
+        self.caches.clear(self.running)
 
     def audit(self) -> None:
         """Assert that queues, sequences and blocks agree. Called between steps."""
@@ -281,11 +279,6 @@ class Scheduler:
         for seq in (*self.waiting, *self.running):
             seq.audit()
             assert all(s.status is SequenceStatus.WAITING for s in seq.siblings)
-            assert seq.room >= seq.num_cached_tokens
-            for table, num_passed in zip(seq.block_tables, seq.num_passed_blocks, strict=True):
-                assert len(table) * self.block_size >= seq.room
-                if num_passed and self.enable_prefix_caching:
-                    assert num_passed < seq.num_published_blocks, "the next one's parent"
         self.caches.audit([*self.running])
 
     def _schedule_prefill(self, budget: int, decodes: list[Sequence]) -> tuple[list[Sequence], int]:
@@ -323,7 +316,7 @@ class Scheduler:
         caches = self.caches
         caches.release_ended(self.running)
         in_progress = {block for seq in seqs for block in caches.in_progress(seq)}
-        forecast = Forecast(self.lengths, self.running, caches.room())
+        forecast = Forecast(self.lengths, self.running, caches.free_blocks())
         candidates, num_begun = self._candidates(), len(seqs)
         while budget and num_running < self.max_num_running:
             seq = next(candidates, None)
@@ -399,11 +392,11 @@ class Scheduler:
             seqs.append(seq)
             if num_tokens > seq.room:
                 growing.append(seq)
-        if self.speculator is not None and not caches.can_grow(growing):
+        if growing and self.speculator is not None and not caches.can_grow(growing):
             for seq in self.running:  # blocks for drafts, of a step before
                 if not seq.num_possible_tokens:
                     caches.rewind(seq, len(seq.token_ids))
-        while not caches.can_grow(growing):
+        while growing and not caches.can_grow(growing):
             if growing[-1] is self.running[-1]:
                 growing.pop()
             if seqs and seqs[-1] is self.running[-1]:

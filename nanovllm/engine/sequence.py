@@ -43,12 +43,12 @@ class Sequence:
     State space: `0 <= num_cached_tokens <= num_cached_tokens + num_scheduled_tokens <= num_tokens`.
     The KV of the cached tokens is in the blocks of `block_tables`, one table for each cache group;
     the first `room` tokens have blocks in all groups, and without `room` it holds nothing.
-    `state_slots` are for the states of its last tokens, and `checkpoints` has the slots for those
-    after some of the tokens that steps in flight compute, by length. The scheduled tokens are those
-    that the step in progress computes. The last `num_pending_tokens` are in flight: the step that
-    samples them has been launched, and `token_ids` holds `PENDING` in their place. A step with
-    drafts has one of these, as one token is sure to come, and at most `num_possible_tokens` more
-    may be accepted. Until then lengths are the least that they may be.
+    `state_slots` are for the states of its last tokens; `checkpoints` has, by prefix length, the
+    slot that a step in flight fills. The scheduled tokens are those that the step in progress
+    computes. The last `num_pending_tokens` are in flight: the step that samples them has been
+    launched, and `token_ids` holds `PENDING` in their place. A step with drafts has one of these,
+    as one token is sure to come, and at most `num_possible_tokens` more may be accepted. Until then
+    lengths are the least that they may be.
 
     `siblings` are the other samples of its prompt, until the prompt is computed. `followers` are
     the callables, the constraint, the text and the token counts that are kept, if any. With a

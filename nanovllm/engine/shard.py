@@ -127,14 +127,8 @@ class Shard:
 
     def compute(self, inputs: StepInputs) -> Computed:
         """Compute a step. It does not wait for the device, except with plain PyTorch's kernels."""
-        if inputs.copied_before is not None:
-            self.pools.copy_states(inputs.copied_before)
-        computed = self._compute(inputs)
-        if inputs.copied_after is not None:
-            self.pools.copy_states(inputs.copied_after)
-        return computed
-
-    def _compute(self, inputs: StepInputs) -> Computed:
+        if inputs.copied_before is not None or inputs.copied_after is not None:
+            return self._compute_and_copy(inputs)
         self.table.write(inputs.changes)
         if inputs.prefill is not None:
             return self._compute_prefill(inputs)
@@ -148,6 +142,17 @@ class Shard:
         logits = self.model.compute_logits(hidden, adapters=adapters)
         computed = _computed(batch, decoding, logits)
         return computed._replace(hidden=hidden) if keeps else computed
+
+    def _compute_and_copy(self, inputs: StepInputs) -> Computed:
+        """Compute a step, with copies of states before and after it."""
+        before, after = inputs.copied_before, inputs.copied_after
+        inputs.copied_before = inputs.copied_after = None
+        if before is not None:
+            self.pools.copy_states(before)
+        computed = self.compute(inputs)
+        if after is not None:
+            self.pools.copy_states(after)
+        return computed
 
     def _replay(self, graphs: DecodeGraphs, size: Size, whole_logits: bool) -> Computed:
         """A decode graph's step. If ranks draw together, rank 0 has all logits where it needs them.

@@ -15,7 +15,7 @@ MAX_GIB = 1 << 30  # more than any machine has: an infinite option becomes a fin
 def fit_kv_blocks(shard: Shard, config: Config) -> int:
     """How many blocks fit in memory beside all else: the least of any rank."""
     block_bytes, own_bytes = shard.pools.num_bytes(most_running(config))
-    with_copies: float = block_bytes
+    of_copies = 0.0
     if shard.device.type == "cpu":
         budget = int(min(config.cpu_kvcache_gib, MAX_GIB) * GIB) // shard.ranks.size
         option, hint = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", "raise it"
@@ -23,25 +23,26 @@ def fit_kv_blocks(shard: Shard, config: Config) -> int:
         budget = _free_device_bytes(shard, config)
         option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
         hint = "raise it, or lower max_num_batched_tokens"
-        with_copies *= 1 + _copies(shard)
-    # Without KV and prefixes nothing grows with the tokens, and any number of blocks is enough.
-    left = budget - own_bytes
-    num_blocks = int(left / with_copies) if block_bytes else most_running(config) * (left >= 0)
-    num_blocks = shard.ranks.minimum(num_blocks)
-    if num_blocks < 1:
-        states = ""
-        if own_bytes:
-            states = f", states of max_num_seqs={config.max_num_seqs} take {own_bytes / MIB:.3f}"
-            hint += ", or lower max_num_seqs"
+        of_copies = _copies(shard) * shard.pools.kv.block_bytes
+    if own_bytes > budget:
         raise ValueError(
-            f"{option} leaves {max(budget, 0) / MIB:.3f} MiB for the KV cache, one block takes"
-            f" {block_bytes / MIB:.3f} MiB{states}; {hint}"
+            f"{option} leaves {max(budget, 0) / MIB:.3f} MiB for the states of sequences, those of"
+            f" {most_running(config)} take {own_bytes / MIB:.3f} MiB; {hint}, or lower max_num_seqs"
+        )
+    left = budget - own_bytes
+    if not shard.groups.groups:  # blocks stand for the tokens between checkpoints, if there are any
+        return shard.ranks.minimum(max(1, left // block_bytes if block_bytes else 1))
+    num_blocks = shard.ranks.minimum(int(left / (block_bytes + of_copies)))
+    if num_blocks < 1:
+        raise ValueError(
+            f"{option} leaves {max(left, 0) / MIB:.3f} MiB for the KV cache, one block takes"
+            f" {block_bytes / MIB:.3f} MiB; {hint}"
         )
     return num_blocks
 
 
 def _free_device_bytes(shard: Shard, config: Config) -> int:
-    """Device memory left for KV beside weights, activations, sampler and decode graphs.
+    """Device memory left for KV, its copies and states beside all else that steps need.
 
     The largest prefill and the largest sampling batch are run, and all graphs are captured on a
     placeholder cache, so that every amount that is subtracted was measured.

@@ -82,15 +82,16 @@ class StateStep:
     def _prefill_batches(self) -> list[StateBatch]:
         lengths = np.diff(self.ends)
         members = [np.flatnonzero(lengths == length) for length in np.unique(lengths)]
-        rows = [self.ends[of, None] + np.arange(lengths[of[0]]) for of in members]
+        rows = [self.ends[alike, None] + np.arange(lengths[alike[0]]) for alike in members]
         # All numbers travel to the device together.
         numbers = np.concatenate([part.ravel() for part in (*members, *rows)], dtype=np.int64)
         parts = torch.from_numpy(numbers).to(self.after.device)
-        indices = torch.split(parts[: len(lengths)], [len(of) for of in members])
-        places = torch.split(parts[len(lengths) :], [of.size for of in rows])
+        indices = torch.split(parts[: len(lengths)], [len(alike) for alike in members])
+        places = torch.split(parts[len(lengths) :], [each.size for each in rows])
+        tables = [place.view(each.shape) for place, each in zip(places, rows, strict=True)]
         return [
-            StateBatch(place.view(of.shape), self.before[index], self.after[place].view(of.shape))
-            for index, place, of in zip(indices, places, rows, strict=True)
+            StateBatch(table, self.before[index], self.after[table])
+            for index, table in zip(indices, tables, strict=True)
         ]
 
 

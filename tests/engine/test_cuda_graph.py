@@ -268,7 +268,7 @@ def poison(llm: LLM) -> None:
     state.temperatures[stale] = 2.0
     tables = torch.randint(0, num_blocks, state.block_tables.shape, dtype=torch.int32)
     for row in used:
-        size = ledger._num_blocks[0, row]
+        size = ledger._num_blocks[0][row]
         tables[row, :size] = state.block_tables[row, :size]
     state.block_tables.copy_(tables)
     stale[-1] = False  # the unused row is never given to a sequence

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from selection import examples
 
 from nanovllm.engine import forecast
-from nanovllm.engine.forecast import Forecast, Lengths, Room
+from nanovllm.engine.cache.block_manager import FreeBlocks
+from nanovllm.engine.forecast import Forecast, Lengths
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -86,7 +87,7 @@ def test_a_forecast_of_known_lengths_is_exact(
     taken = blocks(joining.num_tokens, block_size, most)
     num_free = taken + spare
     num_blocks = num_free + sum(len(seq.held_blocks) for seq in seqs)
-    ahead = Forecast(Lengths(), seqs, Room(num_free, block_size, most))
+    ahead = Forecast(Lengths(), seqs, FreeBlocks(num_free, block_size, most))
     real = steps_until_full(seqs, joining, num_blocks, block_size, most)
     assert ahead.admits(joining, taken) == (real >= forecast.WORTHWHILE[True] * joining.num_tokens)
     before = ahead.room, ahead.wanted, ahead.num_tokens[:], ahead.steps[:]
@@ -98,30 +99,30 @@ def test_admission_by_hand() -> None:
     """10 blocks of 10: 61 tokens that grow to 81 leave room for a request that ends at 20."""
     seqs = [running(61, 20, 10)]
     assert len(seqs[0].block_table) == 6
-    ahead = Forecast(Lengths(), seqs, Room(4, 10, NO_LIMIT))
+    ahead = Forecast(Lengths(), seqs, FreeBlocks(4, 10, NO_LIMIT))
     assert ahead.admits(make(15, 5), 2)  # ends with the pool at 8 + 2
     assert not ahead.admits(make(15, 50), 2), "it wants a third block in 5 steps, of 2"
-    ahead = Forecast(Lengths(), [running(61, 5, 10)], Room(4, 10, NO_LIMIT))
+    ahead = Forecast(Lengths(), [running(61, 5, 10)], FreeBlocks(4, 10, NO_LIMIT))
     assert ahead.admits(make(19, 60), 2), "the other one ends before"
 
 
 def test_a_late_preemption_is_accepted() -> None:
     """A sequence is admitted although the pool will be too small, if that is many steps ahead."""
-    ahead = Forecast(Lengths(), [running(2, 100, 10)], Room(9, 10, NO_LIMIT))
+    ahead = Forecast(Lengths(), [running(2, 100, 10)], FreeBlocks(9, 10, NO_LIMIT))
     assert ahead.admits(make(10, 90), 1), "some 45 steps until the pool is full"
-    ahead = Forecast(Lengths(), [running(80, 100, 10)], Room(2, 10, NO_LIMIT))
+    ahead = Forecast(Lengths(), [running(80, 100, 10)], FreeBlocks(2, 10, NO_LIMIT))
     assert not ahead.admits(make(11, 90), 2), "none"
 
 
 def test_the_first_sequence_is_always_admitted() -> None:
-    assert Forecast(Lengths(), [], Room(3, 10, NO_LIMIT)).admits(make(25, 500), 3)
+    assert Forecast(Lengths(), [], FreeBlocks(3, 10, NO_LIMIT)).admits(make(25, 500), 3)
 
 
 def test_each_sample_needs_its_own_blocks() -> None:
     """4 samples of a request fit, 9 do not."""
-    ahead = Forecast(Lengths(), [running(11, 10, 10)], Room(9, 10, NO_LIMIT))
+    ahead = Forecast(Lengths(), [running(11, 10, 10)], FreeBlocks(9, 10, NO_LIMIT))
     assert ahead.admits(make(5, 5, n=4), 1)
-    ahead = Forecast(Lengths(), [running(11, 10, 10)], Room(9, 10, NO_LIMIT))
+    ahead = Forecast(Lengths(), [running(11, 10, 10)], FreeBlocks(9, 10, NO_LIMIT))
     assert not ahead.admits(make(10, 5, n=9), 1)
 
 

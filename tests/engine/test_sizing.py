@@ -47,10 +47,20 @@ def test_memory_is_left_for_the_copies_of_the_cache(
         kv_cache_dtype=kv_cache_dtype, attention_backend=backend, dtype="float32"
     )
     with LLM(path, device="cpu", num_kvcache_blocks=4, max_model_len=64, **options) as llm:
-        with llm.model_runner.shard.computing():
-            found = sizing._free_device_bytes(llm.model_runner.shard, config)
-        left = TOTAL * config.gpu_memory_utilization - OTHERS
-    assert found == int(left * LAYERS / (LAYERS + copied_layers * copies))
+        shard, device = llm.model_runner.shard, SimpleNamespace(type="cuda")
+        of_block = shard.pools.kv.block_bytes
+        # A block's share of checkpoints, and the states of running sequences, are not copied.
+        sizes = CacheBytes(of_block + 1000, before=5 * MIB)
+        monkeypatch.setattr(shard.pools, "num_bytes", lambda num_running: sizes)
+        with shard.computing():
+            left = sizing._free_device_bytes(shard, config) - sizes.before
+            monkeypatch.setattr(shard, "device", device)
+            monkeypatch.setattr(sizing, "_free_device_bytes", lambda *_: left + sizes.before)
+            found = sizing.fit_kv_blocks(shard, config)
+            monkeypatch.undo()
+    assert left == int(TOTAL * config.gpu_memory_utilization) - OTHERS - sizes.before
+    of_copies = of_block * copied_layers * copies / LAYERS
+    assert found == int(left / (of_block + 1000 + of_copies))
 
 
 def test_all_ranks_have_the_blocks_of_the_smallest_pool() -> None:
@@ -60,7 +70,10 @@ def test_all_ranks_have_the_blocks_of_the_smallest_pool() -> None:
     def fit(ranks: Ranks) -> int:
         size = CacheBytes(16 * MIB >> ranks.rank, before=0)
         pools = SimpleNamespace(num_bytes=lambda num_running: size)
-        shard: Any = SimpleNamespace(pools=pools, device=torch.device("cpu"), ranks=ranks)
+        groups = SimpleNamespace(groups=[None])
+        shard: Any = SimpleNamespace(
+            pools=pools, device=torch.device("cpu"), ranks=ranks, groups=groups
+        )
         return sizing.fit_kv_blocks(shard, config)
 
     assert on_ranks(2, fit) == [32, 32]

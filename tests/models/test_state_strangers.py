@@ -38,6 +38,7 @@ from nanovllm.command.info import describe
 from nanovllm.models import model_size
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
+from nanovllm.utils.sizes import GIB
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded", "known")
 
@@ -267,29 +268,41 @@ def test_statistics_count_states(case: Case, capsys: pytest.CaptureFixture[str])
             llm.add_request(prompt, params)
         llm.step()
         stats = llm.stats()
-        assert (stats.state_slots_used, stats.num_state_slots) == (2, 4)
-        assert stats.checkpoints_used == 1 and stats.num_checkpoints > 4
-        assert stats.cache_usage == (4 / stats.num_blocks if has_kv else 0.5)
+        assert (stats.state_slots_used, stats.checkpoints_used) == (2, 1)
+        assert stats.num_state_slots > 4
+        share = 4 / stats.num_blocks if has_kv else 2 / stats.num_state_slots
+        assert stats.cache_usage == share
         usage = {m.name: m for m in llm.get_metrics()}["vllm:kv_cache_usage_perc"]
         assert usage.value == stats.cache_usage  # type: ignore[attr-defined]
         while not llm.is_finished():
             llm.step()
         assert (llm.stats().state_slots_used, llm.stats().checkpoints_used) == (0, 1)
         llm.generate([[1, 2, 3]], params)
-    assert ("KV 0%" if has_kv else "states") in capsys.readouterr().err
+    assert ("KV 0%" if has_kv else "states 0%") in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", [{}, dict(num_kvcache_blocks=2)])
-def test_without_kv_blocks_do_not_limit_what_runs(more: dict[str, Any], tmp_path: Path) -> None:
-    """Neither their number, nor memory that no token takes."""
+@pytest.mark.parametrize("cached", [True, False])
+def test_without_kv_blocks_do_not_limit_what_runs(cached: bool, tmp_path: Path) -> None:
+    """Neither their number, nor memory that no token takes: there must be some for the states."""
     write_model(tmp_path, KINDS["alone"])
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    for cached in (True, False):
-        with make_llm(tmp_path, max_num_seqs=5, enable_prefix_caching=cached, **more) as llm:
-            for index in range(5):
-                llm.add_request([index] * 50, params)
-            llm.step()
-            assert llm.stats().num_running == 5
+    options = dict(max_num_seqs=5, enable_prefix_caching=cached)
+    with make_llm(tmp_path, num_kvcache_blocks=2, **options) as llm:
+        for index in range(5):
+            llm.add_request([index] * 50, params)
+        llm.step()
+        assert llm.stats().num_running == 5 and " 0 KV blocks" in repr(llm)
+        states = llm.model_runner.shard.pools.num_bytes(5).before / GIB
+    with make_llm(tmp_path, cpu_kvcache_gib=1.001 * states, **options) as llm:
+        assert len(llm.generate([1, 2, 3], params, use_tqdm=False)[0].token_ids) == 40
+    with pytest.raises(ValueError, match=r"MiB for the states of sequences, those of 5 take"):
+        make_llm(tmp_path, cpu_kvcache_gib=0.999 * states, **options)
+
+
+def test_without_kv_there_is_none_in_fp8(tmp_path: Path) -> None:
+    write_model(tmp_path, KINDS["alone"])
+    with pytest.raises(ValueError, match="needs keys and values; this model's layers keep states"):
+        make_llm(tmp_path, kv_cache_dtype="fp8")
 
 
 def test_prefix_hits_restore_states(case: Case) -> None:

@@ -6,6 +6,7 @@ It knows block numbers and token ids, and no tensors.
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Set
+from typing import NamedTuple
 
 from nanovllm.engine.cache.prefixes import Prefix, Prefixes, block_hashes
 from nanovllm.engine.sequence import Sequence
@@ -43,6 +44,14 @@ def longest_sequence(num_blocks: int, block_size: int, windows: Iterable[Window]
             return num_each * block_size
         num_blocks -= limit
     return sys.maxsize
+
+
+class FreeBlocks(NamedTuple):
+    """The KV blocks that sequences may take."""
+
+    number: int
+    block_size: int
+    most_held: tuple[int, ...]  # for each cache group, the most blocks that a sequence grows to
 
 
 class BlockManager:
@@ -201,7 +210,9 @@ class BlockManager:
 
     def grow(self, seq: Sequence, num_tokens: int) -> int:
         """Give `seq` blocks for its first `num_tokens`; returns how many tokens have blocks."""
-        while seq.room < num_tokens and self.num_needed([seq]) <= len(self.free_queue):
+        while seq.room < num_tokens and self.free_queue:
+            if self.num_groups > 1 and self.num_needed([seq]) > len(self.free_queue):
+                break
             self.append_blocks(seq)
         return min(num_tokens, seq.room)
 
@@ -213,10 +224,12 @@ class BlockManager:
     def shrink(self, seq: Sequence, num_tokens: int) -> None:
         """Free the blocks of `seq` after those of its first `num_tokens`; none is published."""
         size = -(-num_tokens // self.block_size)
-        for group, table in enumerate(seq.block_tables):
-            if size < len(table):
-                self._release(table[size:])
-                seq.block_tables[group] = table[:size]  # a new list, so that devices get it again
+        if size * self.block_size >= seq.room and self.num_groups <= 1:
+            return
+        tables = [table if len(table) <= size else table[:size] for table in seq.block_tables]
+        for table, kept in zip(seq.block_tables, tables, strict=True):
+            self._release(table[len(kept) :])
+        seq.block_tables = tables  # new lists, so that devices get them again
         self._set_room(seq)
 
     def pass_by(self, seq: Sequence) -> None:

@@ -5,13 +5,10 @@ from collections.abc import Callable, Iterable, Set
 from typing import NamedTuple
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.cache.block_manager import BlockManager, Window
+from nanovllm.engine.cache.block_manager import BlockManager, FreeBlocks, Window
 from nanovllm.engine.cache.prefixes import Prefix, block_hashes
 from nanovllm.engine.cache.state_slots import StateLayout, StateSlots
-from nanovllm.engine.forecast import Room
 from nanovllm.engine.sequence import Sequence
-
-STATE_COUNTS = ("state_slots_used", "num_state_slots", "checkpoints_used", "num_checkpoints")
 
 
 class CacheLayout(NamedTuple):
@@ -36,7 +33,6 @@ class Caches:
         num_running: int,
         enable_prefix_caching: bool = True,
     ) -> None:
-        self.num_running = num_running
         self.blocks = BlockManager(  # no block is ever given where no group takes any
             num_blocks if layout.windows else 0, block_size, enable_prefix_caching, layout.windows,
             has_states=layout.states is not None,
@@ -82,19 +78,19 @@ class Caches:
         hashes = block_hashes(seq, lengths[-1] // size, size) if lengths else []
         return [hashes[length // size - 1] for length in lengths]
 
-    def room(self) -> Room:
+    def free_blocks(self) -> FreeBlocks:
         """What sequences may take now."""
         blocks = self.blocks
-        return Room(blocks.num_free_blocks, blocks.block_size, blocks.most_held)
+        return FreeBlocks(blocks.num_free_blocks, blocks.block_size, blocks.most_held)
 
     def can_grow(self, seqs: list[Sequence]) -> bool:
         """Whether all of these, which have no room for their last token, can get it."""
         return self.blocks.num_needed(seqs) <= self.blocks.num_free_blocks
 
-    def surely_grow(self, num_seqs: int, num_tokens: int) -> bool:
+    def any_can_grow(self, num_seqs: int, num_tokens: int) -> bool:
         """Whether any `num_seqs` sequences can get room for `num_tokens` more each."""
         blocks = self.blocks
-        blocks_each = 1 + -(-num_tokens // blocks.block_size)
+        blocks_each = 1 + -(-num_tokens // blocks.block_size)  # the first tokens may end a block
         return num_seqs * blocks_each * blocks.num_groups <= blocks.num_free_blocks
 
     def grow(self, seq: Sequence, num_tokens: int) -> int:
@@ -152,9 +148,11 @@ class Caches:
             self._drop_tip(seq.seq_id)
         self.blocks.free(seq)
 
-    def clear(self) -> None:
-        """Forget all prefixes. Sequences keep what they have."""
+    def clear(self, running: Iterable[Sequence]) -> None:
+        """Forget all prefixes. Running sequences keep what they have, which enters none either."""
         self.blocks.clear()
+        for seq in running:  # a block is not entered where the one before has left the cache
+            seq.num_published_blocks = max(1, seq.num_published_blocks)
         if self.states is not None:
             self.states.clear()
             for seq_id in [*self._tips]:
@@ -163,20 +161,26 @@ class Caches:
     def counts(self) -> dict[str, int]:
         """How much is used of what there is, by the names that `EngineStats` has for them."""
         blocks, states = self.blocks, self.states
-        counts = dict.fromkeys(STATE_COUNTS, 0)
-        if states is not None:
-            own = states.layout.slots_per_sequence * self.num_running
-            numbers = states.num_used, own, len(states.checkpoints), states.layout.num_checkpoints
-            counts = dict(zip(STATE_COUNTS, numbers, strict=True))
-        used = blocks.num_blocks - blocks.num_free_blocks
-        return {"blocks_used": used, "num_blocks": blocks.num_blocks, **counts}
+        return dict(
+            blocks_used=blocks.num_blocks - blocks.num_free_blocks,
+            num_blocks=blocks.num_blocks,
+            state_slots_used=states.num_used if states else 0,
+            checkpoints_used=len(states.checkpoints) if states else 0,
+            num_state_slots=states.num_slots if states else 0,
+        )
 
     def audit(self, running: list[Sequence]) -> None:
         """Assert that each block and each slot has an owner, given the running sequences."""
+        for seq in running:
+            assert seq.room >= seq.num_cached_tokens
+            for table, num_passed in zip(seq.block_tables, seq.num_passed_blocks, strict=True):
+                assert len(table) * self.blocks.block_size >= seq.room
+                if num_passed and self.blocks.enable_prefix_caching:
+                    assert num_passed < seq.num_published_blocks, "the next one's parent"
         uses = Counter(id(prefix) for prefix, _ in self._tips.values())
         if self.states is not None:
             uses += self.states.uses()
-            self.states.audit(running, self.num_running)
+            self.states.audit(running)
         self.blocks.audit([seq.held_blocks for seq in running], uses)
 
     def _published(self, seq: Sequence, length: int) -> Prefix | None:

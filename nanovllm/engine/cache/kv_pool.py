@@ -165,14 +165,13 @@ def settle_length(asked: int | None, pool: KVPool, num_blocks: int, max_position
             "max_model_len is %d, which the KV pool can hold; the model's limit is %d; for more,"
             " %s", longest, max_positions, way_out,
         )  # fmt: skip
-    if not windows:
-        return min(max_positions, longest)
-    logger.info(
-        "KV cache in %s: %d tokens in %d blocks of %d%s, %s",
-        str(pool.dtype).removeprefix("torch."), capacity, num_blocks, block_size,
-        f" for {len(windows)} groups of layers" if len(windows) > 1 else "",
-        memory_text(num_blocks * pool.block_bytes),
-    )  # fmt: skip
+    if windows:
+        logger.info(
+            "KV cache in %s: %d tokens in %d blocks of %d%s, %s",
+            str(pool.dtype).removeprefix("torch."), capacity, num_blocks, block_size,
+            f" for {len(windows)} groups of layers" if len(windows) > 1 else "",
+            memory_text(num_blocks * pool.block_bytes),
+        )  # fmt: skip
     return min(max_positions, longest)
 
 

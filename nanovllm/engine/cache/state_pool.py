@@ -80,8 +80,8 @@ class StatePool:
         except (MemoryError, RuntimeError, TypeError, ValueError) as error:  # each for a size
             raise MemoryError(
                 f"states in {num_slots} slots take {memory_text(num_slots * self.slot_bytes)}, more"
-                f" than {self.device} has free; lower max_num_seqs, num_kvcache_blocks,"
-                " cpu_kvcache_gib or gpu_memory_utilization"
+                f" than {self.device} has free; lower max_num_seqs, or num_kvcache_blocks if it is"
+                " set"
             ) from error
         for mixer, places in zip(self.mixers, self._places, strict=True):
             mixer.states = tuple(

@@ -34,10 +34,10 @@ class StateSlots:
     after a wrong draft are replaced by those of the right token. The first slot stays zeroed,
     for sequences that begin, and the last one is written where a state is not kept.
 
-    The other slots hold checkpoints: copies of the states after a prefix, which restore a sequence
-    that begins with it. They are made every `interval` tokens, and at the end of a prompt's last
-    full block. If no slot is free, the least recently used checkpoint goes. So a running sequence
-    always gets its own slots.
+    Slots that no running sequence has hold checkpoints: copies of the states after a prefix, which
+    restore a sequence that begins with it. They are made every `interval` tokens, and at the end of
+    a prompt's last full block. If no slot is free, the least recently used checkpoint goes. So a
+    running sequence always gets its own slots.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StateSlots:
         self.block_size = block_size
         self.prefixes = prefixes
         self.free_slots = [*range(1, layout.num_slots(num_running) - 1)][::-1]
-        self._num_slots = len(self.free_slots)
+        self.num_slots = len(self.free_slots)
         self.checkpoints: OrderedDict[int, Prefix] = OrderedDict()  # by slot, oldest use first
         self.num_planned = 0  # checkpoints of steps that are not known to be computed
         self._restores: list[tuple[int, int]] = []
@@ -56,7 +56,7 @@ class StateSlots:
     @property
     def num_used(self) -> int:
         """The slots that running sequences have for their last tokens."""
-        return self._num_slots - len(self.free_slots) - len(self.checkpoints) - self.num_planned
+        return self.num_slots - len(self.free_slots) - len(self.checkpoints) - self.num_planned
 
     def begin(self, seq: Sequence, prefix: Prefix | None) -> None:
         """Give `seq` slots, and in the next step the states of the prefix that it begins with."""
@@ -151,11 +151,11 @@ class StateSlots:
         while self.checkpoints:
             self.free_slots.append(self._evict())
 
-    def audit(self, running: list[Sequence], num_running: int) -> None:
+    def audit(self, running: list[Sequence]) -> None:
         """Assert that each slot has one owner."""
         owned = [slot for seq in running for slot in (*seq.state_slots, *seq.checkpoints.values())]
         owned += [*self.checkpoints, *self.free_slots]
-        assert sorted(owned) == [*range(1, self.layout.num_slots(num_running) - 1)], owned
+        assert sorted(owned) == [*range(1, self.num_slots + 1)], owned
         assert self.num_planned == sum(len(seq.checkpoints) for seq in running)
         for slot, prefix in self.checkpoints.items():
             assert prefix.checkpoint == slot

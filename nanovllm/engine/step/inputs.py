@@ -124,26 +124,27 @@ def step_inputs(
     pooled: Iterable[Pooled] = (),
 ) -> StepInputs:
     """The inputs of a batch's step; the ledger counts its changes as sent."""
-    inputs = _step_inputs(batch, block_size, ledger, prompt_reports, whole_logits, pooled)
+    if not batch.is_prefill and (batch.num_drafts or not batch.drafts):
+        width, changes, lacks = ledger.decode(batch.seqs, batch.num_drafts)
+        inputs = StepInputs(
+            len(batch.seqs), width, changes, None, 1 + batch.num_drafts, whole_logits,
+            ledger.adapts, lacks,
+        )  # fmt: skip
+    else:
+        inputs = _prefill_inputs(batch, block_size, ledger, prompt_reports, pooled)
     if batch.copies is not NO_COPIES:
         inputs.copied_before, inputs.copied_after = map(_pairs, batch.copies)
     return inputs
 
 
-def _step_inputs(
+def _prefill_inputs(
     batch: Batch,
     block_size: int,
     ledger: Ledger,
     prompt_reports: list[Report],
-    whole_logits: bool,
     pooled: Iterable[Pooled],
 ) -> StepInputs:
     seqs = batch.seqs
-    if not batch.is_prefill and (batch.num_drafts or not batch.drafts):
-        width, changes, lacks = ledger.decode(seqs, batch.num_drafts)
-        queries = 1 + batch.num_drafts
-        adapts = ledger.adapts
-        return StepInputs(len(seqs), width, changes, None, queries, whole_logits, adapts, lacks)
     assert not any(seq.num_pending_tokens for seq in seqs[batch.num_decodes :])
     table_rows, sample_table_rows, width, changes = ledger.prefill(
         batch.all_seqs, batch.sampling_seqs, batch.drafts
@@ -266,8 +267,10 @@ def _copied_blocks(batch: Batch, block_size: int) -> Array | None:
 
 
 def states_before_and_after(batch: Batch, q_ends: Array) -> dict[str, Array]:
-    """Where a prefill finds and leaves states: of a prompt those of its last token here, and those
-    that are checkpoints; of a sequence with drafts those of each token.
+    """The slots in which a prefill finds states, and leaves them.
+
+    It leaves the states after a prompt's last token here and after its checkpoints, and in a
+    sequence with drafts those after each token.
     """
     before = np.zeros(len(batch.seqs), np.int64)
     after = np.full(int(q_ends[-1]), -1, np.int64)

@@ -23,9 +23,10 @@ UNKNOWN = -2  # in arrays: differs from every length and every row
 class Ledger:
     """Rows by sequence, and the values that the devices have.
 
-    It relies on how sequences keep each block table: a list that grows, and a new list when they
-    start over. A token in flight stays in its row until a later step or the host has read it. So
-    only running sequences need rows, and those that end in flight do not.
+    It relies on how sequences keep block tables: lists that grow, in a list that is a new one when
+    a table is replaced or the sequence starts over. A token in flight stays in its row until a
+    later step or the host has read it. So only running sequences need rows, and those that end in
+    flight do not.
 
     After a step with drafts only the device knows a row's last token and length. Such a row is
     ahead, and nothing of that is sent until a step without drafts: by then the host knows them.
@@ -50,7 +51,7 @@ class Ledger:
         self._free = list(range(num_rows - 1))[::-1]
         groups = range(self.layout.num_tables)
         self._tables: list[list[list[int]]] = [[[]] * num_rows for _ in groups]
-        self._num_blocks = np.zeros((len(groups), num_rows), np.int64)
+        self._num_blocks = [np.zeros(num_rows, np.int64) for _ in groups]
         self._lengths = np.full(num_rows, UNKNOWN)
         self._num_tokens = np.full(num_rows, UNKNOWN)  # counting the row's last token
         self._is_ahead = np.zeros(num_rows, bool)
@@ -60,7 +61,8 @@ class Ledger:
         self._batch: Array = np.full(num_rows, UNKNOWN)
         self._batch_rows: Array | None = None  # the rows of which it was made
         self._slots = np.full(num_rows, NO_ADAPTER)  # of adapters
-        self._last_tables: list[list[list[int]]] = [[] for _ in groups]
+        self._last_tables: list[list[list[int]]] = []  # by sequence, and by group
+        self._last_of_groups: list[list[list[int]]] = []
         self._last_rows: Array = np.zeros(0, np.int64)
 
     def decode(
@@ -134,36 +136,45 @@ class Ledger:
 
     def _change_blocks(self, seqs: list[Sequence]) -> tuple[Array, int]:
         """Add the blocks that are new. Returns the rows, and the length of the longest table."""
-        width = 0 if self.layout.parts else self.layout.max_blocks
+        tables, last = [seq.block_tables for seq in seqs], self._last_tables
+        if len(tables) != len(last) or not all(map(operator.is_, tables, last)):
+            self._last_rows = self._rows_of(seqs)
+            self._last_of_groups = [*self._of_groups(seqs)]
+            self._last_tables = tables
+        rows, layout = self._last_rows, self.layout
+        width = 0 if layout.parts else layout.max_blocks
         changed: set[int] = set()  # of these sequences, those with new blocks
-        num_groups = len(self.layout.parts)
+        for group, of_group in enumerate(self._last_of_groups):
+            known = self._num_blocks[group]
+            sizes = np.fromiter(map(len, of_group), np.int64, len(of_group))
+            new = np.flatnonzero(known[rows] != sizes).tolist()
+            if new:
+                for index in new:
+                    self._append(seqs[index], int(rows[index]), group, of_group[index])
+                known[rows] = sizes
+                changed.update(new)
+            if group < len(layout.parts):
+                width = max(width, int(sizes.max()))
+        if layout.most_drafts:
+            for index in sorted(changed):
+                limit = min(seqs[index].room, seqs[index].max_num_tokens - 1)
+                self._change(layout.limits + int(rows[index]), [limit])
+        return rows, width
+
+    def _of_groups(self, seqs: list[Sequence]) -> Iterator[list[list[int]]]:
+        """For each cache group the sequences' tables, and their slots for states after those.
+
+        A table that is not the row's last one is sent as a whole.
+        """
         for group in range(self.layout.num_tables):
-            has_blocks = group < num_groups
-            if has_blocks:
+            if group < len(self.layout.parts):
                 tables = [seq.block_tables[group] for seq in seqs]
             else:
                 tables = [seq.state_slots for seq in seqs]
-            last = self._last_tables[group]
-            if len(tables) != len(last) or not all(map(operator.is_, tables, last)):
-                self._last_rows = self._rows_of(seqs)
-                for row, seq, table in zip(self._last_rows.tolist(), seqs, tables, strict=True):
-                    if self._tables[group][row] is not table:
-                        self._change_table(seq, row, group, table)
-                self._last_tables[group] = tables
-            rows, known = self._last_rows, self._num_blocks[group]
-            sizes = np.fromiter(map(len, tables), np.int64, len(tables))
-            new = np.flatnonzero(known[rows] != sizes).tolist()
-            for index in new:
-                self._append(seqs[index], int(rows[index]), group, tables[index])
-            known[rows] = sizes
-            changed.update(new)
-            if has_blocks:
-                width = max(width, int(sizes.max()))
-        if self.layout.most_drafts:
-            for index in sorted(changed):
-                limit = min(seqs[index].room, seqs[index].max_num_tokens - 1)
-                self._change(self.layout.limits + int(self._last_rows[index]), [limit])
-        return self._last_rows, width
+            for row, seq, table in zip(self._last_rows.tolist(), seqs, tables, strict=True):
+                if self._tables[group][row] is not table:
+                    self._change_table(seq, row, group, table)
+            yield tables
 
     def _append(self, seq: Sequence, row: int, group: int, table: list[int]) -> None:
         """Send the blocks of a table that are new, or the slots of states after all groups'."""
