@@ -191,8 +191,8 @@ def test_the_cores_table_has_the_lines_of_its_files(architecture: ModuleType) ->
     assert page == architecture.page(), "run tools/write_architecture.py"
 
 
-def test_the_core_has_at_most_7300_lines(architecture: ModuleType) -> None:
-    assert sum(sum(lines.values()) for lines in architecture.core().values()) <= 7300
+def test_the_core_has_at_most_7400_lines(architecture: ModuleType) -> None:
+    assert sum(sum(lines.values()) for lines in architecture.core().values()) <= 7400
 
 
 def test_lines_of_code_leave_out_comments_docstrings_and_blanks(architecture: ModuleType) -> None:

@@ -939,6 +939,8 @@ def test_the_pool_is_freed_with_the_engine(
     """Without the garbage collector: no reference cycle, no registry holds the runner."""
     llm = make_llm(model_dir, **options)
     generate(llm, TEXT)
+    llm.embed(TEXT, use_tqdm=False)  # its parts must not keep it alive either
+    assert llm.weight_shapes() and not llm.is_sleeping
     llm.add_request(TEXT)  # a pending request must not keep it alive
     shard = llm.model_runner.shard
     layer_cache = shard.model.attentions[0].kv.k_cache  # a part of the pool's memory

@@ -371,7 +371,7 @@ def test_random_walks_with_callables_and_hidden_states(
             if llm.unfinished and rng.random() < 0.05:
                 llm.abort_request(rng.choice([*llm.unfinished]))
             if rng.random() < 0.03:
-                llm._recover([*llm.unfinished.values(), *llm.finished.values()])
+                llm.recover([*llm.unfinished.values(), *llm.finished.values()])
             for output in llm.step():
                 if output.request_id not in wanted:
                     continue

@@ -25,6 +25,8 @@ SCHEDULER_SIDE = (
     "engine_config", "speculative", "speculative.speculator",
 )  # fmt: skip
 
+MOST_MODULES = 267  # that one `generate` with plain PyTorch loads
+
 # Imports run down these floors, or stay on one; `nanovllm` itself is below all of them.
 FLOORS = (
     ("utils",),
@@ -136,6 +138,28 @@ for name in registry.MODELS:
 def test_the_embedded_models_path_does_not_load_torch() -> None:
     loaded = loaded_by("from nanovllm.embedded import EMBEDDED_MODEL")
     assert loaded & set(HEAVY) == set()
+
+
+def test_generate_loads_no_room_that_it_does_not_use() -> None:
+    """The number of modules may fall, and rises only for what every request needs."""
+    statement = """
+import sys
+from nanovllm import LLM, SamplingParams
+from nanovllm.embedded import EMBEDDED_MODEL
+with LLM(EMBEDDED_MODEL, device="cpu", attention_backend="torch", cpu_kvcache_gib=0.01) as llm:
+    llm.generate("1+1=", SamplingParams(max_tokens=2), use_tqdm=False)
+    [*llm.stream("1+1=", SamplingParams(max_tokens=2))]
+print("modules:", *sorted(name for name in sys.modules if name.startswith("nanovllm")))
+"""
+    done = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    _, _, listed = done.stdout.partition("modules: ")
+    modules = listed.split()
+    unused = ("chat", "vectors", "beams", "openai", "batch", "server", "bench", "command", "ray")
+    unused += ("engine.weights.calls", "engine.weights.sleep_mode", "engine.profile")
+    rooms = [f"nanovllm.{room}" for room in unused]
+    assert [m for m in modules if any(is_under(m, room) for room in rooms)] == []
+    assert 200 < len(modules) <= MOST_MODULES
 
 
 @pytest.mark.parametrize("name", SCHEDULER_SIDE)

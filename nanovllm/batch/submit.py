@@ -60,7 +60,7 @@ def submit(
 
 
 def _submit_vectors(llm: LLM, asked: VectorRequest) -> Submitted:
-    plan = llm.planner.embed(*asked.arguments, **asked.options)
+    plan = llm.vectors.planner.embed(*asked.arguments, **asked.options)
     adapter = llm.named_adapter(asked.model)
     known: Known = {}
     accepted = [llm.adapted(one, adapter, known) for one in plan.accepted]

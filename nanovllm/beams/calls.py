@@ -1,4 +1,4 @@
-"""BeamCalls: the call of `LLM` that searches the most likely outputs."""
+"""Beams: an engine searches the most likely outputs."""
 
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -15,41 +15,35 @@ from nanovllm.engine.requests.request import check_no_error
 from nanovllm.lora_request import LoRARequests
 from nanovllm.prompts import Prompt, prompt_list
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import check_bool, check_int, shorten
+from nanovllm.utils.checks import check_int, shorten
 
 STEP = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 
 
-class BeamCalls(LLMEngine):
-    """`beam_search`, by requests of one token each that find their tokens in the prefix cache."""
+class Beams:
+    """`search`, by requests of one token each that find their tokens in the prefix cache."""
 
-    def beam_search(
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+
+    def search(
         self,
         prompts: Prompt | Iterable[Prompt],
         params: BeamSearchParams,
-        lora_request: LoRARequests = None,
-        use_tqdm: bool = False,
-        *,
-        concurrency_limit: int | None = None,
+        lora_request: LoRARequests,
+        use_tqdm: bool,
+        concurrency_limit: int | None,
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` most likely outputs of every prompt, in the order of the prompts.
-
-        Prompts and adapters are those of `generate`. They are found as by transformers' `generate`
-        with `num_beams` and without sampling. All prompts are searched at once, or at most
-        `concurrency_limit`. Running sequences share the blocks of what they have in common, and
-        each step computes what is not cached: with the prefix cache, less than a block of each.
-        """
-        self.check_open()
-        check_bool("use_tqdm", use_tqdm)
+        """The `beam_width` most likely outputs of every prompt."""
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be a BeamSearchParams, got {shorten(params)}")
         if concurrency_limit is not None:
             check_int("concurrency_limit", concurrency_limit, 1)
         given = prompt_list("prompts", prompts)
-        accepted = self.accept_all([(prompt, STEP) for prompt in given], lora_request)
+        accepted = self.engine.accept_all([(prompt, STEP) for prompt in given], lora_request)
         limit = concurrency_limit or max(1, len(accepted))
         outputs: list[BeamSearchOutput] = []
-        bar = progress_bar(self, len(accepted), "Searching") if use_tqdm else nullcontext()
+        bar = progress_bar(self.engine, len(accepted), "Searching") if use_tqdm else nullcontext()
         with bar as shown:
             for start in range(0, len(accepted), limit):
                 outputs += self._search(accepted[start : start + limit], params)
@@ -60,9 +54,13 @@ class BeamCalls(LLMEngine):
     @exclusive
     def _search(self, prompts: list[Accepted], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Search all these prompts at once, step by step."""
-        longest = self.config.max_model_len
+        longest = self.engine.config.max_model_len
         searches = [
-            Search(params, min(params.max_tokens, longest - len(p.token_ids)), self.eos_token_ids)
+            Search(
+                params,
+                min(params.max_tokens, longest - len(p.token_ids)),
+                self.engine.eos_token_ids,
+            )
             for p in prompts
         ]
         going = list(zip(prompts, searches, strict=True))
@@ -78,23 +76,25 @@ class BeamCalls(LLMEngine):
 
     def _likely_tokens(self, going: list[tuple[Accepted, Search]]) -> list[list[tuple[int, float]]]:
         """The most likely tokens after all running sequences, with their log-probabilities."""
-        number = min(going[0][1].num_candidates, self.model_config.vocab_size)  # all have the same
+        number = min(
+            going[0][1].num_candidates, self.engine.model_config.vocab_size
+        )  # all have the same
         params = replace(STEP, logprobs=number)
         ids = [
-            self.enqueue(
+            self.engine.enqueue(
                 replace(prompt, token_ids=prompt.token_ids + beam.token_ids, params=params)
             )
             for prompt, search in going
             for beam in search.running
         ]
-        run_until_done(self, ids, False, "")
+        run_until_done(self.engine, ids, False, "")
         likely = []
         for request_id in ids:
-            seq = self.finished[request_id].seqs[0]
+            seq = self.engine.finished[request_id].seqs[0]
             check_no_error(seq)
             (entry,) = seq.logprobs.generated(seq, seq.num_prompt_tokens)
             likely.append([(token_id, logprob) for token_id, logprob, _ in entry])
-            self.drop_output(request_id)
+            self.engine.drop_output(request_id)
         return likely
 
     def _output(
@@ -111,7 +111,7 @@ class BeamCalls(LLMEngine):
         kept = ended.token_ids
         if ended.reason == "stop" and not params.include_stop_str_in_output:
             kept = kept[:-1]
-        tokens, tokenizer = prompt + kept, self.tokenizer
+        tokens, tokenizer = prompt + kept, self.engine.tokenizer
         text: Any = "" if tokenizer is None else tokenizer.decode(tokens)
         return BeamSearchSequence(
             tokens=tokens,

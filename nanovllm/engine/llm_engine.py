@@ -38,29 +38,12 @@ T = TypeVar("T")
 
 
 def exclusive(method: Callable[..., T]) -> Callable[..., T]:
-    """Make `method` run alone, and undo what it began if it raises.
-
-    Requests from before the call stay; those that it added are removed.
-    """
+    """Make a method run by `LLMEngine.alone`: an engine's, or that of a part with an `engine`."""
 
     @functools.wraps(method)
-    def run(self: "LLMEngine", *args: Any) -> T:
-        if self._generating:
-            raise RuntimeError("this LLM is generating already; one call at a time")
-        self._drop_discarded()
-        before = [*self.unfinished.values(), *self.finished.values()]
-        try:
-            self._generating = True
-            result = method(self, *args)
-            self._generating = False
-        except BaseException:
-            self._recover(before)
-            if self.model_runner.failure is not None or self._close_asked:
-                self.close()
-            raise
-        if self._close_asked:
-            self.close()
-        return result
+    def run(self: Any, *args: Any) -> T:
+        engine: LLMEngine = getattr(self, "engine", self)
+        return engine.alone(method, self, *args)
 
     return run
 
@@ -75,7 +58,7 @@ class LLMEngine(AdapterRequests):
     _warns = True  # if the model has no tokenizer
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
-        asked = self._asked = Config(model=model, **options)  # type: ignore[arg-type]
+        asked = self.asked = Config(model=model, **options)  # type: ignore[arg-type]
         self.model_path = path = resolve_model(
             asked.model, revision=asked.revision, download_dir=asked.download_dir
         )
@@ -105,14 +88,18 @@ class LLMEngine(AdapterRequests):
         self.scheduler = Scheduler(self.config, shard.pools.layout, speculator, residents)
         self.counter = StepCounter()
         self.meter = RequestMeter()
-        self._intake = Intake(self.config, self.model_config, self.tokenizer)
-        self.eos_token_ids = self._intake.eos_token_ids
+        self.intake = Intake(self.config, self.model_config, self.tokenizer)
+        self.eos_token_ids = self.intake.eos_token_ids
         self.unfinished: dict[int, Request] = {}
         self.finished: dict[int, Request] = {}
         self._discarded: set[int] = set()
         self._streaming: set[int] = set()  # requests whose output an iterator returns
         self._generating = False
         self._close_asked = False
+        # What is run before the device's memory is freed, the last one first.
+        self.at_close: list[Callable[[], None]] = []
+        if self.adapters is not None:
+            self.at_close.append(self.adapters.close)
         self.refusal: NotReadyError | None = None  # why no request can be computed now
         self._begun: dict[int, Request] = {}  # scheduled, without a first token yet
         self._launched: Launched | None = None  # a step in flight
@@ -166,6 +153,12 @@ class LLMEngine(AdapterRequests):
         running_tokens = sum(sum(r.nums_generated) for r in self.unfinished.values())
         return self.meter.metrics(self.stats(), running_tokens, self.config.model) + drafts
 
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. Running requests keep their blocks. Returns True, as in vLLM."""
+        self.check_alive()
+        self.scheduler.clear_cache()
+        return True
+
     def is_finished(self) -> bool:
         """Whether all requests have finished, and `step` has returned all that it returns."""
         return not self.unfinished and self.finished.keys() <= self._streaming
@@ -181,8 +174,8 @@ class LLMEngine(AdapterRequests):
             self._close_asked = True
             return
         self._launched = None
-        if self.adapters is not None:
-            self.adapters.close()
+        while self.at_close:
+            self.at_close.pop()()
         self._finalizer()
 
     def __reduce__(self) -> NoReturn:
@@ -195,12 +188,35 @@ class LLMEngine(AdapterRequests):
     def __repr__(self) -> str:
         config = self.config
         ranks = f" {config.tensor_parallel_size} ranks," if config.tensor_parallel_size > 1 else ""
-        num_blocks = self.scheduler.block_manager.num_blocks
+        caches = self.scheduler.caches
+        states = f", {caches.states.num_slots} slots for states" if caches.states else ""
         return (
             f"{type(self).__name__}({config.model!r}, device={config.device!r},"
             f" dtype={config.dtype!r}, attention_backend={config.attention_backend!r},{ranks}"
-            f" {num_blocks} KV blocks of {config.kvcache_block_size} tokens)"
+            f" {caches.blocks.num_blocks} KV blocks of {config.kvcache_block_size} tokens{states})"
         )
+
+    def alone(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function that adds requests or steps; no other call may do so meanwhile.
+
+        If it raises, requests from before the call stay, and those that it added are removed.
+        """
+        if self._generating:
+            raise RuntimeError("this LLM is generating already; one call at a time")
+        self._drop_discarded()
+        before = [*self.unfinished.values(), *self.finished.values()]
+        try:
+            self._generating = True
+            result = function(*args)
+            self._generating = False
+        except BaseException:
+            self.recover(before)
+            if self.model_runner.failure is not None or self._close_asked:
+                self.close()
+            raise
+        if self._close_asked:
+            self.close()
+        return result
 
     @exclusive
     def run_step(self) -> None:
@@ -223,11 +239,12 @@ class LLMEngine(AdapterRequests):
 
     @exclusive
     def _abort(self, request: Request) -> RequestOutput:
-        self._end(request)
+        self.end(request)
         del self.unfinished[request.request_id]
         return request.output(self.tokenizer)
 
-    def _end(self, request: Request) -> None:
+    def end(self, request: Request) -> None:
+        """Abort what a request has not finished, and count it."""
         self.scheduler.abort(*request.unfinished)
         self._begun.pop(request.request_id, None)
         request.times.ended = time.perf_counter()
@@ -247,7 +264,7 @@ class LLMEngine(AdapterRequests):
         while self._discarded:
             request_id = self._discarded.pop()
             if (request := self.unfinished.pop(request_id, None)) is not None:
-                self._end(request)
+                self.end(request)
             self.drop_output(request_id)
 
     def drop_output(self, request_id: int) -> None:
@@ -342,7 +359,7 @@ class LLMEngine(AdapterRequests):
                 self.counter.cache_queries += seq.num_prompt_tokens
                 self.counter.cache_hits += seq.num_hit_tokens or 0
 
-    def _recover(self, requests: Iterable[Request]) -> None:
+    def recover(self, requests: Iterable[Request]) -> None:
         """Go on with these `requests` only, after an exception or Ctrl-C.
 
         Anything may be half done, so only the sequences' tokens are trusted: unfinished sequences
@@ -385,7 +402,7 @@ class LLMEngine(AdapterRequests):
         lora_request: LoRARequest | None = None,
     ) -> Accepted:
         """Encode a prompt, read its adapter; raises if one of them does not fit the model."""
-        return self.adapted(self._intake.accept(prompt, params, wanted), lora_request)
+        return self.adapted(self.intake.accept(prompt, params, wanted), lora_request)
 
     def accept_all(
         self, asked: list[tuple[Prompt, SamplingParams]], lora_request: LoRARequests
@@ -395,7 +412,7 @@ class LLMEngine(AdapterRequests):
         known: Known = {}
         for index, (prompt, params) in enumerate(asked):
             try:
-                one = self._intake.accept(prompt, params)
+                one = self.intake.accept(prompt, params)
                 accepted.append(self.adapted(one, adapters[index], known))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"prompts[{index}]: {error}") from None
@@ -406,7 +423,7 @@ class LLMEngine(AdapterRequests):
 
         A request that `streams` has its text followed, and `step` does not return its output.
         """
-        request = self._intake.request(accepted, streams)
+        request = self.intake.request(accepted, streams)
         if streams:
             self._streaming.add(request.request_id)
         self.unfinished[request.request_id] = request
@@ -414,11 +431,22 @@ class LLMEngine(AdapterRequests):
         self.scheduler.add(request.seqs[0])
         return request.request_id
 
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` has not been called."""
+        return self._finalizer.alive
+
     def check_open(self) -> None:
         """Raise if no request can be computed: `check_alive`, or the engine sleeps."""
         self.check_alive()
         if self.refusal is not None:
             raise self.refusal.with_traceback(None)  # many calls may raise the same one
+
+    def refuse(self, reason: NotReadyError | None) -> None:
+        """Compute no requests for this reason, and read no adapters; with None, go on."""
+        self.refusal = reason
+        if self.adapters is not None:
+            self.adapters.store.refuse(reason)
 
     def check_alive(self) -> None:
         """Raise if the engine is closed, if a rank has ended, or in a forked process."""

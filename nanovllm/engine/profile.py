@@ -1,4 +1,4 @@
-"""ProfileCalls: traces of what all ranks do between two calls, by PyTorch's profiler."""
+"""Profiles: traces of what all ranks do between two calls, by PyTorch's profiler."""
 
 import tempfile
 import time
@@ -70,39 +70,42 @@ class Stop:
         return path
 
 
-class ProfileCalls(LLMEngine):
-    """`start_profile` and `stop_profile`."""
+class Profiles:
+    """Records an engine's ranks. A recording that has not ended is dropped with the engine."""
 
-    _is_profiling = False
-    _num_profiles = 0
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        self._is_profiling = False
+        self._num_profiles = 0
+        engine.at_close.append(self._drop)
 
-    def start_profile(self) -> None:
+    def start(self) -> None:
         """Begin to record what all ranks do, on host and device. It makes steps slower."""
-        self.check_open()
-        if self._asked.profiler_dir is None:
+        self.engine.check_open()
+        if self.engine.asked.profiler_dir is None:
             raise ValueError(
                 "start_profile writes into profiler_dir, which must be a directory, got None; pass"
                 " profiler_dir=... when the engine is made"
             )
         if self._is_profiling:
             raise RuntimeError("a profile is being recorded already; stop_profile() ends it")
-        self._start_recording(self._asked.profiler_dir)
+        self._start_recording(self.engine.asked.profiler_dir)
 
-    def stop_profile(self) -> list[Path]:
+    def stop(self) -> list[Path]:
         """End the recording; returns the trace of each rank, for Perfetto or chrome://tracing."""
-        self.check_open()
+        self.engine.check_open()
         if not self._is_profiling:
             raise RuntimeError("no profile is being recorded; start_profile() begins one")
-        assert self._asked.profiler_dir is not None
-        return self._stop_recording(self._asked.profiler_dir)
+        assert self.engine.asked.profiler_dir is not None
+        return self._stop_recording(self.engine.asked.profiler_dir)
 
     @exclusive
     def _start_recording(self, directory: str) -> None:
         try:
-            self.model_runner.everywhere(Start(str(Path(directory).absolute())))
+            self.engine.model_runner.everywhere(Start(str(Path(directory).absolute())))
         except Exception:
-            if self.model_runner.failure is None:
-                self.model_runner.everywhere(Cancel())  # ranks that had begun
+            if self.engine.model_runner.failure is None:
+                self.engine.model_runner.everywhere(Cancel())  # ranks that had begun
             raise
         self._is_profiling = True
 
@@ -111,17 +114,15 @@ class ProfileCalls(LLMEngine):
         self._is_profiling = False
         self._num_profiles += 1
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{self._num_profiles}"
-        paths: list[Path] = self.model_runner.everywhere(
+        paths: list[Path] = self.engine.model_runner.everywhere(
             Stop(str(Path(directory).absolute()), name)
         )
         return paths
 
-    def close(self) -> None:
-        """Close the engine; a recording that was not ended is dropped."""
-        if self._is_profiling and not self._generating:
+    def _drop(self) -> None:
+        if self._is_profiling:
             self._is_profiling = False
             if torch.cuda.is_available():
                 with suppress(RuntimeError):  # of a device that has failed
                     torch.cuda.synchronize()
-            _running.pop(id(self.model_runner.shard)).stop()
-        super().close()
+            _running.pop(id(self.engine.model_runner.shard)).stop()

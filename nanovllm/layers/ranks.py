@@ -51,7 +51,11 @@ class Ranks:
 
     def equal_slice(self, total: int) -> slice:
         """Return this rank's slice of `total` elements, a multiple of the number of ranks."""
-        assert total % self.size == 0
+        if total % self.size:
+            raise ValueError(
+                f"{self.size} ranks cannot split {total}; the family's `LayerShape.split` must have"
+                " all sizes that ranks split"
+            )
         length = total // self.size
         return slice(self.rank * length, (self.rank + 1) * length)
 

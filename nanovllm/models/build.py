@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.layers.build import Build
+from nanovllm.layers.cache_spec import TokenCache
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models import registry
 from nanovllm.models.config import ModelConfig
@@ -27,7 +28,24 @@ def build_model(
 def made_with(config: ModelConfig, make: Build) -> CausalLM:
     """As `build_model`, for what another model of the same config was made with."""
     model: CausalLM = _family_of(config).build(config, make)
+    if not isinstance(model, CausalLM):
+        raise TypeError(f"the family of {config.architecture} must build a CausalLM, got {model!r}")
+    _check_caches(config, model, make.ranks)
     return model
+
+
+def _check_caches(config: ModelConfig, model: CausalLM, ranks: Ranks) -> None:
+    """Raise if a layer keeps something else than its shape says, by which memory is planned."""
+    for index, (layer, mixer) in enumerate(zip(config.layers, model.mixers, strict=True)):
+        said, kept = layer.cache, mixer.cache
+        if isinstance(said, TokenCache):
+            said = said.part(ranks.size)
+        # A part of a state is as the family makes it: ranks split each tensor in a way of its own.
+        if type(said) is not type(kept) or (isinstance(said, TokenCache) and said != kept):
+            raise ValueError(
+                f"layer {index} of {config.architecture} keeps {kept}, and the family's"
+                f" `layer_shape` says {said}"
+            )
 
 
 def _family_of(config: ModelConfig) -> Family[Any]:

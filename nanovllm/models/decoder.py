@@ -24,7 +24,7 @@ from nanovllm.layers.few_rows import compute_block, operands_of, with_adapters
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.lora import AdapterRows
-from nanovllm.layers.mixer import Ropes
+from nanovllm.layers.mixer import Mixer, Ropes
 from nanovllm.layers.names import USUAL_NAMES, Names
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.state_mixer import StateMixer
@@ -145,6 +145,11 @@ class Model(nn.Module):
     def attentions(self) -> list[Attention]:
         """The attention of each decoder layer, in order."""
         return [module for module in self.modules() if isinstance(module, Attention)]
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """The mixer of each decoder layer, in order."""
+        return [module for module in self.modules() if isinstance(module, Mixer)]
 
     @property
     def state_mixers(self) -> list[StateMixer]:

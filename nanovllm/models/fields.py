@@ -170,3 +170,5 @@ def fields_of(path: Path) -> Iterator[dict[str, Any]]:
         raise ValueError(f"{path} has no field {error}") from None
     except (TypeError, ValueError) as error:
         raise type(error)(f"{path}: {error}") from None
+    except IndexError as error:
+        raise ValueError(f"{path}: a list has too few items: {error}") from None

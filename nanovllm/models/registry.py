@@ -18,6 +18,11 @@ MODELS: Mapping[str, str] = {
     "Phi3ForCausalLM": "phi3",
 }
 _registered: dict[str, str | Family[Any]] = {}
+_out_of_reach: set[str] = set()  # registered in another process, and not importable in this one
+OUT_OF_REACH = (
+    "the family of {!r} is not at the top of a module that can be imported, as an engine of several"
+    ' processes needs it; put it there, or register it as "module:NAME"'
+)
 
 
 def register_model(name: str, family: str | Family[Any]) -> None:
@@ -44,17 +49,23 @@ def names() -> list[str]:
 
 
 def registered() -> dict[str, str]:
-    """What `register_model` was called with, as "module:NAME" for other processes.
-
-    A family that they could not import is a ValueError.
-    """
-    for name in _registered:
-        check_importable(name)
+    """What `register_model` was called with, for `register_all` in other processes."""
     return {name: reference(name) for name in _registered}
+
+
+def register_all(references: Mapping[str, str]) -> None:
+    """Register what another process has, by `registered`."""
+    for name, family in references.items():
+        if family:
+            register_model(name, family)
+        else:
+            _out_of_reach.add(name)
 
 
 def family_of(name: object) -> Family[Any]:
     """The family of an architecture. An unknown one is a ValueError; no similar one is taken."""
+    if name in _out_of_reach:
+        raise ValueError(OUT_OF_REACH.format(name))
     if not isinstance(name, str) or name not in names():
         known = ", ".join(names())
         raise ValueError(f"architecture {name!r} is not supported; architectures: one of {known}")
@@ -95,7 +106,4 @@ def reference(name: str) -> str:
 def check_importable(name: str) -> None:
     """Raise a ValueError if other processes could not import the family of an architecture."""
     if name in _registered and not reference(name):
-        raise ValueError(
-            f"the family of {name!r} is not at the top of a module that can be imported, as an"
-            ' engine of several processes needs it; put it there, or register it as "module:NAME"'
-        )
+        raise ValueError(OUT_OF_REACH.format(name))

@@ -62,6 +62,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_library_is_compiled_once(
     cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.delenv("CXX", raising=False)
     with caplog.at_level(logging.INFO, "nanovllm"):
         assert load(source).count(10) == 45
         assert len(caplog.records) == 1 and "compiled small.cpp in" in caplog.records[0].message

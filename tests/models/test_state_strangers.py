@@ -299,6 +299,20 @@ def test_without_kv_blocks_do_not_limit_what_runs(cached: bool, tmp_path: Path) 
         make_llm(tmp_path, cpu_kvcache_gib=0.999 * states, **options)
 
 
+def test_layers_that_keep_states_must_say_so(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_family.MixedConfig, "layer_shape", ModelConfig.layer_shape)
+    with pytest.raises(ValueError, match=r"layer 0 of MixedForCausalLM keeps State.*says KeysAnd"):
+        make_llm(case.path)
+
+
+def test_without_room_for_a_checkpoint_a_warning_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_model(tmp_path, KINDS["alone"])
+    with make_llm(tmp_path, num_kvcache_blocks=2, kvcache_block_size=16):
+        assert "no room for checkpoints" in caplog.text
+
+
 def test_without_kv_there_is_none_in_fp8(tmp_path: Path) -> None:
     write_model(tmp_path, KINDS["alone"])
     with pytest.raises(ValueError, match="needs keys and values; this model's layers keep states"):

@@ -78,10 +78,10 @@ class StatePool:
         try:
             self.slots = zeros_of(shape, torch.uint8, self.device, self.source)
         except (MemoryError, RuntimeError, TypeError, ValueError) as error:  # each for a size
+            share = "cpu_kvcache_gib" if self.device.type == "cpu" else "gpu_memory_utilization"
             raise MemoryError(
                 f"states in {num_slots} slots take {memory_text(num_slots * self.slot_bytes)}, more"
-                f" than {self.device} has free; lower max_num_seqs, or num_kvcache_blocks if it is"
-                " set"
+                f" than {self.device} has free; lower max_num_seqs, num_kvcache_blocks or {share}"
             ) from error
         for mixer, places in zip(self.mixers, self._places, strict=True):
             mixer.states = tuple(

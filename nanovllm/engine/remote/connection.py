@@ -12,7 +12,16 @@ from nanovllm.engine.errors import EngineEndedError
 from nanovllm.engine.ranks.command import by_value
 from nanovllm.engine.ranks.errors import RankError
 from nanovllm.engine.remote.frames import HEAD, frame
-from nanovllm.engine.remote.messages import Answer, Ask, Command, Ended, Event, Failed, Ready
+from nanovllm.engine.remote.messages import (
+    Answer,
+    Ask,
+    Command,
+    Ended,
+    Event,
+    Failed,
+    Question,
+    Ready,
+)
 from nanovllm.engine.remote.process import EngineProcess
 
 # Send at most this many commands, or handle this many ended requests, before others get a turn: the
@@ -94,13 +103,15 @@ class Connection:
         if data:
             self._writer.write(data)
 
-    def send_call(self, method: str) -> None:
-        """Have a method called after all that was asked before; its result is not awaited."""
+    def send_question(self, question: Question) -> None:
+        """Ask, after all that was asked before, and wait for no answer."""
         if self.failure is None and self._writer is not None:
-            self.send(Ask(next(self._numbers), method))
+            self.send(Ask(next(self._numbers), question))
 
-    async def ask(self, method: str, *args: Any, beside: bool = False, **options: Any) -> Any:
-        """What a method of the engine returns, or raises, between two of its steps.
+    async def ask(
+        self, question: Question, *args: Any, beside: bool = False, **options: Any
+    ) -> Any:
+        """The engine's answer, or what it raises, between two of its steps.
 
         Or if it is asked `beside`, while they go on.
         """
@@ -109,7 +120,7 @@ class Connection:
         number = next(self._numbers)
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
         try:
-            self.send(Ask(number, method, arguments, beside))
+            self.send(Ask(number, question, arguments, beside))
             return await answer
         finally:
             del self._questions[number]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.engine.remote.connection import Connection
-from nanovllm.engine.weights.calls import Running, Weights
+from nanovllm.engine.weights.calls import NamedTensors, Running
 from nanovllm.engine.weights.update import pairs, sendable_weight
 from nanovllm.metrics import Metric
 from nanovllm.outputs import EngineStats
@@ -35,7 +35,7 @@ class Controls:
         metrics: list[Metric] = await self._connection.ask("get_metrics")
         return metrics
 
-    async def update_weights(self, weights: Weights, *, running: Running = "refuse") -> None:
+    async def update_weights(self, weights: NamedTensors, *, running: Running = "refuse") -> None:
         """Replace weights, as `LLM.update_weights`.
 
         CUDA tensors are opened by the engine's process; others are sent to it, a few at a time.
@@ -51,7 +51,7 @@ class Controls:
                     await self._connection.ask("load_weights", sent)
                 await self._connection.ask("end_update")
             except BaseException:
-                self._connection.send_call("cancel_update")
+                self._connection.send_question("cancel_update")
                 raise
 
     async def reload_weights(self, *, running: Running = "refuse") -> None:
@@ -84,7 +84,7 @@ class Controls:
 
     async def is_sleeping(self) -> bool:
         """Whether memory is freed that `wake_up` gets back."""
-        sleeps: bool = await self._connection.ask("get_is_sleeping")
+        sleeps: bool = await self._connection.ask("is_sleeping")
         return sleeps
 
     async def start_profile(self) -> None:

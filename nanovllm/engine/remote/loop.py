@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from array import array
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,6 +31,7 @@ from nanovllm.engine.remote.messages import (
     Event,
     Failed,
     Progress,
+    Question,
     Quit,
     Ready,
     Refused,
@@ -38,7 +40,7 @@ from nanovllm.engine.remote.messages import (
     Tokens,
 )
 from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.models.registry import register_model
+from nanovllm.models.registry import register_all
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.heap import keep_what_lives
@@ -140,10 +142,12 @@ class EngineLoop:
     def __init__(
         self,
         engine: "LLMEngine",
+        answers: "Mapping[Question, Callable[..., Any]]",
         commands: "queue.SimpleQueue[Command | Compiled | Answer | BaseException]",
         outbox: Outbox,
     ) -> None:
-        self._engine, self._commands, self._outbox = engine, commands, outbox
+        self._engine, self._answers = engine, answers
+        self._commands, self._outbox = commands, outbox
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="nanovllm-compile")
         self._compiling: set[int] = set()  # numbers; those that were dropped meanwhile are gone
         self._followed: dict[int, Followed] = {}  # by the caller's number
@@ -201,11 +205,11 @@ class EngineLoop:
             self._report()  # it may have ended requests
 
     def _answer(self, command: Ask) -> Answer:
-        """Call a method of the engine. What it raises ends the engine only if a rank has ended."""
+        """Answer a question. An error ends the engine only if a rank has ended."""
         try:
             args, options = pickle.loads(command.arguments)
-            value = getattr(self._engine, command.method)(*args, **options)
-            return Answer(command.number, _pickled(value, command.method))
+            value = self._answers[command.question](*args, **options)
+            return Answer(command.number, _pickled(value, command.question))
         except BaseException as error:  # a caller's function may raise SystemExit
             self._engine.model_runner.check()
             return Answer(command.number, error=sendable(error))
@@ -301,12 +305,11 @@ def main(caller: int, line: int, connection: int) -> None:
 
 
 def _serve(link: socket.socket, outbox: Outbox) -> None:
-    from nanovllm.engine.remote.served import ServedEngine
+    from nanovllm.engine.remote.served import ServedEngine, answers_of
 
     model, options, level, families = receive(link)
     log_to_stderr(level)  # the caller's handlers are in its process
-    for name, family in families.items():
-        register_model(name, family)
+    register_all(families)
     commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
     engine = ServedEngine(model, **options)
     try:
@@ -314,7 +317,7 @@ def _serve(link: socket.socket, outbox: Outbox) -> None:
         keep_what_lives()
         outbox.send(Ready(engine.config, engine.model_config))
         threading.Thread(target=_read, args=(link, commands), daemon=True).start()
-        EngineLoop(engine, commands, outbox).run()
+        EngineLoop(engine, answers_of(engine), commands, outbox).run()
     finally:
         engine.close()
 

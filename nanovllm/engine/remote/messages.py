@@ -1,7 +1,7 @@
 """The messages between an engine's process and its caller."""
 
 import pickle
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.requests.logprobs import LikelyToken
@@ -47,15 +47,23 @@ class Stop(NamedTuple):
     sample: int
 
 
-class Ask(NamedTuple):
-    """Ask for what a method of the engine returns, between two of its steps.
+Question = Literal[
+    "stats", "get_metrics", "check_adapter", "reset_prefix_cache",
+    "begin_update", "load_weights", "end_update", "cancel_update", "reload_weights",
+    "get_weights", "apply_model", "sleep", "wake_up", "is_sleeping",
+    "start_profile", "stop_profile",
+]  # fmt: skip
 
-    `arguments` are its positional and keyword arguments, pickled by value. A method that is asked
-    `beside` is called in a thread, while steps go on.
+
+class Ask(NamedTuple):
+    """A question to the engine, which answers between two steps.
+
+    `arguments` are positional and keyword arguments of the call that answers it, pickled by value.
+    If it is asked `beside`, that is called in a thread, while steps go on.
     """
 
     number: int
-    method: str
+    question: Question
     arguments: bytes = NO_ARGUMENTS
     beside: bool = False
 

@@ -22,7 +22,6 @@ class EngineProcess:
     """The process, and our end of the socket, `link`. Its messages are lists of events."""
 
     def __init__(self, model: str, options: Mapping[str, Any]) -> None:
-        families = registered()  # or a ValueError
         self.line, its_line = socket.socketpair()
         self.link, its_link = socket.socketpair()
         with its_line, its_link:
@@ -33,7 +32,7 @@ class EngineProcess:
             self, _end, os.getpid(), self._process, self.line, self.link
         )
         level = logging.getLogger("nanovllm").getEffectiveLevel()
-        self.link.sendall(frame((model, dict(options), level, families)))
+        self.link.sendall(frame((model, dict(options), level, registered())))
 
     @property
     def pid(self) -> int:

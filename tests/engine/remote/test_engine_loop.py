@@ -18,6 +18,7 @@ from nanovllm.engine.ranks.errors import RankError
 from nanovllm.engine.remote.frames import Outbox, receive
 from nanovllm.engine.remote.loop import EngineLoop
 from nanovllm.engine.remote.messages import Answer, Ask, Drop, Ended, Quit, Submit, Tokens
+from nanovllm.engine.remote.served import answers_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,7 +34,7 @@ class Running:
         self.ours, self._its = socket.socketpair()
         self.ours.settimeout(LIMIT)
         self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.loop = EngineLoop(llm, self.commands, Outbox(self._its))
+        self.loop = EngineLoop(llm, answers_of(llm), self.commands, Outbox(self._its))
         self._thread = threading.Thread(target=self.loop.run, daemon=True)
         self._thread.start()
 
@@ -115,9 +116,10 @@ def test_a_rank_that_ends_beside_the_steps_ends_the_loop(
     commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with ours, its, monkeypatch.context() as patch:
         patch.setattr(llm.model_runner, "check", check)
-        commands.put(Ask(1, "no_such_method", beside=True))
+        patch.setattr(llm, "stats", check)
+        commands.put(Ask(1, "stats", beside=True))
         end = threading.Timer(LIMIT, commands.put, [Quit()])
         end.daemon = True
         end.start()
         with pytest.raises(RankError, match="rank 1 was killed"):
-            EngineLoop(llm, commands, Outbox(its)).run()
+            EngineLoop(llm, answers_of(llm), commands, Outbox(its)).run()
