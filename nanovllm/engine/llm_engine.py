@@ -71,7 +71,8 @@ class LLMEngine(AdapterRequests):
             asked.tokenizer, path, download_dir=asked.download_dir, warns=warns
         )
         source = find_source(asked, self.model_config, self.tokenizer)
-        self.model_runner = runner = start_runner(asked, self.model_config, path, source)
+        runner, times = start_runner(asked, self.model_config, path, source)
+        self.model_runner = runner
         self._finalizer = weakref.finalize(self, self.model_runner.close)
         self.config = self.model_runner.config
         shard = runner.shard
@@ -79,7 +80,7 @@ class LLMEngine(AdapterRequests):
         if shard.pools.states is not None:  # a sequence has slots for this many drafts
             most_forced = min(most_forced, shard.placement.most_rejected)
         speculator = speculator_of(
-            asked.speculative_config, costs_of(shard),
+            asked.speculative_config, costs_of(shard, times),
             in_table=shard.placement.most_drafts > 0, longest=shard.guesser.longest,
             most_forced=most_forced,
         )  # fmt: skip

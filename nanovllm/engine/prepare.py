@@ -7,17 +7,18 @@ from nanovllm.config import Config
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.step_size import Size
-from nanovllm.engine.step_times import time_catch_up, time_graphs
+from nanovllm.engine.step_times import StepTimes, time_catch_up, time_graphs
 from nanovllm.engine.warm_up import warm_up
 
 logger = logging.getLogger("nanovllm")
 
 
-def prepare(shard: Shard, settled: EngineConfig, config: Config) -> None:
+def prepare(shard: Shard, settled: EngineConfig, config: Config) -> StepTimes:
     """Give the shard its table, its pool and its graphs. All ranks do it at the same time.
 
-    If steps may have drafts, their graphs are timed: `GraphCosts` decides by that.
+    If steps may have drafts, their graphs are timed, which `GraphCosts` reads.
     """
+    times = StepTimes()
     num_running = settled.max_num_running
     shard.make_table(num_running, settled.max_model_len)
     if shard.memory is not None:
@@ -35,8 +36,9 @@ def prepare(shard: Shard, settled: EngineConfig, config: Config) -> None:
         seconds = time.perf_counter() - start
         logger.info("%d decode graphs captured in %.1f s", num_graphs, seconds)
         if shard.placement.most_drafts:
-            shard.graph_seconds = time_graphs(shard)
-            if shard.guesser.longest:
-                shard.guesser.catch_up_seconds = time_catch_up(shard)
+            times = StepTimes(
+                time_graphs(shard), time_catch_up(shard) if shard.guesser.longest else 0.0
+            )
     elif shard.device.type == "cuda":
         shard.decode_graphs(num_running).run(Size(1))  # compiles what decode needs
+    return times

@@ -76,7 +76,6 @@ class Shard:
         )  # fmt: skip
         self.adapters = adapters
         self.graphs: DecodeGraphs | None = None
-        self.graph_seconds: dict[Size, float] = {}  # how long they take, if that matters
         self._tokens_are_shared = False  # whether all ranks have the table's last tokens
         self._num_threads = num_threads
         self.held_weights: object = None  # by names, when something asks for them

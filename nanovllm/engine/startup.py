@@ -16,6 +16,7 @@ from nanovllm.engine.placement import Placement, resolve_placement
 from nanovllm.engine.prepare import prepare
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.sizing import fit_kv_blocks
+from nanovllm.engine.step_times import StepTimes
 from nanovllm.engine.warm_up import compile_steps
 from nanovllm.engine.weights.sleeping import make_sleep_memory
 from nanovllm.engine.workers import Workers, threads_of_rank
@@ -25,13 +26,14 @@ from nanovllm.models.config import ModelConfig
 
 def start_runner(
     config: Config, model_config: ModelConfig, path: Path, source: Source | None = None
-) -> ModelRunner:
-    """Rank 0's runner, ready to run, and the workers that it drives."""
+) -> tuple[ModelRunner, StepTimes]:
+    """Rank 0's runner, ready to run, with the workers that it drives; how long its steps take."""
     if config.tensor_parallel_size == 1:
         placement = resolve_placement(config, model_config, ALONE)
         config = placement.settle(config)
         alone = load_shard(config, model_config, path, placement, threads_of_rank(1), source)
-        return ModelRunner(alone, start_shard(alone, config))
+        settled, times = start_shard(alone, config)
+        return ModelRunner(alone, settled), times
     workers = Workers(config.tensor_parallel_size, config.device)
     shard: Shard | None = None
     try:
@@ -41,7 +43,8 @@ def start_runner(
             workers.start(config, model_config, path, source)
             shard = load_shard(config, model_config, path, placement, workers.num_threads, source)
             workers.connect()
-            return ModelRunner(shard, start_shard(shard, config), workers)
+            settled, times = start_shard(shard, config)
+            return ModelRunner(shard, settled, workers), times
     except BaseException:
         close_ranks(shard, workers)
         raise
@@ -62,7 +65,7 @@ def load_shard(
     return Shard(model, model_config, placement, num_threads, guesser, adapters)
 
 
-def start_shard(shard: Shard, config: Config) -> EngineConfig:
+def start_shard(shard: Shard, config: Config) -> tuple[EngineConfig, StepTimes]:
     """Size the KV pool, compile and capture. All ranks do it at the same time."""
     with shard.computing():
         if config.enable_sleep_mode and shard.device.type == "cuda":
@@ -79,5 +82,4 @@ def start_shard(shard: Shard, config: Config) -> EngineConfig:
         settled = EngineConfig.settle(
             config, num_blocks, max_model_len, has_kv=bool(shard.groups.groups)
         )
-        prepare(shard, settled, config)
-    return settled
+        return settled, prepare(shard, settled, config)

@@ -5,6 +5,8 @@ Measured when an engine that speculates starts.
 
 import logging
 import time
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +19,13 @@ FEW_TOKENS = 8  # with which catching up is timed
 ROUNDS = 4  # of all graphs: what disturbs one of them seldom lasts for all its rounds
 
 logger = logging.getLogger("nanovllm")
+
+
+class StepTimes(NamedTuple):
+    """Seconds, as far as they were measured: of decode graphs, and the least to catch up."""
+
+    graphs: Mapping[Size, float] = {}
+    catch_up: float = 0.0
 
 
 def time_graphs(shard: Shard) -> dict[Size, float]:

@@ -23,17 +23,22 @@ CACHE_LINE = 64
 class KVPool:
     """`[slots, blocks, ...]`. All groups share the blocks; a layer's keys and values have slots.
 
-    A quantized pool also has scales, in the same slots.
+    A quantized pool also has scales, in the same slots. Pools `beside` it have the same blocks.
     """
 
     def __init__(
-        self, groups: CacheGroups, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        groups: CacheGroups,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        beside: "Sequence[KVPool]" = (),
     ) -> None:
         self.groups = groups
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        self.beside: Sequence[KVPool] = ()  # pools that have the same blocks
+        self.beside = beside
         self.source: Callable[[int], torch.Tensor] | None = None  # of zeroed memory on a GPU
         self._scales_size = self._heads_of_slot() if dtype == CODES else 0
         self.release()

@@ -39,8 +39,7 @@ class CachePools:
     ) -> None:
         """`types` are that of KV and that of the model."""
         kv_dtype, dtype = types
-        self.kv = KVPool(groups, block_size, kv_dtype, device)
-        self.kv.beside = beside
+        self.kv = KVPool(groups, block_size, kv_dtype, device, beside)
         self.states = None
         if mixers:
             self.states = StatePool(mixers, dtype, device, slots_per_sequence, caches_prefixes)

@@ -5,19 +5,20 @@ import logging
 from nanovllm.engine.guess.draft_model import step_bytes
 from nanovllm.engine.shard import Shard
 from nanovllm.engine.speculative.costs import FREE_TOKENS, Costs, GraphCosts, TokenCosts
+from nanovllm.engine.step_times import StepTimes
 
 MUCH = 0.6  # as the share of drafts that must be right, with one request
 
 logger = logging.getLogger("nanovllm")
 
 
-def costs_of(shard: Shard) -> Costs:
+def costs_of(shard: Shard, times: StepTimes) -> Costs:
     """By the times of decode graphs, which guess, or else by the bytes that a draft reads.
 
     A warning if those are too many.
     """
-    if shard.graph_seconds:
-        return GraphCosts(shard.graph_seconds, shard.guesser.catch_up_seconds)
+    if times.graphs:
+        return GraphCosts(times.graphs, times.catch_up)
     share = shard.guesser.num_bytes / step_bytes(shard.model_config, shard.placement)
     least = share + 1 / (FREE_TOKENS + 1)
     if least >= MUCH:

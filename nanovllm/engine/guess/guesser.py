@@ -25,7 +25,6 @@ class Guesser:
     reads_history = False  # whether it needs all tokens of a row in the table
     reads_residuals = False  # whether it sees every step; else only steps with drafts
     longest: int | None = None  # the most tokens of a sequence that it computes when it catches up
-    catch_up_seconds = 0.0  # the least that this takes, if it was measured
     num_bytes = 0.0  # the weights that a draft reads, on all ranks together
     longest_window: int | None = 0  # how far back it attends; None for everything
     pools: Sequence[KVPool] = ()  # its KV, in blocks with the numbers of the model's
