@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nanovllm.chat.chat_format import ChatFormat, Turn
     from nanovllm.engine.profile import Profiles
     from nanovllm.engine.requests.pool import Pooling
-    from nanovllm.engine.weights.calls import NamedTensors, Weights
+    from nanovllm.engine.weights.calls import NamedTensors, Running, Weights
     from nanovllm.engine.weights.sleep_mode import SleepMode
     from nanovllm.pooling_params import PoolingParams
     from nanovllm.vectors.calls import Vectors
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
     from nanovllm.vectors.preparer import Prompts
-
-Running = Literal["refuse", "abort"]
 
 
 class LLM(LLMEngine):
@@ -148,7 +146,7 @@ class LLM(LLMEngine):
         params_list = functools.partial(_params_list, sampling_params)
         return self._chat_format.turns(messages, params_list, **options)
 
-    @functools.cached_property
+    @property
     def _chat_format(self) -> "ChatFormat":
         from nanovllm.chat.chat_format import ChatFormat
 
@@ -346,7 +344,7 @@ class LLM(LLMEngine):
         self._check(use_tqdm)
         return self._beams.search(prompts, params, lora_request, use_tqdm, concurrency_limit)
 
-    def update_weights(self, weights: "NamedTensors", *, running: Running = "refuse") -> None:
+    def update_weights(self, weights: "NamedTensors", *, running: "Running" = "refuse") -> None:
         """Replace weights by the tensors of an iterable of (name, tensor), or of a dict.
 
         Names and shapes are those of the checkpoint; an update may have only some of them. Floats
@@ -360,7 +358,7 @@ class LLM(LLMEngine):
         """
         self._weights.update_weights(weights, running=running)
 
-    def begin_update(self, running: Running = "refuse") -> None:
+    def begin_update(self, running: "Running" = "refuse") -> None:
         """Begin an update in parts: `load_weights` for each, then `end_update`."""
         self._weights.begin_update(running)
 
@@ -376,7 +374,7 @@ class LLM(LLMEngine):
         """End an update that cannot be completed, if it has not ended."""
         self._weights.cancel_update()
 
-    def reload_weights(self, *, running: Running = "refuse") -> None:
+    def reload_weights(self, *, running: "Running" = "refuse") -> None:
         """Load all weights of the checkpoint again."""
         self._weights.reload_weights(running=running)
 
@@ -401,7 +399,7 @@ class LLM(LLMEngine):
         """
         return self._weights.apply_model(function)
 
-    def sleep(self, level: int = 1, *, running: Running = "refuse") -> None:
+    def sleep(self, level: int = 1, *, running: "Running" = "refuse") -> None:
         """Free the device's memory for others, until `wake_up`.
 
         Level 1 moves the weights to the host, where they already are on a CPU, and frees the KV

@@ -43,9 +43,8 @@ class EngineConfig:
         cls, config: Config, num_kvcache_blocks: int, max_model_len: int, has_kv: bool = True
     ) -> "EngineConfig":
         """Complete a Config of which only the pool's size and the longest sequence are open."""
-        values: dict[str, Any] = {
-            field.name: getattr(config, field.name, None) for field in fields(cls)
-        }
+        names = [field.name for field in fields(cls)]
+        values: dict[str, Any] = {name: getattr(config, name, None) for name in names}
         # Each takes a token of a step's budget, and a block.
         running = min(most_running(config), num_kvcache_blocks) if has_kv else most_running(config)
         values["max_num_running"] = running

@@ -71,11 +71,10 @@ class LLMEngine(AdapterRequests):
             asked.tokenizer, path, download_dir=asked.download_dir, warns=warns
         )
         source = find_source(asked, self.model_config, self.tokenizer)
-        runner, times = start_runner(asked, self.model_config, path, source)
-        self.model_runner = runner
+        self.model_runner, times = start_runner(asked, self.model_config, path, source)
         self._finalizer = weakref.finalize(self, self.model_runner.close)
         self.config = self.model_runner.config
-        shard = runner.shard
+        shard = self.model_runner.shard
         most_forced = MOST_FORCED if shard.backend.attention.packs_few_queries else 0
         if shard.pools.states is not None:  # a sequence has slots for this many drafts
             most_forced = min(most_forced, shard.placement.most_rejected)
@@ -84,7 +83,7 @@ class LLMEngine(AdapterRequests):
             in_table=shard.placement.most_drafts > 0, longest=shard.guesser.longest,
             most_forced=most_forced,
         )  # fmt: skip
-        self.adapters = AdapterCalls(runner) if self.config.enable_lora else None
+        self.adapters = AdapterCalls(self.model_runner) if self.config.enable_lora else None
         residents = self.adapters.residents if self.adapters else None
         self.scheduler = Scheduler(self.config, shard.pools.layout, speculator, residents)
         self.counter = StepCounter()

@@ -36,9 +36,7 @@ def prepare(shard: Shard, settled: EngineConfig, config: Config) -> StepTimes:
         seconds = time.perf_counter() - start
         logger.info("%d decode graphs captured in %.1f s", num_graphs, seconds)
         if shard.placement.most_drafts:
-            times = StepTimes(
-                time_graphs(shard), time_catch_up(shard) if shard.guesser.longest else 0.0
-            )
+            times = StepTimes(time_graphs(shard), time_catch_up(shard))
     elif shard.device.type == "cuda":
         shard.decode_graphs(num_running).run(Size(1))  # compiles what decode needs
     return times

@@ -60,7 +60,12 @@ def time_graphs(shard: Shard) -> dict[Size, float]:
 
 
 def time_catch_up(shard: Shard) -> float:
-    """Seconds in which the draft model computes a few tokens. All ranks do it at the same time."""
+    """Seconds in which the draft model computes a few tokens; 0 without one.
+
+    All ranks do it at the same time.
+    """
+    if not shard.guesser.longest:
+        return 0.0
     inputs = catch_up_inputs(warmup_inputs(FEW_TOKENS, FEW_TOKENS), shard)
     seconds = []
     for _ in range(ROUNDS):

@@ -20,8 +20,7 @@ class AdapterCalls:
         parts, config = runner.shard.adapters, runner.config
         assert parts is not None
         self._runner = runner
-        self.store = AdapterStore(parts.read, config.max_cpu_loras)
-        parts.tensors = self.store.tensors
+        self.store = AdapterStore(parts.read, config.max_cpu_loras, parts.tensors)
         self.residents = Residents(config.max_loras, self.store, self._place)
         self.named = named_adapters(config.lora_modules)
         self._kept = [self.store.accept(request) for request in self.named.values()]

@@ -1,7 +1,7 @@
 """AdapterParts: one rank's slots."""
 
 import contextlib
-from collections.abc import MutableMapping
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,12 @@ class AdapterParts:
     def __init__(self, model: CausalLM, num_slots: int, max_rank: int, most: int) -> None:
         self._model, self._max_rank, self._most = model, max_rank, most
         self.slots = AdapterSlots(model, num_slots, max_rank)
-        self.tensors: MutableMapping[int, Any] = {}
+        self.tensors: OrderedDict[int, Any] = OrderedDict()  # the last used comes last
 
     def close(self) -> None:
         """Let go of the model and the slots; nothing can be read or placed afterwards."""
         del self._model, self.slots
-        self.tensors = {}
+        self.tensors.clear()
 
     def read(self, path: Path, number: int) -> Any:
         """An adapter's tensors, pinned for a GPU; an error names what is wrong with its files.

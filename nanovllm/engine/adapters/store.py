@@ -21,12 +21,18 @@ class AdapterStore:
     waits for is wanted, and stays; of the others the one that was not used for longest is dropped.
     Requests that wait for one that was dropped make it be read again, in the background.
     `read(path, number)` returns an adapter's tensors, or raises an error that names what is wrong
-    with its files, or that they no longer have this number.
+    with its files, or that they no longer have this number. They are kept in `tensors`, by number;
+    the last used comes last.
     """
 
-    def __init__(self, read: Callable[[Path, int], Any], most: int) -> None:
+    def __init__(
+        self,
+        read: Callable[[Path, int], Any],
+        most: int,
+        tensors: OrderedDict[int, Any] | None = None,
+    ) -> None:
         self._read, self.most = read, most
-        self.tensors: OrderedDict[int, Any] = OrderedDict()  # by number; the last used comes last
+        self.tensors = OrderedDict() if tensors is None else tensors
         self._known: weakref.WeakValueDictionary[int, Adapter] = weakref.WeakValueDictionary()
         self._wanted: frozenset[int] = frozenset()
         self._loading: set[int] = set()

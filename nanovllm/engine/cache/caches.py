@@ -160,14 +160,12 @@ class Caches:
 
     def counts(self) -> dict[str, int]:
         """How much is used of what there is, by the names that `EngineStats` has for them."""
-        blocks, states = self.blocks, self.states
+        blocks = self.blocks
+        used, checkpoints, number = self.states.counts() if self.states else (0, 0, 0)
         return dict(
-            blocks_used=blocks.num_blocks - blocks.num_free_blocks,
-            num_blocks=blocks.num_blocks,
-            state_slots_used=states.num_used if states else 0,
-            checkpoints_used=len(states.checkpoints) if states else 0,
-            num_state_slots=states.num_slots if states else 0,
-        )
+            blocks_used=blocks.num_blocks - blocks.num_free_blocks, num_blocks=blocks.num_blocks,
+            state_slots_used=used, checkpoints_used=checkpoints, num_state_slots=number,
+        )  # fmt: skip
 
     def audit(self, running: list[Sequence]) -> None:
         """Assert that each block and each slot has an owner, given the running sequences."""

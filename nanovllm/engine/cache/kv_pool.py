@@ -27,13 +27,9 @@ class KVPool:
     """
 
     def __init__(
-        self,
-        groups: CacheGroups,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, groups: CacheGroups, block_size: int, dtype: torch.dtype, device: torch.device,
         beside: "Sequence[KVPool]" = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.groups = groups
         self.block_size = block_size
         self.dtype = dtype

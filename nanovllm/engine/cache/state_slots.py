@@ -53,10 +53,10 @@ class StateSlots:
         self._restores: list[tuple[int, int]] = []
         self._saves: list[tuple[int, int]] = []
 
-    @property
-    def num_used(self) -> int:
-        """The slots that running sequences have for their last tokens."""
-        return self.num_slots - len(self.free_slots) - len(self.checkpoints) - self.num_planned
+    def counts(self) -> tuple[int, int, int]:
+        """How many slots running sequences have, checkpoints have, and how many there are."""
+        num_free = len(self.free_slots) + len(self.checkpoints) + self.num_planned
+        return self.num_slots - num_free, len(self.checkpoints), self.num_slots
 
     def begin(self, seq: Sequence, prefix: Prefix | None) -> None:
         """Give `seq` slots, and in the next step the states of the prefix that it begins with."""
