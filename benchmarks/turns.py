@@ -15,7 +15,6 @@ shorter, and `--head` adds an EAGLE-3 head, whose drafts are wrong.
 import argparse
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -24,8 +23,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-SEED = 0
-MIN_LEN = 100
 ENGINE = """
 import json, sys, time
 if __name__ == "__main__":  # ranks import this file
@@ -74,20 +71,16 @@ class Engine:
         raise SystemExit(f"an engine ended with status {self._process.wait()}")
 
 
-def draw(num_seqs: int, max_len: int, vocab_size: int, number: int) -> list[list[Any]]:
-    """Requests of equal lengths for each `number`, and of other tokens."""
-    lengths, tokens = random.Random(SEED), random.Random(f"{num_seqs} {number}")
-    sizes = [[lengths.randint(MIN_LEN, max_len) for _ in range(2)] for _ in range(num_seqs)]
-    prompts = [tokens.choices(range(vocab_size), k=size) for size, _ in sizes]
-    return [prompts, [size for _, size in sizes]]
-
-
 def compare(engines: list[Engine], args: argparse.Namespace, num_seqs: int) -> dict[str, Any]:
-    """Rounds after one that is not counted."""
+    """Rounds after one that is not counted. No prompt is one of another round, or number."""
+    from nanovllm.bench.workload import Lengths, draw_workload
+
+    longest = dict(max_input_len=args.max_len, max_output_len=args.max_len)
+    drawn = draw_workload(Lengths(num_seqs=num_seqs, seed=num_seqs, **longest), args.vocab_size)
     seconds: list[list[float]] = [[], []]
     for number in range(args.rounds + 1):
-        prompts, lengths = draw(num_seqs, args.max_len, args.vocab_size, number)
-        request = json.dumps([prompts, lengths, args.temperature])
+        prompts = [[(t + number) % args.vocab_size for t in prompt] for prompt in drawn.prompts]
+        request = json.dumps([prompts, drawn.output_lens, args.temperature])
         for index in (0, 1) if number % 2 else (1, 0):
             seconds[index].append(engines[index].seconds(request))
     ours, theirs = seconds[0][1:], seconds[1][1:]
@@ -95,7 +88,7 @@ def compare(engines: list[Engine], args: argparse.Namespace, num_seqs: int) -> d
     median = statistics.median(ratios)
     print(
         f"{num_seqs:5d} requests: {median:.3f} ({min(ratios):.3f} to {max(ratios):.3f}),"
-        f" {sum(lengths) / statistics.median(ours):,.0f} tok/s",
+        f" {sum(drawn.output_lens) / statistics.median(ours):,.0f} tok/s",
         flush=True,
     )
     return {"num_seqs": num_seqs, "ratio": median, "ours": ours, "theirs": theirs}
@@ -116,8 +109,6 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--options", type=json.loads, default={}, metavar="JSON")
     args = parser.parse_args()
-    if args.max_len < MIN_LEN:
-        parser.error(f"--max-len must be at least {MIN_LEN}")
     sys.path.insert(0, str(ROOT))
     from nanovllm.bench.shapes import write_shape
 

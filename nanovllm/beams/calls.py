@@ -54,14 +54,9 @@ class Beams:
     @exclusive
     def _search(self, prompts: list[Accepted], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Search all these prompts at once, step by step."""
-        longest = self.engine.config.max_model_len
+        longest, eos = self.engine.config.max_model_len, self.engine.eos_token_ids
         searches = [
-            Search(
-                params,
-                min(params.max_tokens, longest - len(p.token_ids)),
-                self.engine.eos_token_ids,
-            )
-            for p in prompts
+            Search(params, min(params.max_tokens, longest - len(p.token_ids)), eos) for p in prompts
         ]
         going = list(zip(prompts, searches, strict=True))
         while going:
@@ -76,9 +71,8 @@ class Beams:
 
     def _likely_tokens(self, going: list[tuple[Accepted, Search]]) -> list[list[tuple[int, float]]]:
         """The most likely tokens after all running sequences, with their log-probabilities."""
-        number = min(
-            going[0][1].num_candidates, self.engine.model_config.vocab_size
-        )  # all have the same
+        vocab_size = self.engine.model_config.vocab_size
+        number = min(going[0][1].num_candidates, vocab_size)  # all have the same
         params = replace(STEP, logprobs=number)
         ids = [
             self.engine.enqueue(

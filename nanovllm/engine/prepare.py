@@ -24,10 +24,7 @@ def prepare(shard: Shard, settled: EngineConfig, config: Config) -> StepTimes:
     if shard.memory is not None:
         shard.pools.take_memory_from(shard.memory.pool)
     shard.pools.allocate(settled.num_kvcache_blocks, num_running)
-    if shard.pools.states is not None and shard.pools.layout.states is not None:
-        if config.enable_prefix_caching and not shard.pools.layout.states.num_checkpoints:
-            logger.warning("the pool has no room for checkpoints of states: no prefix is cached")
-        logger.info("%s", shard.pools.states.text(shard.pools.layout.states, num_running))
+    shard.pools.log_states()
     if shard.device.type == "cuda":
         warm_up(shard, config, num_running)  # compiles kernels; fails here, not in a step
     if shard.placement.uses_graphs:

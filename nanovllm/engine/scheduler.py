@@ -278,6 +278,7 @@ class Scheduler:
             assert list(queue) == sorted(queue, key=_order)
         for seq in (*self.waiting, *self.running):
             seq.audit()
+            assert seq.room >= seq.num_cached_tokens
             assert all(s.status is SequenceStatus.WAITING for s in seq.siblings)
         self.caches.audit([*self.running])
 

@@ -17,12 +17,8 @@ MODELS: Mapping[str, str] = {
     "SmolLM3ForCausalLM": "smollm3",
     "Phi3ForCausalLM": "phi3",
 }
+# Empty for one that another process has registered, and that cannot be imported here.
 _registered: dict[str, str | Family[Any]] = {}
-_out_of_reach: set[str] = set()  # registered in another process, and not importable in this one
-OUT_OF_REACH = (
-    "the family of {!r} is not at the top of a module that can be imported, as an engine of several"
-    ' processes needs it; put it there, or register it as "module:NAME"'
-)
 
 
 def register_model(name: str, family: str | Family[Any]) -> None:
@@ -55,20 +51,16 @@ def registered() -> dict[str, str]:
 
 def register_all(references: Mapping[str, str]) -> None:
     """Register what another process has, by `registered`."""
-    for name, family in references.items():
-        if family:
-            register_model(name, family)
-        else:
-            _out_of_reach.add(name)
+    _registered.update(references)
 
 
 def family_of(name: object) -> Family[Any]:
     """The family of an architecture. An unknown one is a ValueError; no similar one is taken."""
-    if name in _out_of_reach:
-        raise ValueError(OUT_OF_REACH.format(name))
     if not isinstance(name, str) or name not in names():
         known = ", ".join(names())
         raise ValueError(f"architecture {name!r} is not supported; architectures: one of {known}")
+    if _registered.get(name) == "":
+        check_importable(name)
     family = _registered.get(name, f"{__package__}.{MODELS.get(name)}:FAMILY")
     return family if isinstance(family, Family) else imported(family)
 
@@ -106,4 +98,7 @@ def reference(name: str) -> str:
 def check_importable(name: str) -> None:
     """Raise a ValueError if other processes could not import the family of an architecture."""
     if name in _registered and not reference(name):
-        raise ValueError(OUT_OF_REACH.format(name))
+        raise ValueError(
+            f"the family of {name!r} is not at the top of a module that can be imported, as an"
+            ' engine of several processes needs it; put it there, or register it as "module:NAME"'
+        )

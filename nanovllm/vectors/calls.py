@@ -84,9 +84,8 @@ class Vectors:
             requests = {request_id: self.engine.finished[request_id] for request_id in done}
             made.update(zip(requests, plan.outputs([*requests.values()]), strict=True))
 
-        run_until_done(
-            self.engine, ids, use_tqdm, "Computing prompts", make if plan.is_by_one else None
-        )
+        when_done = make if plan.is_by_one else None
+        run_until_done(self.engine, ids, use_tqdm, "Computing prompts", when_done)
         if plan.is_by_one:
             outputs = [made[request_id] for request_id in ids]
         else:

@@ -224,7 +224,7 @@ class BlockManager:
     def shrink(self, seq: Sequence, num_tokens: int) -> None:
         """Free the blocks of `seq` after those of its first `num_tokens`; none is published."""
         size = -(-num_tokens // self.block_size)
-        if size * self.block_size >= seq.room and self.num_groups <= 1:
+        if all(len(table) <= size for table in seq.block_tables):
             return
         tables = [table if len(table) <= size else table[:size] for table in seq.block_tables]
         for table, kept in zip(seq.block_tables, tables, strict=True):

@@ -74,6 +74,11 @@ class CachePools:
         if self.states is not None and self.layout.states is not None:
             self.states.allocate(self.layout.states.num_slots(num_running))
 
+    def log_states(self) -> None:
+        """Say how many slots for states there are, if the model has some."""
+        if self.states is not None and self.layout.states is not None:
+            self.states.log(self.layout.states, self._size[1])
+
     def copy_states(self, pairs: Array) -> None:
         """Copy slots of states; only steps of models that have some ask for it."""
         assert self.states is not None

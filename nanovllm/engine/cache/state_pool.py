@@ -3,6 +3,7 @@
 `StateLayout` says how many slots there are; `StateSlots` knows what they are used for.
 """
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.step.transfer import Array
 from nanovllm.layers.state_mixer import StateMixer
 from nanovllm.utils.sizes import memory_text
+
+logger = logging.getLogger("nanovllm")
 
 ALIGNMENT = 256  # bytes
 # Bytes of KV for each byte of checkpoints, which so get a quarter of the memory that both share.
@@ -89,16 +92,18 @@ class StatePool:
                 for start, end, dtype, shape in places
             )
 
-    def text(self, layout: StateLayout, num_running: int) -> str:
-        """How many slots there are, for a log."""
+    def log(self, layout: StateLayout, num_running: int) -> None:
+        """Say how many slots there are, and warn if prefixes should be cached and have none."""
         prefixes = "prefixes are not cached"
         if layout.num_checkpoints:
             prefixes = f"{layout.num_checkpoints} for prefixes, every {layout.interval} tokens"
-        num_own = layout.slots_per_sequence * num_running
-        return (
-            f"States in {num_own} slots for {num_running} sequences, {prefixes};"
-            f" {memory_text(len(self.slots) * self.slot_bytes)}"
-        )
+        elif self.checkpoints:
+            logger.warning("the pool has no room for checkpoints of states: no prefix is cached")
+        logger.info(
+            "States in %d slots for %d sequences, %s; %s",
+            layout.slots_per_sequence * num_running, num_running, prefixes,
+            memory_text(len(self.slots) * self.slot_bytes),
+        )  # fmt: skip
 
     def copy(self, pairs: Array) -> None:
         """Copy slots, one after another: `pairs` has the numbers of the first two, and so on."""

@@ -46,9 +46,8 @@ class SleepMode:
     def _sleep(self, level: int) -> None:
         self.weights.stop_all()
         self._save(level)
-        self.weights.state.fall_asleep(
-            MEMORIES, self.weights.held.known.parts if level == 2 else ()
-        )
+        dropped = self.weights.held.known.parts if level == 2 else ()
+        self.weights.state.fall_asleep(MEMORIES, dropped)
         self.weights.settle()  # before: no adapter is compared with weights while they go
         self.engine.model_runner.everywhere(Sleep(level))
 
