@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 
 # The tests that most changes would break: who runs, the twins of kernels, a model, a server, rules.
 NEAREST := $(wildcard tests/engine/test_*.py tests/kernels/test_cpu_*.py tests/kernels/test_plain_*.py) \
-	$(addprefix tests/,engine/requests engine/step layers kernels/test_drafts.py) \
+	$(addprefix tests/,engine/schedule engine/start engine/run engine/requests layers kernels/test_drafts.py) \
 	$(addprefix tests/models/test_,loader.py model_config.py) \
 	$(addprefix tests/server/test_,answering.py serve.py) \
 	$(addprefix tests/test_,config.py docs.py exactness.py llm.py logprobs.py outputs.py package.py \

@@ -30,15 +30,15 @@ from constraints import SCHEMA, elapsed, make_tokenizer
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
-from nanovllm.engine.batch import Batch
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.requests.grammars import Grammars
-from nanovllm.engine.requests.masks import Masks, take
 from nanovllm.engine.requests.output_text import OutputText
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import draw_inputs as drawing
-from nanovllm.engine.step.computed import Computed
+from nanovllm.engine.run import draw_inputs as drawing
+from nanovllm.engine.run.computed import Computed
+from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.scheduler import Scheduler
+from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.structured.grammars import Grammars
+from nanovllm.structured.masks import Masks, take
 
 BLOCK_SIZE = 256
 MEDIA = ("book", "film", "game", "song")  # each makes another schema

@@ -32,9 +32,9 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM, SamplingParams, StructuredOutputs
 from nanovllm.bench.shapes import SHAPES, write_shape
-from nanovllm.engine.requests.grammars import Grammars
-from nanovllm.engine.requests.masks import Masks
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.structured.grammars import Grammars
+from nanovllm.structured.masks import Masks
 
 EOS = "<eos>"
 ADDRESS = {

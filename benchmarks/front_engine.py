@@ -4,9 +4,9 @@ import random
 import time
 from typing import Any, NamedTuple
 
-from nanovllm.engine.batch import Batch
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.remote import loop
+from nanovllm.engine.run.model_runner import ModelRunner
+from nanovllm.engine.schedule.batch import Batch
 
 VOCAB = 30_000
 PREFILL_SECONDS = 2e-6  # a token

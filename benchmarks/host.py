@@ -44,8 +44,8 @@ import torch
 from scheduler_step import RIVAL, load_rival, rival_scheduler
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.step.computed import Computed
-from nanovllm.engine.step_size import Size
+from nanovllm.engine.run.computed import Computed
+from nanovllm.engine.schedule.step_size import Size
 from nanovllm.kernels.plain.read_table import Decoding
 
 PHASES = ("schedule", "prepare", "launch", "read", "postprocess")
@@ -223,7 +223,7 @@ class Stub(types.ModuleType):
 def load_preparation(checkout: Path) -> types.ModuleType | None:
     """Load the other engine's model runner without model and kernels; None if there is none."""
     folder = checkout / "nanovllm"
-    if not (folder / "engine/model_runner.py").exists():
+    if not (folder / "engine/run/model_runner.py").exists():
         return None
 
     def load(name: str) -> types.ModuleType:

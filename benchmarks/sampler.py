@@ -18,9 +18,9 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.engine.requests.token_counts import TokenCounts
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step.draw_inputs import draw_inputs
-from nanovllm.engine.step.transfer import upload, upload_all
+from nanovllm.engine.run.draw_inputs import draw_inputs
+from nanovllm.engine.run.transfer import upload, upload_all
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.layers.sampler import Sampler
 
 NONE = "none"

@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 from scheduler_step import load_rival, rival_scheduler
 
 from nanovllm.config import Config
-from nanovllm.engine import forecast
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule import forecast
+from nanovllm.engine.schedule.scheduler import Scheduler
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 BLOCK_SIZE = 256

@@ -28,8 +28,8 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule.scheduler import Scheduler
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 MIN_PROMPT_LEN = 100

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import proxy
 
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
-from nanovllm.engine.progress import run_until_done
 from nanovllm.engine.requests.intake import Accepted, check_whole
+from nanovllm.engine.requests.progress import run_until_done
 from nanovllm.engine.requests.stream import Stream
 from nanovllm.lora_request import LoRARequest, LoRARequests
 from nanovllm.outputs import RequestOutput, StreamEvent
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     import torch
 
     from nanovllm.beam_search_params import BeamSearchParams
-    from nanovllm.beams.calls import Beams
+    from nanovllm.beams.beams import Beams
     from nanovllm.beams.outputs import BeamSearchOutput
     from nanovllm.chat.chat_format import ChatFormat, Turn
     from nanovllm.engine.profile import Profiles
-    from nanovllm.engine.requests.pool import Pooling
-    from nanovllm.engine.weights.calls import NamedTensors, Running, Weights
-    from nanovllm.engine.weights.sleep_mode import SleepMode
     from nanovllm.pooling_params import PoolingParams
-    from nanovllm.vectors.calls import Vectors
+    from nanovllm.vectors.kept_states import Pooling
     from nanovllm.vectors.outputs import (
         EmbeddingRequestOutput,
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
     from nanovllm.vectors.preparer import Prompts
+    from nanovllm.vectors.vectors import Vectors
+    from nanovllm.weights.sleep_mode import SleepMode
+    from nanovllm.weights.weights import NamedTensors, Running, Weights
 
 
 class LLM(LLMEngine):
@@ -434,25 +434,25 @@ class LLM(LLMEngine):
 
     @functools.cached_property
     def vectors(self) -> "Vectors":
-        from nanovllm.vectors.calls import Vectors
+        from nanovllm.vectors.vectors import Vectors
 
         return Vectors(proxy(self))
 
     @functools.cached_property
     def _beams(self) -> "Beams":
-        from nanovllm.beams.calls import Beams
+        from nanovllm.beams.beams import Beams
 
         return Beams(proxy(self))
 
     @functools.cached_property
     def _weights(self) -> "Weights":
-        from nanovllm.engine.weights.calls import Weights
+        from nanovllm.weights.weights import Weights
 
         return Weights(proxy(self))
 
     @functools.cached_property
     def _sleep_mode(self) -> "SleepMode":
-        from nanovllm.engine.weights.sleep_mode import SleepMode
+        from nanovllm.weights.sleep_mode import SleepMode
 
         return SleepMode(self._weights)
 

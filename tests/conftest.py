@@ -46,11 +46,11 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM
 from nanovllm.engine.requests.token_counts import TokenCounts
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step.computed import Computed
-from nanovllm.engine.step.draw_inputs import DrawInputs, draw_inputs
-from nanovllm.engine.step.launched import Begun
-from nanovllm.engine.step.transfer import upload, upload_all
+from nanovllm.engine.run.computed import Computed
+from nanovllm.engine.run.draw_inputs import DrawInputs, draw_inputs
+from nanovllm.engine.run.launched import Begun
+from nanovllm.engine.run.transfer import upload, upload_all
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.kernels.cpu import processor
 from nanovllm.kernels.cpu.library import library
 from nanovllm.kernels.cpu.processor import Products, onednn_types
@@ -306,7 +306,7 @@ def need_gpus(number: int) -> None:
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let in all that has room right now, so that there are preemptions to be tested."""
-    monkeypatch.setattr("nanovllm.engine.forecast.WORTHWHILE", {True: 0, False: 0})
+    monkeypatch.setattr("nanovllm.engine.schedule.forecast.WORTHWHILE", {True: 0, False: 0})
 
 
 def kernel_settings(max_examples: int) -> settings:

@@ -9,11 +9,11 @@ import torch
 from reference import make_llm
 
 from nanovllm import LLM
-from nanovllm.engine.guess.guesser import Guesser
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.speculative.pace import Pace
-from nanovllm.engine.speculative.speculator import Speculator
-from nanovllm.engine.step_size import Size
+from nanovllm.drafting.guesser import Guesser
+from nanovllm.drafting.pace import Pace
+from nanovllm.drafting.speculator import Speculator
+from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.engine.schedule.step_size import Size
 from nanovllm.kernels.plain.guess_ngrams import guess_ngrams
 from nanovllm.kernels.plain.read_table import NO_DRAFT, TableState
 

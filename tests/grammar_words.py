@@ -11,10 +11,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams, StructuredOutputs
-from nanovllm.engine.requests.constraint import Constraint
-from nanovllm.engine.requests.grammars import Grammars
-from nanovllm.engine.requests.masks import Masks
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.structured.constraint import Constraint
+from nanovllm.structured.grammars import Grammars
+from nanovllm.structured.masks import Masks
 
 # Tokens of several bytes, some of which begin or end inside of a character.
 WORDS = [

@@ -16,7 +16,7 @@ from conftest import LogitRecorder
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.batch import Batch
+from nanovllm.engine.schedule.batch import Batch
 from nanovllm.outputs import RequestOutput
 
 NUM_STEPS = 24

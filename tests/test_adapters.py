@@ -24,7 +24,7 @@ from waiting import wait_until
 
 from nanovllm import LLM, LoRARequest, SamplingParams
 from nanovllm.beam_search_params import BeamSearchParams
-from nanovllm.models.eagle3_config import LAYER_IDS
+from nanovllm.drafting.eagle3_config import LAYER_IDS
 from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")

@@ -23,7 +23,7 @@ from nanovllm.engine.errors import EngineFullError, NotReadyError
 from nanovllm.engine.remote import mirror
 from nanovllm.engine.remote.loop import read_vocabulary
 from nanovllm.engine.remote.readers import LARGE, MESSAGE, SMALL, prompt_size
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.vectors import plans
 
 pytestmark = pytest.mark.usefixtures("one_thread")

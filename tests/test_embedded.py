@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.drafting.eagle3_config import HeadConfig
 from nanovllm.embedded import EMBEDDED_HEAD, EMBEDDED_MODEL, sample_problems
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.eagle3_config import HeadConfig
 from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")

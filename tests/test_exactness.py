@@ -31,8 +31,8 @@ from reference import (
 from transformers import Qwen3ForCausalLM
 
 from nanovllm import SamplingParams
-from nanovllm.engine.batch import Batch
-from nanovllm.engine.step.launched import Begun
+from nanovllm.engine.run.launched import Begun
+from nanovllm.engine.schedule.batch import Batch
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 

@@ -30,8 +30,8 @@ from waiting import LIMIT
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.batch import Batch
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -679,9 +679,10 @@ class InterruptAt:
 
     FILES: ClassVar[set[str]] = {
         str(Path(nanovllm.__file__).parent / name)
-        for name in ("llm.py", "engine/llm_engine.py", "engine/scheduler.py",
-                     "engine/cache/block_manager.py", "engine/sequence.py", "engine/forecast.py",
-                     "engine/model_runner.py", "engine/requests/request.py")
+        for name in ("llm.py", "engine/llm_engine.py", "engine/schedule/scheduler.py",
+                     "engine/cache/block_manager.py", "engine/schedule/sequence.py",
+                     "engine/schedule/forecast.py",
+                     "engine/run/model_runner.py", "engine/requests/request.py")
     }  # fmt: skip
 
     def __init__(self, line: Line | None = None, nth: int = 1) -> None:

@@ -27,7 +27,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.openai.request import COMPLETIONS, parse_body
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,7 +16,7 @@ from reference import (
 )
 
 from nanovllm import SamplingParams
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
@@ -201,7 +201,7 @@ def test_prompt_logprobs_are_computed_a_few_rows_at_a_time(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The logits of 16,384 tokens of a large vocabulary would take 10 GB."""
-    monkeypatch.setattr("nanovllm.engine.step.logprobs.MAX_LOGITS", 259 * 3)
+    monkeypatch.setattr("nanovllm.engine.run.logprobs.MAX_LOGITS", 259 * 3)
     with make_llm(case.path) as llm:
         sizes, compute = [], llm.model_runner.shard.model.compute_logits
 

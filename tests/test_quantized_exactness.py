@@ -24,11 +24,11 @@ from reference import (
 )
 from safetensors.torch import load_file, save_file
 
+from nanovllm.formats.format_choice import format_of
+from nanovllm.formats.quantization import read_quantization
+from nanovllm.formats.scheme import ONLINE, Scheme
+from nanovllm.formats.stored import Held
 from nanovllm.kernels.plain.quantized_linear import dense_matrix
-from nanovllm.layers.weights.choice import format_of
-from nanovllm.layers.weights.scheme import ONLINE, Scheme
-from nanovllm.layers.weights.stored import Held
-from nanovllm.models.quantization.choice import read_quantization
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence
 
 BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
     "temperature": (

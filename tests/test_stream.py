@@ -9,9 +9,9 @@ from reference import SMALL_POOL, make_llm, make_prompts
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.requests.detokenizer import Detokenizer
 from nanovllm.engine.requests.request import ending
+from nanovllm.engine.run.model_runner import ModelRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 

@@ -28,8 +28,8 @@ from reference import (
 )
 
 from nanovllm import LLM, SamplingParams, StructuredOutputs
-from nanovllm.engine.masked_draws import MaskedDraws
-from nanovllm.engine.requests.grammars import Grammars
+from nanovllm.structured.grammars import Grammars
+from nanovllm.structured.masked_draws import MaskedDraws
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 

@@ -251,7 +251,7 @@ def test_the_rank_with_the_least_memory_decides(
     """Here rank 0 could hold more than the others."""
     with make_llm(model_dir, tensor_parallel_size=2) as llm:
         fair = llm.config.num_kvcache_blocks
-    monkeypatch.setattr("nanovllm.engine.sizing.GIB", 1 << 34)  # in this process alone
+    monkeypatch.setattr("nanovllm.engine.start.sizing.GIB", 1 << 34)  # in this process alone
     with make_llm(model_dir, tensor_parallel_size=2) as llm:
         assert llm.config.num_kvcache_blocks == fair
 

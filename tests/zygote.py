@@ -52,7 +52,10 @@ NOT_EARLY = (
 )
 NAME = b"zygote"  # in /proc/PID/comm
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
-ENDS = ("nanovllm.engine.worker", "nanovllm.engine.remote.loop")  # modules that start no others
+ENDS = (
+    "nanovllm.engine.ranks.worker",
+    "nanovllm.engine.remote.loop",
+)  # modules that start no others
 FIRST_FD = 500  # where the zygote keeps files, above those that children get
 
 _libc = ctypes.CDLL(None)

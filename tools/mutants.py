@@ -8,8 +8,8 @@ A mutant in the list is a name that says what is broken, a file, the test files 
 the lines that change, as in a patch without line numbers:
 
     [scheduler: a preemption does not let another sequence be tried]
-    nanovllm/engine/scheduler.py
-    tests/engine/test_scheduler.py::test_name tests/engine/test_scheduler_fuzz.py
+    nanovllm/engine/schedule/scheduler.py
+    tests/engine/schedule/test_scheduler.py::test_name tests/engine/schedule/test_scheduler_fuzz.py
     -        self.refused = None  # the next in line may be another sequence, which fits
 
 `-` lines are removed, `+` lines are added, and lines that begin with a space stay. The lines before

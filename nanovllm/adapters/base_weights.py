@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from nanovllm.formats.matrix import DenseMatrix
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.weights.matrix import DenseMatrix
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import InFile
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from nanovllm.formats.names import Names
+from nanovllm.formats.stored import Held
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.names import Names
 from nanovllm.layers.router import Router
-from nanovllm.layers.weights.stored import Held
 from nanovllm.models.decoder import Model
 
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from nanovllm.adapters.requests import Known
 from nanovllm.batch.digests import digest_of
 from nanovllm.batch.envelope import parse_request
-from nanovllm.engine.adapters.requests import Known
 from nanovllm.llm import LLM
 from nanovllm.openai.request import CHAT
 from nanovllm.openai.response import response_body

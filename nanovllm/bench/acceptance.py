@@ -8,10 +8,10 @@ drafts a sequence gets, what a step with them computes and draws, and what becom
 import random
 from collections.abc import Iterable, Iterator
 
-from nanovllm.engine.batch import Batch
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.speculative.proposer import Proposer
-from nanovllm.engine.speculative.speculator import Speculator
+from nanovllm.drafting.proposer import Proposer
+from nanovllm.drafting.speculator import Speculator
+from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.llm import LLM
 
 

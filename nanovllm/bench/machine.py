@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from nanovllm.bench.roofline import Machine
-from nanovllm.engine.placement import Placement
+from nanovllm.engine.start.placement import Placement
+from nanovllm.formats.format import DENSE, WeightFormat
 from nanovllm.layers.linear import ReplicatedLinear
-from nanovllm.layers.weights.format import DENSE, WeightFormat
 
 MATMUL_SIZES = {"cuda": 8192, "cpu": 2048}  # inputs, outputs and rows
 

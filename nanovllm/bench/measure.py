@@ -15,10 +15,10 @@ from nanovllm.bench.acceptance import accept_by_chance
 from nanovllm.bench.machine import machine_name, measure_machine
 from nanovllm.bench.plan import Plan
 from nanovllm.bench.workload import Workload
-from nanovllm.engine.placement import Placement, resolve_placement
+from nanovllm.engine.start.placement import Placement, resolve_placement
+from nanovllm.formats.format_choice import format_of
 from nanovllm.kernels.kv_layer import head_bytes
 from nanovllm.layers.ranks import Ranks
-from nanovllm.layers.weights.choice import format_of
 from nanovllm.llm import LLM
 from nanovllm.models import model_size
 from nanovllm.models.weight_bytes import WeightBytes

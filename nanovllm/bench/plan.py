@@ -12,9 +12,9 @@ import torch
 from nanovllm.bench.shapes import SHAPES, write_shape
 from nanovllm.bench.workload import MAX_MODEL_LEN, Lengths, Workload, draw_workload
 from nanovllm.config import Config
-from nanovllm.engine.device import resolve_device
-from nanovllm.engine.guess.source import find_source
+from nanovllm.drafting.source import find_source
 from nanovllm.engine.requests.tokenizer import load_tokenizer
+from nanovllm.engine.start.device import resolve_device
 from nanovllm.layers.ranks import Ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import resolve_model

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.engine.requests.compiled import MOST_KEPT
-from nanovllm.engine.requests.schema_errors import explained
-from nanovllm.engine.requests.schemas import check_schema, without_neutral
+from nanovllm.structured.compiled import MOST_KEPT
+from nanovllm.structured.schema_errors import explained
+from nanovllm.structured.schemas import check_schema, without_neutral
 from nanovllm.utils.checks import (
     allowed_choices,
     as_list,

@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
 def describe(options: dict[str, Any]) -> dict[str, Any]:
     """Describe a model from its config and this machine; figures are for the whole model."""
     from nanovllm.config import Config
-    from nanovllm.engine.device import resolve_device, resolve_dtype, resolve_kv_dtype
-    from nanovllm.engine.placement import attention_specs
+    from nanovllm.engine.start.device import resolve_device, resolve_dtype, resolve_kv_dtype
+    from nanovllm.engine.start.placement import attention_specs
     from nanovllm.kernels.kv_layer import head_bytes
     from nanovllm.models import model_size
     from nanovllm.models.config import ModelConfig
@@ -114,7 +114,7 @@ def _backend(
     config: "Config", model: "ModelConfig", specs: "list[AttentionSpec]"
 ) -> tuple[str | None, str | None]:
     """The name of the attention backend that fits all layers, or the reason why there is none."""
-    from nanovllm.engine.placement import check_codes
+    from nanovllm.engine.start.placement import check_codes
     from nanovllm.layers.backend import choose_backend
 
     try:

@@ -112,7 +112,7 @@ def _bar(llm: "LLM", num_lines: int | None, job: "Job") -> AbstractContextManage
     """A bar over the input's lines; None unless stderr is a terminal."""
     if not sys.stderr.isatty():
         return contextlib.nullcontext()
-    from nanovllm.engine.progress import progress_bar
+    from nanovllm.engine.requests.progress import progress_bar
 
     def failures() -> list[str]:
         return [f"{job.tally.failed} failed"] if job.tally.failed else []

@@ -7,22 +7,20 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
+from nanovllm.adapters.engine_adapters import AdapterCalls
+from nanovllm.adapters.requests import AdapterRequests, Known
 from nanovllm.config import Config
-from nanovllm.engine.adapters.calls import AdapterCalls
-from nanovllm.engine.adapters.requests import AdapterRequests, Known
-from nanovllm.engine.batch import Batch
+from nanovllm.drafting.measured_costs import costs_of
+from nanovllm.drafting.source import find_source
+from nanovllm.drafting.speculator import speculator_of
 from nanovllm.engine.errors import NotReadyError
-from nanovllm.engine.guess.costs import costs_of
-from nanovllm.engine.guess.source import find_source
 from nanovllm.engine.requests.intake import Accepted, Intake
-from nanovllm.engine.requests.masks import take
-from nanovllm.engine.requests.pool import Wanted
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.speculative.speculator import speculator_of
-from nanovllm.engine.startup import start_runner
-from nanovllm.engine.step.launched import Begun, Launched
+from nanovllm.engine.run.launched import Begun, Launched
+from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.scheduler import Scheduler
+from nanovllm.engine.start.startup import start_runner
 from nanovllm.engine.step_counter import StepCounter
 from nanovllm.lora_request import LoRARequest, LoRARequests, lora_requests
 from nanovllm.metrics import Metric, RequestMeter
@@ -32,7 +30,9 @@ from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.speculative_config import MOST_FORCED
+from nanovllm.structured.masks import take
 from nanovllm.utils.checks import shorten
+from nanovllm.vectors.kept_states import Wanted
 
 T = TypeVar("T")
 

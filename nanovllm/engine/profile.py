@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
-from nanovllm.engine.shard import Shard
+from nanovllm.engine.run.shard import Shard
 
 _running: dict[int, profile] = {}  # of this process, by the id of a shard; one at most
 

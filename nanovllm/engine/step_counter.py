@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nanovllm.engine.batch import Batch
+from nanovllm.engine.schedule.batch import Batch
 
 
 @dataclass(slots=True)

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from nanovllm.layers.names import Names
+from nanovllm.formats.format import WeightFormat
+from nanovllm.formats.names import Names
 from nanovllm.layers.ranks import Ranks
-from nanovllm.layers.weights.format import WeightFormat
 
 
 class Formats(Protocol):

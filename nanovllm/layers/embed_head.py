@@ -10,15 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.formats.format import DENSE, WeightFormat
+from nanovllm.formats.loaded import Loaded, copy_into
+from nanovllm.formats.stored import Held
+from nanovllm.formats.tensors import drop_tensors
 from nanovllm.kernels.low_rank import LowRank
 from nanovllm.layers.context import adapter_rows
-from nanovllm.layers.layer import Layer, Loaded, copy_into
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.lora import AdapterRows
 from nanovllm.layers.ranks import ALONE, Ranks
-from nanovllm.layers.weights.format import DENSE, WeightFormat
-from nanovllm.layers.weights.stored import Held
-from nanovllm.layers.weights.tensors import drop_tensors
 
 
 class VocabularyShard:

@@ -7,6 +7,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.formats.format import DENSE, Dense, Weight, WeightFormat, dense, tensor_of
+from nanovllm.formats.loaded import Loaded, check_shape
+from nanovllm.formats.matrix import Matrix, matrix_of
+from nanovllm.formats.names import EXPERTS
+from nanovllm.formats.stored import Held, StoredTensor
+from nanovllm.formats.tensors import (
+    Rename,
+    drop_tensors,
+    load_tensor,
+    register_tensors,
+    tensors_of,
+)
 from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.plain.experts import adapted_experts as plain_adapted_experts
 from nanovllm.kernels.plain.experts import experts as plain_experts
@@ -14,20 +26,9 @@ from nanovllm.kernels.quantized import QuantizedMatrix, same_order, stacked
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import adapter_rows
-from nanovllm.layers.layer import Layer, Loaded, check_shape
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.lora import AdapterRows, PairAdapters
-from nanovllm.layers.names import EXPERTS
 from nanovllm.layers.ranks import ALONE, Ranks
-from nanovllm.layers.weights.format import DENSE, Dense, Weight, WeightFormat, dense, tensor_of
-from nanovllm.layers.weights.matrix import Matrix, matrix_of
-from nanovllm.layers.weights.stored import Held, StoredTensor
-from nanovllm.layers.weights.tensors import (
-    Rename,
-    drop_tensors,
-    load_tensor,
-    register_tensors,
-    tensors_of,
-)
 
 logger = logging.getLogger("nanovllm")
 

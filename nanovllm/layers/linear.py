@@ -10,23 +10,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.kernels.low_rank import LowRank
-from nanovllm.kernels.quantized import Rounding
-from nanovllm.kernels.table import PLAIN
-from nanovllm.layers.backend import Backend
-from nanovllm.layers.context import adapter_rows
-from nanovllm.layers.layer import Layer, Loaded
-from nanovllm.layers.ranks import ALONE, Ranks
-from nanovllm.layers.weights.dummy import constant
-from nanovllm.layers.weights.format import DENSE, ROWS, Dense, WeightFormat
-from nanovllm.layers.weights.matrix import DenseMatrix, Matrix, matrix_of
-from nanovllm.layers.weights.stored import Held, Stored, StoredTensor
-from nanovllm.layers.weights.tensors import (
+from nanovllm.formats.dummy_values import constant
+from nanovllm.formats.format import DENSE, ROWS, Dense, WeightFormat
+from nanovllm.formats.loaded import Loaded
+from nanovllm.formats.matrix import DenseMatrix, Matrix, matrix_of
+from nanovllm.formats.stored import Held, Stored, StoredTensor
+from nanovllm.formats.tensors import (
     drop_tensors,
     load_tensor,
     register_tensors,
     tensors_of,
 )
+from nanovllm.kernels.low_rank import LowRank
+from nanovllm.kernels.quantized import Rounding
+from nanovllm.kernels.table import PLAIN
+from nanovllm.layers.backend import Backend
+from nanovllm.layers.context import adapter_rows
+from nanovllm.layers.layer import Layer
+from nanovllm.layers.ranks import ALONE, Ranks
 
 BIAS = Stored((ROWS,), fill=constant(0.0))
 

@@ -4,11 +4,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nanovllm.formats.format import DENSE, WeightFormat
+from nanovllm.formats.tensors import drop_tensors
 from nanovllm.kernels.plain.route import choose
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.linear import ReplicatedLinear
-from nanovllm.layers.weights.format import DENSE, WeightFormat
-from nanovllm.layers.weights.tensors import drop_tensors
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.route import Router as RouterKernel  # which needs Triton

@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from nanovllm.layers.layer import Layer, Loaded, copy_whole
+from nanovllm.formats.loaded import Loaded, copy_whole
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import ALONE, Ranks
 
 

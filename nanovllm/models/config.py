@@ -10,12 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nanovllm.formats.quantization import choose_quantization
+from nanovllm.formats.rules import NOT_QUANTIZED, Quantization
 from nanovllm.layers.cache_spec import KeysAndValues, State, TokenCache
 from nanovllm.models import registry
 from nanovllm.models.bare import causal_name, lacks_head
 from nanovllm.models.fields import eos_ids, fields_of
-from nanovllm.models.quantization.choice import choose_quantization
-from nanovllm.models.quantization.rules import NOT_QUANTIZED, Quantization
 from nanovllm.models.rope import max_rope_positions
 from nanovllm.models.shapes import (
     ExpertCount,

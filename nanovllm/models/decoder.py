@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from nanovllm.formats.names import USUAL_NAMES, Names
 from nanovllm.kernels.plain.few_rows import Scaled
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.attention.layer import Attention
@@ -25,7 +26,6 @@ from nanovllm.layers.layer import Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.lora import AdapterRows
 from nanovllm.layers.mixer import Mixer, Ropes
-from nanovllm.layers.names import USUAL_NAMES, Names
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.state_mixer import StateMixer
 
@@ -137,6 +137,8 @@ class Model(nn.Module):
     `names` says what checkpoints call its tensors. `tied_weights` has other names of tensors; a
     checkpoint has one of the two, or both with the same values.
     """
+
+    lm_head: ParallelLMHead
 
     names: Names = USUAL_NAMES
     tied_weights: Mapping[str, str] = {}

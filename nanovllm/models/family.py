@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from nanovllm.layers.names import USUAL_NAMES, Names
+from nanovllm.formats.names import USUAL_NAMES, Names
 
 if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
     from nanovllm.layers.build import Build

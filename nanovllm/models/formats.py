@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from nanovllm.formats.format import Dense, Float32, WeightFormat
+from nanovllm.formats.format_choice import format_of, joined_format
+from nanovllm.formats.names import Names
+from nanovllm.formats.rules import FIELD, NOT_QUANTIZED, Quantization
+from nanovllm.formats.scheme import Scheme
 from nanovllm.layers.experts import RENAMES
-from nanovllm.layers.names import Names
-from nanovllm.layers.weights.choice import format_of, joined_format
-from nanovllm.layers.weights.format import Dense, Float32, WeightFormat
-from nanovllm.layers.weights.scheme import Scheme
 from nanovllm.models.bare import full_name
-from nanovllm.models.quantization.rules import FIELD, NOT_QUANTIZED, Quantization
 
 CODES = ("weight", "weight_packed", "qweight")  # tensors of which a linear layer has one
 SCALES = ("scales", "weight_scale", "weight_scale_inv")  # and a quantized one has one of these

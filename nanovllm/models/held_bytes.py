@@ -1,11 +1,10 @@
 """How much memory the weights of a model take that is loaded."""
 
 from nanovllm.layers.layer import Layer
-from nanovllm.models.decoder import CausalLM
-from nanovllm.models.eagle3 import Eagle3Head
+from nanovllm.models.decoder import Model
 
 
-def held_bytes(model: CausalLM | Eagle3Head) -> int:
+def held_bytes(model: Model) -> int:
     """The memory of the layers' tensors, before their layouts are changed.
 
     It includes the quantized copy that a head makes of the embedding's table.

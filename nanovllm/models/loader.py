@@ -12,9 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.layers.layer import Layer, Loaded
-from nanovllm.layers.names import USUAL_NAMES, Names
-from nanovllm.layers.weights.format import tensor_of
+from nanovllm.formats.format import tensor_of
+from nanovllm.formats.loaded import Loaded
+from nanovllm.formats.names import USUAL_NAMES, Names
+from nanovllm.layers.layer import Layer
 from nanovllm.models.bare import INDEX
 from nanovllm.models.decoder import Model
 from nanovllm.models.fields import read_json

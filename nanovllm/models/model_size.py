@@ -6,9 +6,9 @@ Plain arithmetic over the shapes of its layers: it knows no tensors.
 from collections import Counter
 from collections.abc import Callable
 
-from nanovllm.layers.weights.scheme import Scheme
+from nanovllm.formats.rules import HEAD
+from nanovllm.formats.scheme import Scheme
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.quantization.rules import HEAD
 from nanovllm.models.shapes import ExpertCount, LayerShape
 from nanovllm.models.weight_bytes import WeightBytes
 

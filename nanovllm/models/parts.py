@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from nanovllm.formats.rules import HEAD
 from nanovllm.layers.block import Block, Norms
 from nanovllm.layers.block import pre_norms as named_pre_norms
 from nanovllm.layers.build import Build
@@ -12,7 +13,6 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 from nanovllm.layers.self_attention import ROPE, SelfAttention
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM, Decoder
-from nanovllm.models.quantization.rules import HEAD
 
 
 def norm(config: ModelConfig) -> RMSNorm:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.layers.names import Names
+from nanovllm.formats.names import Names
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, check_activation, decoder_fields

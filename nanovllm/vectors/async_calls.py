@@ -7,11 +7,11 @@ from typing import Any
 
 from nanovllm.engine.remote.async_engine import AsyncEngine
 from nanovllm.engine.remote.readers import all_size
-from nanovllm.engine.requests.pool import Pooling
 from nanovllm.engine.requests.request import Request
 from nanovllm.lora_request import LoRARequest
 from nanovllm.pooling_params import PoolingParams
 from nanovllm.utils.tasks import all_of
+from nanovllm.vectors.kept_states import Pooling
 from nanovllm.vectors.outputs import (
     EmbeddingRequestOutput,
     PoolingRequestOutput,

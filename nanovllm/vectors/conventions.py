@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanovllm.engine.requests.pool import Pooling
 from nanovllm.models.fields import fields_of
 from nanovllm.utils.checks import check_bool, check_int, shorten
+from nanovllm.vectors.kept_states import Pooling
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 POOLING_OF: Mapping[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from nanovllm.engine.requests.intake import Intake
-from nanovllm.engine.requests.pool import POOLINGS, VECTOR_POOLINGS, Pooling
 from nanovllm.engine.requests.request import Request
 from nanovllm.models.config import ModelConfig
 from nanovllm.pooling_params import PoolingParams, with_pooling_params
 from nanovllm.utils.checks import check_bool, check_int, did_you_mean
+from nanovllm.vectors.kept_states import POOLINGS, VECTOR_POOLINGS, Pooling
 from nanovllm.vectors.outputs import (
     EmbeddingOutput,
     EmbeddingRequestOutput,

@@ -13,14 +13,14 @@ import numpy as np
 
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.requests.intake import Accepted, Intake
-from nanovllm.engine.requests.pool import Pooling, Wanted
 from nanovllm.engine.requests.request import Request, check_no_error
-from nanovllm.engine.step.transfer import Array
+from nanovllm.engine.run.transfer import Array
 from nanovllm.models.config import ModelConfig
 from nanovllm.prompts import Prompt, prompt_list, split_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_choice, check_text, shorten
 from nanovllm.vectors.conventions import Conventions, read_conventions
+from nanovllm.vectors.kept_states import Pooling, Wanted
 from nanovllm.vectors.rerank import query_prefix
 
 PROMPT_ONLY = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)

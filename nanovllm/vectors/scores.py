@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from nanovllm.engine.requests.pool import Wanted
 from nanovllm.engine.requests.request import Request
 from nanovllm.models.bare import NO_HEAD
 from nanovllm.prompts import prompt_list
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_choice, check_int
+from nanovllm.vectors.kept_states import Wanted
 from nanovllm.vectors.outputs import ScoringOutput, ScoringRequestOutput, common_fields
 from nanovllm.vectors.preparer import Plan, Preparer, Prompts, prompt_params, text_of, vectors_of
 from nanovllm.vectors.rerank import INSTRUCTION, rerank_prompt, yes_and_no

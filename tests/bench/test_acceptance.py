@@ -14,7 +14,7 @@ from nanovllm.bench import measure
 from nanovllm.bench.acceptance import accept_by_chance
 from nanovllm.bench.roofline import Machine
 from nanovllm.command.main import main
-from nanovllm.engine.speculative.costs import TokenCosts
+from nanovllm.drafting.costs import TokenCosts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -26,15 +26,15 @@ from nanovllm.bench.roofline import Machine
 from nanovllm.bench.shapes import SHAPES, write_shape
 from nanovllm.bench.workload import Lengths, draw_workload
 from nanovllm.embedded import EMBEDDED_MODEL
-from nanovllm.engine.placement import Placement, resolve_placement
+from nanovllm.engine.start.placement import Placement, resolve_placement
+from nanovllm.formats.format import WeightFormat
+from nanovllm.formats.format_choice import format_of
+from nanovllm.formats.quantization import choose_quantization
+from nanovllm.formats.scheme import INT8
 from nanovllm.kernels.kv_layer import CODES, head_bytes
 from nanovllm.layers.ranks import ALONE
-from nanovllm.layers.weights.choice import format_of
-from nanovllm.layers.weights.format import WeightFormat
-from nanovllm.layers.weights.scheme import INT8
 from nanovllm.models import model_size
 from nanovllm.models.config import ExpertsConfig, ModelConfig
-from nanovllm.models.quantization.choice import choose_quantization
 from nanovllm.models.weight_bytes import WeightBytes
 
 BENCH = Path(__file__).parents[2] / "bench.py"

@@ -17,7 +17,7 @@ from nanovllm.chat.tool_formats.lark import quoted
 from nanovllm.chat.tool_formats.parser import ToolParser, join
 from nanovllm.chat.tool_formats.table import FORMATS
 from nanovllm.chat.tools import Tool
-from nanovllm.engine.requests.grammars import Grammars
+from nanovllm.structured.grammars import Grammars
 from tests.grammar_words import EOS, constrain, words_grammars, words_tokenizer
 
 llguidance = pytest.importorskip("llguidance")

@@ -23,7 +23,7 @@ from test_plain_draw import (
 )
 
 from nanovllm import SamplingParams
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.sampler import Sampler
 

@@ -13,9 +13,9 @@ from selection import examples
 from torch.profiler import ProfilerActivity
 
 from nanovllm import SamplingParams
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import draw_inputs as draw_inputs_module
-from nanovllm.engine.warm_up import warmup_filters
+from nanovllm.engine.run import draw_inputs as draw_inputs_module
+from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.engine.start.warm_up import warmup_filters
 from nanovllm.kernels.plain import draw as draw_module
 from nanovllm.kernels.plain.draw import Cuts, cut
 from nanovllm.kernels.plain.noise import log_exponential

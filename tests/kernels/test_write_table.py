@@ -7,7 +7,7 @@ from conftest import kernel_settings
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanovllm.engine.step.device_table import BUFFERS, FEW, DeviceTable, TableChanges, TableLayout
+from nanovllm.engine.run.device_table import BUFFERS, FEW, DeviceTable, TableChanges, TableLayout
 
 
 @kernel_settings(20)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from selection import examples
 
 from nanovllm import SamplingParams
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import draw_inputs as draw_inputs_module
+from nanovllm.engine.run import draw_inputs as draw_inputs_module
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.kernels.plain.draw import cut
 from nanovllm.layers.filters import narrow
 from nanovllm.layers.sampler import Sampler

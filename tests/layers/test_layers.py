@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from rounding import linear_error
 from torch import nn
 
+from nanovllm.formats.matrix import DenseMatrix, KernelMatrix, PackedMatrix
 from nanovllm.kernels.cpu.processor import Products
 from nanovllm.kernels.table import PLAIN, cpu_kernels
 from nanovllm.layers.activation import SiluAndMul
@@ -24,7 +25,6 @@ from nanovllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from nanovllm.layers.weights.matrix import DenseMatrix, KernelMatrix, PackedMatrix
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,6 +17,10 @@ from thread_ranks import Meeting, ThreadRanks, on_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from nanovllm.drafting.eagle3_config import HeadConfig
+from nanovllm.drafting.eagle3_files import load_head
+from nanovllm.formats.format_choice import format_of
+from nanovllm.formats.scheme import Scheme
 from nanovllm.kernels.plain import all_reduce as plain_sums
 from nanovllm.kernels.plain import few_rows as plain_few
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
@@ -32,13 +36,9 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.layers.ranks import ALONE, Ranks
-from nanovllm.layers.weights.choice import format_of
-from nanovllm.layers.weights.scheme import Scheme
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.eagle3_config import HeadConfig
-from nanovllm.models.eagle3_files import load_head
 from nanovllm.models.loader import InFile, load_dummy, load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step.draw_inputs import HOTTEST, noise_key
+from nanovllm.engine.run.draw_inputs import HOTTEST, noise_key
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.kernels.plain.noise import GOLDEN, log_exponential
 from nanovllm.kernels.plain.sample import CHUNK_ELEMENTS, first_max
 from nanovllm.kernels.table import PLAIN

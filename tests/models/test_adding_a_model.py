@@ -64,6 +64,7 @@ def test_defaults_of_the_page_are_those_of_transformers(module: Any) -> None:
 
 def test_the_page_names_every_choice_that_exists() -> None:
     """Of norms, activations and parts of blocks; a name that is gone would mislead."""
+    from nanovllm.formats.names import Names
     from nanovllm.layers import (
         activation,
         block,
@@ -72,7 +73,6 @@ def test_the_page_names_every_choice_that_exists() -> None:
         layernorm,
         self_attention,
     )
-    from nanovllm.layers.names import Names
     from nanovllm.models import parts
 
     table = "\n".join(re.findall(r"^\|.*\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))

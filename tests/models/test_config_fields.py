@@ -301,7 +301,7 @@ def test_an_error_of_another_kind_is_not_one_of_memory(
     def broken(*_: object) -> None:
         raise RuntimeError("shapes cannot be multiplied")
 
-    monkeypatch.setattr("nanovllm.engine.load.build_model", broken)
+    monkeypatch.setattr("nanovllm.engine.start.load.build_model", broken)
     write(tmp_path, base("Qwen3ForCausalLM"))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         LLM(tmp_path, device="cpu", load_format="dummy", max_model_len=64)

@@ -14,9 +14,9 @@ from transformers import AutoModel
 
 from nanovllm import LLM, PoolingParams, SamplingParams
 from nanovllm.engine.errors import NotReadyError
-from nanovllm.engine.requests.pool import Pool
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.vectors import plans
+from nanovllm.vectors.kept_states import Pool
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from nanovllm.chat.tool_formats.base import ToolFormat
 from nanovllm.chat.tools import Tool, ToolChoice, checked_parameters
-from nanovllm.engine.requests.lark import JSON_OPTIONS
+from nanovllm.structured.lark import JSON_OPTIONS
 from nanovllm.structured_outputs import StructuredOutputs
 
 ANY_TEXT = r"/(.|\n)*/"

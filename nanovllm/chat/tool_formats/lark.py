@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.chat.tools import Tool
-from nanovllm.engine.requests.lark import JSON_OPTIONS
+from nanovllm.structured.lark import JSON_OPTIONS
 
 # As templates write JSON: models have seen it so, and white space cannot go on without end.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

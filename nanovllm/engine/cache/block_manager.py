@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Set
 from typing import NamedTuple
 
 from nanovllm.engine.cache.prefixes import Prefix, Prefixes, block_hashes
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence
 
 Window = int | None  # how many tokens back a group's layers attend; None for all
 UNLIMITED = 1 << 40  # blocks, more than any sequence has

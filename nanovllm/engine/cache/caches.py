@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from typing import NamedTuple
 
-from nanovllm.engine.batch import Batch
 from nanovllm.engine.cache.block_manager import BlockManager, FreeBlocks, Window
 from nanovllm.engine.cache.prefixes import Prefix, block_hashes
 from nanovllm.engine.cache.state_slots import StateLayout, StateSlots
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.sequence import Sequence
 
 
 class CacheLayout(NamedTuple):

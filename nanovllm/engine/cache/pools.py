@@ -9,7 +9,7 @@ from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.cache.groups import CacheGroups
 from nanovllm.engine.cache.kv_pool import KVPool
 from nanovllm.engine.cache.state_pool import StatePool
-from nanovllm.engine.step.transfer import Array
+from nanovllm.engine.run.transfer import Array
 from nanovllm.layers.state_mixer import StateMixer
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import xxhash
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence
 
 
 def hash_block(parent_hash: int, token_ids: list[int]) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.engine.cache.kv_pool import zeros_of
 from nanovllm.engine.cache.state_slots import StateLayout
-from nanovllm.engine.step.transfer import Array
+from nanovllm.engine.run.transfer import Array
 from nanovllm.layers.state_mixer import StateMixer
 from nanovllm.utils.sizes import memory_text
 

@@ -7,9 +7,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from nanovllm.engine.batch import Batch, SlotCopies
 from nanovllm.engine.cache.prefixes import Prefix, Prefixes
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule.batch import Batch, SlotCopies
+from nanovllm.engine.schedule.sequence import Sequence
 
 NUM_RESERVED = 2  # the first slot and the last one
 

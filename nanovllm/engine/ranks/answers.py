@@ -13,7 +13,7 @@ from nanovllm.engine.ranks.errors import ExchangeError, RankError
 from nanovllm.engine.remote.frames import frame, receive
 
 if TYPE_CHECKING:
-    from nanovllm.engine.shard import Shard
+    from nanovllm.engine.run.shard import Shard
 
 # How long other ranks may take to answer after one has raised. It may have left them alone in an
 # exchange, which would never end.

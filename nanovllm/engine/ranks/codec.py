@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.engine.step.device_table import TableChanges
-from nanovllm.engine.step.inputs import PrefillInputs, StepInputs
+from nanovllm.engine.run.device_table import TableChanges
+from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
 
 # The arrays of a message, one after the other. The wide ones come first, so that all are aligned.
 LAYOUT: dict[str, Any] = {

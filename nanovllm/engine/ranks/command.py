@@ -9,7 +9,7 @@ import struct
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from nanovllm.engine.shard import Shard
+    from nanovllm.engine.run.shard import Shard
 
 MARK = struct.pack("<q", -2)  # no step begins with this: its first number is a length, or -1
 

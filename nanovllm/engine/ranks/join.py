@@ -1,7 +1,7 @@
 """Joining the ranks: through NCCL between GPUs, through shared memory on the CPU."""
 
-from nanovllm.engine.device import resolve_device
 from nanovllm.engine.ranks.process_ranks import ProcessRanks
+from nanovllm.engine.start.device import resolve_device
 from nanovllm.layers.ranks import Ranks
 
 

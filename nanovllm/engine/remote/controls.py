@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.engine.remote.connection import Connection
-from nanovllm.engine.weights.calls import NamedTensors, Running
-from nanovllm.engine.weights.update import pairs, sendable_weight
 from nanovllm.metrics import Metric
 from nanovllm.outputs import EngineStats
+from nanovllm.weights.update import pairs, sendable_weight
+from nanovllm.weights.weights import NamedTensors, Running
 
 TENSORS_SENT = 8  # in a message, as they are copied for it
 

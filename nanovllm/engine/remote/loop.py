@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.engine.errors import NotReadyError
-from nanovllm.engine.life_line import end_with
 from nanovllm.engine.ranks.answers import sendable
+from nanovllm.engine.ranks.life_line import end_with
 from nanovllm.engine.remote.frames import Outbox, receive
 from nanovllm.engine.remote.messages import (
     Answer,
@@ -39,7 +39,7 @@ from nanovllm.engine.remote.messages import (
     Submit,
     Tokens,
 )
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.models.registry import register_all
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputs

@@ -12,8 +12,8 @@ from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # it imports PyTorch
-    from nanovllm.engine.requests.pool import Pool, Wanted
-    from nanovllm.engine.requests.states import States
+    from nanovllm.vectors.kept_states import Pool, Wanted
+    from nanovllm.vectors.states import States
 
 NO_ARGUMENTS = pickle.dumps(((), {}))
 NOTHING = pickle.dumps(None)

@@ -6,7 +6,7 @@ from typing import Any
 from nanovllm.engine.remote.messages import Ended, Progress
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.stream import Stream
-from nanovllm.engine.sequence import End, Sequence, SequenceStatus
+from nanovllm.engine.schedule.sequence import End, Sequence, SequenceStatus
 from nanovllm.outputs import RequestOutput, StreamEvent
 
 

@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.engine.life_line import ending, start_process
 from nanovllm.engine.ranks.errors import RankError
+from nanovllm.engine.ranks.life_line import ending, start_process
 from nanovllm.engine.remote.frames import frame, receive
 from nanovllm.engine.remote.messages import Failed, Ready
 from nanovllm.models.registry import registered

@@ -7,8 +7,8 @@ from weakref import proxy
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.profile import Profiles
 from nanovllm.engine.remote.messages import Question
-from nanovllm.engine.weights.calls import Weights
-from nanovllm.engine.weights.sleep_mode import SleepMode
+from nanovllm.weights.sleep_mode import SleepMode
+from nanovllm.weights.weights import Weights
 
 
 class ServedEngine(LLMEngine):

@@ -5,24 +5,24 @@ from typing import Any
 
 import xxhash
 
-from nanovllm.engine.adapters.adapter import Adapter
+from nanovllm.adapters.adapter import Adapter
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.requests.constraint import Constraint
-from nanovllm.engine.requests.grammars import Grammars
 from nanovllm.engine.requests.logprobs import Logprobs
 from nanovllm.engine.requests.output_text import OutputText
-from nanovllm.engine.requests.pool import Pool, Wanted
 from nanovllm.engine.requests.processors import Processors
 from nanovllm.engine.requests.request import Request
-from nanovllm.engine.requests.states import States
 from nanovllm.engine.requests.token_counts import TokenCounts
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.models.bare import NO_HEAD
 from nanovllm.models.config import ModelConfig
 from nanovllm.prompts import Prompt, split_prompt
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured.constraint import Constraint
+from nanovllm.structured.grammars import Grammars
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.checks import as_list, check_int, check_text, shorten
+from nanovllm.vectors.kept_states import Pool, Wanted
+from nanovllm.vectors.states import States
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Logprobs: the log-probabilities of a sequence's tokens, kept as they arrive from the device."""
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence
 
 LikelyToken = tuple[int, float, int]  # a token id, its log-probability, and its rank
 

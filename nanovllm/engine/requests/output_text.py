@@ -4,7 +4,7 @@ import bisect
 from typing import Any
 
 from nanovllm.engine.requests.detokenizer import Detokenizer
-from nanovllm.engine.sequence import End, Sequence
+from nanovllm.engine.schedule.sequence import End, Sequence
 from nanovllm.sampling_params import SamplingParams
 
 

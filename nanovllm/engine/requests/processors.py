@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from nanovllm.engine.sequence import End, Sequence
-from nanovllm.engine.step.transfer import download
+from nanovllm.engine.run.transfer import download
+from nanovllm.engine.schedule.sequence import End, Sequence
 
 OTHERS = (
     "; one of transformers takes (input_ids, scores): wrap it in a function of (prompt_token_ids,"

@@ -6,7 +6,7 @@ from typing import Any
 from nanovllm.engine.requests.logprobs import LikelyToken
 from nanovllm.engine.requests.output_text import text_end
 from nanovllm.engine.requests.timing import RequestTimes
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.metrics import RequestMeter
 from nanovllm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from nanovllm.engine.requests.request import Request, ending, logprobs
-from nanovllm.engine.sequence import Sequence, SequenceStatus
+from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import StreamEvent
 
 

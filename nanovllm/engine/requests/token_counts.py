@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence
 
 
 class TokenCounts:

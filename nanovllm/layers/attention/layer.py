@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from nanovllm.formats.loaded import Loaded, copy_whole
 from nanovllm.kernels.kv_layer import SCALES, KVLayer
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.table import PLAIN, Kernels
@@ -14,7 +15,7 @@ from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.cache_spec import TokenCache
 from nanovllm.layers.context import Context, get_context
-from nanovllm.layers.layer import Layer, Loaded, copy_whole
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.layernorm import RMSNorm
 
 Norms = tuple[RMSNorm, RMSNorm]  # of query heads and of key heads

@@ -10,7 +10,7 @@ from waiting import little_work
 from nanovllm.engine.cache import block_manager, prefixes
 from nanovllm.engine.cache.block_manager import BlockManager
 from nanovllm.engine.cache.prefixes import hash_block
-from nanovllm.engine.sequence import PENDING, Sequence
+from nanovllm.engine.schedule.sequence import PENDING, Sequence
 from nanovllm.sampling_params import SamplingParams
 
 

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.engine.batch import Batch
 from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.cache.groups import CacheGroups
 from nanovllm.engine.cache.pools import CachePools
 from nanovllm.engine.cache.state_pool import KV_PER_CHECKPOINT_BYTE, StatePool
 from nanovllm.engine.cache.state_slots import StateLayout
-from nanovllm.engine.sequence import Sequence, SequenceStatus
-from nanovllm.engine.step.device_table import DeviceTable, TableLayout
-from nanovllm.engine.step.inputs import states_before_and_after
+from nanovllm.engine.run.device_table import DeviceTable, TableLayout
+from nanovllm.engine.run.step_inputs import states_before_and_after
+from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.kernels.plain.read_table import read_slots, read_table
 from nanovllm.layers.cache_spec import State, StateTensor
 from nanovllm.layers.context import StateStep

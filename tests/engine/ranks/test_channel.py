@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from selection import examples
 from waiting import FOREVER, LIMIT, wait_until
 
-from nanovllm.engine.batch import Batch
 from nanovllm.engine.ranks import channel
 from nanovllm.engine.ranks.channel import Reader, Writer
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step.device_table import TableLayout
-from nanovllm.engine.step.inputs import step_inputs
-from nanovllm.engine.step.ledger import Ledger
+from nanovllm.engine.run.device_table import TableLayout
+from nanovllm.engine.run.ledger import Ledger
+from nanovllm.engine.run.step_inputs import step_inputs
+from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from selection import examples
 
-from nanovllm.engine.batch import Batch
 from nanovllm.engine.ranks.codec import FLAGS, decode, encode
-from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step.device_table import TableLayout
-from nanovllm.engine.step.inputs import StepInputs, step_inputs
-from nanovllm.engine.step.ledger import Ledger
+from nanovllm.engine.run.device_table import TableLayout
+from nanovllm.engine.run.ledger import Ledger
+from nanovllm.engine.run.step_inputs import StepInputs, step_inputs
+from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 

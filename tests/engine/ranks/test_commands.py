@@ -16,9 +16,9 @@ from nanovllm.engine.ranks import answers
 from nanovllm.engine.ranks.channel import CAPACITY
 from nanovllm.engine.ranks.codec import encode
 from nanovllm.engine.ranks.command import pack, unpack
-from nanovllm.engine.shard import Shard
-from nanovllm.engine.step.device_table import TableChanges
-from nanovllm.engine.step.inputs import StepInputs
+from nanovllm.engine.run.device_table import TableChanges
+from nanovllm.engine.run.shard import Shard
+from nanovllm.engine.run.step_inputs import StepInputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,7 @@ from selection import examples
 
 from nanovllm import SamplingParams
 from nanovllm.engine.requests.output_text import OutputText
-from nanovllm.engine.sequence import End, Sequence
+from nanovllm.engine.schedule.sequence import End, Sequence
 
 TOKENIZER = byte_tokenizer()
 

@@ -5,7 +5,7 @@ from conftest import byte_tokenizer
 
 from nanovllm.engine.requests.output_text import OutputText
 from nanovllm.engine.requests.request import check_no_error, ending
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
 from nanovllm.engine.requests.token_counts import TokenCounts
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence
 
 TOKENS = st.lists(st.integers(0, 9), min_size=1, max_size=20)
 

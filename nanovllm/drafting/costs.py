@@ -1,0 +1,130 @@
+"""Costs: how many drafts are worth the time that a step with them takes."""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+from nanovllm.drafting.pace import Pace
+from nanovllm.engine.schedule.step_size import Size
+
+# How many tokens a CPU computes in the time in which it reads the weights; a step of B tokens then
+# takes as long as FREE_TOKENS + B. docs/tried/speculation.md has the measurements.
+FREE_TOKENS = 10
+# Where draws depend on drafts, the host waits for them, and then prepares the draws. So the host's
+# part adds to the device's: seconds of a step, and of each query in it.
+HOST_SECONDS, HOST_SECONDS_OF_QUERY = 120e-6, 35e-6
+# Where no draft pays, this share of the time goes to tries, at most.
+TRIED_SHARE = 0.02
+# Drafts that begin again must make steps so much faster, if what guesses has to catch up.
+WORTH_TO_CATCH_UP = 1.05
+
+
+class Candidate(NamedTuple):
+    """A sequence that may have drafts, `limit` at most."""
+
+    pace: Pace
+    num_tokens: int
+    limit: int
+
+
+class Costs(Protocol):
+    """Knows how long steps take."""
+
+    def worthwhile(
+        self, candidates: list[Candidate], num_tokens: int, waits: bool
+    ) -> Iterator[int]:
+        """How many drafts each should have in a step of so many tokens without them.
+
+        `waits`: whether its draws wait for the drafts to be known.
+        """
+
+
+class TokenCosts:
+    """Each token adds the same time to a step: B of them take FREE_TOKENS + B units.
+
+    So a token takes (FREE_TOKENS + B) / B units and a draft 1: it is worth that if it is right with
+    the probability of B / (FREE_TOKENS + B) at least. With few sequences nearly every draft is,
+    with many nearly none. `guess` is the time in which a draft of each sequence is guessed, in
+    steps: it adds to that probability.
+    """
+
+    def __init__(self, guess: float = 0.0) -> None:
+        self._guess = guess
+
+    def worthwhile(
+        self, candidates: list[Candidate], num_tokens: int, waits: bool
+    ) -> Iterator[int]:
+        """By each sequence's own chance; its drafts raise the cost of the next one's."""
+        del waits  # where it holds, steps wait anyway
+        for pace, length, limit in candidates:
+            worth = num_tokens / (FREE_TOKENS + num_tokens)
+            number = pace.most(length, worth, limit, self._guess)
+            num_tokens += number
+            yield number
+
+
+class GraphCosts:
+    """A step takes as long as the decode graph of its size, which was measured, guesses included.
+
+    All sequences have the drafts that the graph has room for: as many as give the most tokens a
+    second, by the chances of all of them. After steps without drafts, `catch_up` are the seconds in
+    which the guesser sees their tokens.
+    """
+
+    def __init__(self, seconds: Mapping[Size, float], catch_up: float = 0.0) -> None:
+        self._seconds, self._catch_up = seconds, catch_up
+        self._most_credit = self._credit = catch_up + max(seconds.values())
+        self._had_drafts = True
+        self._by_number: dict[tuple[int, bool], dict[int, float]] = {}
+
+    def worthwhile(
+        self, candidates: list[Candidate], num_tokens: int, waits: bool
+    ) -> Iterator[int]:
+        """The same number for all, except where a limit is below; none in a step with prompts."""
+        has_prompts = num_tokens > len(candidates)
+        number = 0 if has_prompts else self._best(candidates, waits)
+        return (min(number, candidate.limit) for candidate in candidates)
+
+    def _best(self, candidates: list[Candidate], waits: bool) -> int:
+        seconds = self._seconds_by_drafts(len(candidates), waits)
+        if len(seconds) < 2:
+            self._had_drafts = False
+            return 0
+        most = max(seconds)
+        gains = [(pace.gains(most), limit) for pace, _, limit in candidates]
+
+        def speed(number: int) -> float:
+            more = sum([of[number if number < limit else limit] for of, limit in gains])
+            return (len(gains) + more) / seconds[number]
+
+        best = max(seconds, key=speed)
+        if self._catch_up and not self._had_drafts and speed(best) < WORTH_TO_CATCH_UP * speed(0):
+            best = 0
+        due = [limit > 0 and pace.is_due(length) for pace, length, limit in candidates]
+        if best == 0 and 4 * sum(due) >= len(due):
+            best = self._tried(seconds)
+        self._credit = min(self._credit + TRIED_SHARE * seconds[0], self._most_credit)
+        self._had_drafts = best > 0
+        return best
+
+    def _tried(self, seconds: dict[int, float]) -> int:
+        """How many drafts to try, which take time that is left for that; 0 if it is too little."""
+        fewest = min(number for number in seconds if number)
+        cost = seconds[fewest] - seconds[0] + self._catch_up
+        if cost > self._credit:
+            return 0
+        self._credit -= max(0.0, cost)
+        return fewest
+
+    def _seconds_by_drafts(self, num_seqs: int, waits: bool) -> dict[int, float]:
+        """How long a step of so many sequences takes, by the number of drafts of each."""
+        if (num_seqs, waits) not in self._by_number:
+            sizes = sorted(size for size in self._seconds if size.num_seqs >= num_seqs)
+            nearest = {size.num_queries: size for size in reversed(sizes)}
+            self._by_number[num_seqs, waits] = {
+                queries - 1: self._seconds[size] + self._host(num_seqs, queries) * waits
+                for queries, size in nearest.items()
+            }
+        return self._by_number[num_seqs, waits]
+
+    def _host(self, num_seqs: int, queries: int) -> float:
+        return HOST_SECONDS + num_seqs * queries * HOST_SECONDS_OF_QUERY if queries > 1 else 0.0

@@ -1,0 +1,94 @@
+"""DraftModelGuesser: drafts of a smaller model with the same tokens.
+
+In a step with drafts it reads a sequence's last token, and the one before if that was a draft. What
+it has not seen by then, prompts and the tokens of steps without drafts, the host lets it compute
+before (`catch_up`).
+"""
+
+import torch
+
+from nanovllm.drafting.model_guesser import ModelGuesser, Places
+from nanovllm.engine.cache.kv_pool import KVPool
+from nanovllm.engine.start.placement import Placement
+from nanovllm.kernels.plain.guess_inputs import GuessInputs
+from nanovllm.layers.context import Context, attending
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.model_size import step_weight_bytes
+from nanovllm.models.weight_bytes import WeightBytes
+
+
+def step_bytes(config: ModelConfig, placement: Placement) -> float:
+    """What a step of one token reads of a model's weights, on all ranks together."""
+    sizes = WeightBytes(placement.dtype.itemsize, config.quantization)
+    return step_weight_bytes(config, sizes, rows=1)
+
+
+class NotedPool(KVPool):
+    """A pool of whose blocks the host notes what the draft model has computed."""
+
+    def copy(self, source: int, target: int) -> None:
+        """Nothing: no note says that a fork's block is a copy, so it is computed."""
+
+
+class DraftModelGuesser(ModelGuesser):
+    """A draft model and its KV pool.
+
+    It draws only tokens of the large model, which has `vocab_size` of them. For one that it lacks
+    itself it reads its own last id. The host asks for no drafts of sequences that are longer than
+    its limit; where others have some, theirs are of no worth.
+    """
+
+    name = "draft model"
+    longest: int
+    make_pool = NotedPool
+
+    def __init__(
+        self, model: CausalLM, config: ModelConfig, placement: Placement, vocab_size: int
+    ) -> None:
+        if model.state_mixers:
+            raise ValueError("speculative_config: a draft model that keeps states is not supported")
+        super().__init__(model.attentions, placement)
+        self.model = config, model
+        self.longest_window = config.longest_window
+        self.longest = placement.max_positions
+        self._model, self._vocab_size, self._own_size = model, vocab_size, config.vocab_size
+        self.num_bytes = step_bytes(config, placement)
+
+    def begin(self, inputs: GuessInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits of each row's first draft."""
+        new = Places(inputs.positions, inputs.slots, inputs.context_lens)
+        return self._logits(inputs.next_ids, new, inputs, inputs.last)
+
+    def go_on(
+        self, drafts: torch.Tensor, places: Places, states: torch.Tensor, inputs: GuessInputs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits of the drafts after these ones."""
+        del states
+        return self._logits(drafts, places, inputs)
+
+    def catch_up(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context) -> None:
+        """Store the keys of these tokens."""
+        nothing = positions.new_empty(0)
+        with attending(context, self.backend.attention):
+            self._model(self._own(input_ids), positions, nothing)
+
+    def _logits(
+        self,
+        ids: torch.Tensor,
+        places: Places,
+        inputs: GuessInputs,
+        rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = places.positions.clamp(max=self.longest - 1)
+        with self.attending(places, inputs):
+            hidden, _ = self._model(self._own(ids), positions)
+        if rows is not None:
+            hidden = hidden[rows]
+        logits = self._model.compute_logits(hidden)
+        if self._own_size > self._vocab_size:
+            logits = logits[:, : self._vocab_size].contiguous()
+        return logits, hidden
+
+    def _own(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids.clamp(max=self._own_size - 1) if self._own_size < self._vocab_size else ids

@@ -1,0 +1,135 @@
+"""Eagle3Guesser: drafts of an EAGLE-3 head.
+
+The head's keys and values of position j depend on the token at j + 1. So those of a sequence's last
+computed positions are stored when the next step begins, which knows that token. Until then `kept`
+has what the model has computed there.
+
+B sequences, Q queries of the model for each.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.drafting.eagle3_head import Eagle3Head
+from nanovllm.drafting.model_guesser import ModelGuesser, Places
+from nanovllm.engine.run.step_inputs import PrefillInputs
+from nanovllm.engine.run.transfer import upload_ahead
+from nanovllm.engine.schedule.step_size import Size
+from nanovllm.engine.start.placement import Placement
+from nanovllm.kernels.plain.guess_inputs import GuessInputs, Kept
+from nanovllm.kernels.plain.read_table import TableState
+from nanovllm.layers.context import Context
+from nanovllm.layers.embed_head import VocabParallelEmbedding
+
+
+class PrefillTokens(NamedTuple):
+    """T tokens of B sequences, of which some are sampled from."""
+
+    rows: torch.Tensor  # [B] in int64, as are the others: the sequences' rows in the table
+    next_ids: torch.Tensor  # [B]: the token after a sequence's last one; any, if it is not known
+    sampled: torch.Tensor  # [samples]: which of the T tokens
+    sample_rows: torch.Tensor  # [samples]: the rows that the samples go to
+
+    @classmethod
+    def upload(cls, prefill: PrefillInputs, device: torch.device) -> "PrefillTokens":
+        """What a head must know of a prefill, on the device."""
+        sampled = prefill.sampled_tokens
+        assert sampled is not None and prefill.next_tokens is not None
+        if prefill.shared_samples is not None:
+            sampled = sampled[prefill.shared_samples]
+        arrays = prefill.table_rows, prefill.next_tokens, sampled, prefill.sample_table_rows
+        return cls(*upload_ahead(device, *arrays))
+
+
+class Eagle3Guesser(ModelGuesser):
+    """A head, its KV pool, and for each table row what the model has computed in its last step."""
+
+    name = "head"
+    reads_residuals = True
+    longest_window = None
+    kept: Kept  # from `make_rows` on
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        embedding: VocabParallelEmbedding,
+        placement: Placement,
+        num_bytes: float = 0.0,
+    ) -> None:
+        super().__init__(head.attentions, placement)
+        self.head, self.embedding = head, head.embed_tokens or embedding
+        self.num_bytes = num_bytes
+        self.most, self.dtype = 1 + placement.most_drafts, placement.dtype
+
+    def make_rows(self, num_rows: int) -> None:
+        """Make room for what must be known of so many table rows."""
+        device, hidden_size = self.pool.device, self.head.fc.held.num_rows
+        first, counts = torch.zeros(2, num_rows, dtype=torch.int32, device=device)
+        states = torch.zeros(num_rows, self.most, hidden_size, dtype=self.dtype, device=device)
+        self.kept = Kept(first, counts, states)
+
+    def store(self, inputs: GuessInputs) -> None:
+        """Store the keys of positions that nothing is guessed after."""
+        self.head.store(*self._first(inputs), inputs.slots)
+
+    def begin(self, inputs: GuessInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits of each row's first draft, and what stands for the fused residuals."""
+        new = Places(inputs.positions, inputs.slots, inputs.context_lens)
+        with self.attending(new, inputs):
+            normed, states = self.head(*self._first(inputs), inputs.last)
+        return self.head.compute_logits(normed), states
+
+    def go_on(
+        self, drafts: torch.Tensor, places: Places, states: torch.Tensor, inputs: GuessInputs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits of the drafts after these ones, and what stands for the residuals there."""
+        with self.attending(places, inputs):
+            normed, states = self.head(self.embedding(drafts), places.positions, states)
+        return self.head.compute_logits(normed), states
+
+    def _first(self, inputs: GuessInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The next tokens embedded, the positions, and the fused residuals."""
+        fused = self.kept.states.flatten(0, 1)[inputs.sources]
+        return self.embedding(inputs.next_ids), inputs.positions, fused
+
+    def keep(self, table: TableState, size: Size, residuals: list[torch.Tensor]) -> None:
+        """Keep what the model has computed of its queries [B * Q]."""
+        rows = table.batch[: size.num_seqs].long()
+        fused = self.head.fuse(residuals).view(size.num_seqs, size.num_queries, -1)
+        self.kept.states[rows, : size.num_queries] = fused
+
+    def prefill(
+        self,
+        table: TableState,
+        inputs: PrefillInputs,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: Context,
+        residuals: list[torch.Tensor],
+    ) -> None:
+        """Store the keys of a prefill's tokens, and keep what the samples' first guess reads.
+
+        The last token of each prompt has no next one yet: its keys are stored again. A sequence
+        that was decoded before keeps its new positions, and has one more.
+        """
+        assert context.cu_seqlens_q is not None
+        tokens = PrefillTokens.upload(inputs, input_ids.device)
+        samples = tokens.sample_rows
+        last = context.cu_seqlens_q[1:].long() - 1
+        next_ids = input_ids.roll(-1).index_copy(0, last, tokens.next_ids)
+        fused, kept = self.head.fuse(residuals), self.kept
+        self.head.store(self.embedding(next_ids), positions, fused, context.slot_mapping)
+        here = positions[tokens.sampled]
+        gap = here - kept.first[samples]
+        is_first = torch.zeros_like(positions, dtype=torch.bool)
+        is_first[context.cu_seqlens_q[:-1].long()] = True
+        is_decoded = is_first[tokens.sampled]  # what a row has kept may be another sequence's
+        follows = is_decoded & (gap > 0) & (gap <= kept.counts[samples]) & (gap < self.most)
+        index = gap.where(follows, 0)
+        before = (index - 1).clamp(min=0)
+        table.drafts.recent[samples, before] = input_ids[tokens.sampled].int()
+        kept.counts.index_fill_(0, tokens.rows, 0)
+        kept.states[samples, index] = fused[tokens.sampled]
+        kept.first[samples] = (here - index).int()
+        kept.counts[samples] = (index + 1).int()

@@ -1,0 +1,18 @@
+"""Proposer: what guesses the next tokens of sequences on the host."""
+
+from typing import Protocol
+
+from nanovllm.engine.schedule.sequence import Sequence
+
+
+class Proposer(Protocol):
+    """Guesses what comes after the tokens of sequences. Any guess is allowed: it is verified.
+
+    It may keep what it knows of a sequence beside it, as long as the sequence exists.
+    """
+
+    def propose(self, seqs: list[Sequence], most: list[int]) -> list[list[int]]:
+        """Drafts for each sequence, `most` of each at most. All their tokens are known."""
+
+    def reset(self) -> None:
+        """Drop what an interrupt may have left half done."""

@@ -1,1 +1,0 @@
-"""Guesses: drafts that a device makes by itself, in the step that verifies them."""

@@ -1,0 +1,195 @@
+"""The device table: a row on the device for each running sequence.
+
+A row holds what a decode step needs: the sequence's last token, which the step before has left
+there, its length, which each step increases, and its block table. `Ledger` is the host's view.
+"""
+
+from collections.abc import Callable
+from itertools import cycle
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.engine.run.transfer import Array, upload_ahead
+from nanovllm.engine.schedule.step_size import Size
+from nanovllm.kernels.plain.read_table import UNUSED_LENGTH, DraftState, TableState
+
+FEW = 1024  # changes that a device reads from the host's memory
+NO_ADAPTER = -1
+BUFFERS = 3  # two steps are in flight at most, and one is launched
+
+
+class TableLayout:
+    """Where each column starts in one memory of 32-bit words, so that one list names all changes.
+
+    At most `num_running` sequences run. The last row is unused: batches are padded with it. A row
+    has room for `max_blocks` of `block_size` tokens in each cache group, for `most_drafts`, and for
+    a history of `longest` tokens. Only with `adapters` is there a column for their slots. `parts`
+    has for each group what its block numbers are multiplied by. A row has `num_state_slots` for the
+    states of a sequence.
+    """
+
+    def __init__(
+        self,
+        num_running: int,
+        max_blocks: int,
+        block_size: int,
+        most_drafts: int = 0,
+        longest: int = 0,
+        adapters: bool = False,
+        parts: tuple[int, ...] = (1,),
+        num_state_slots: int = 0,
+    ) -> None:
+        self.num_state_slots = num_state_slots
+        self.num_tables = len(parts) + (num_state_slots > 0)  # of a sequence
+        self.has_adapters = adapters
+        self.parts = parts
+        self.block_size = block_size
+        self.num_rows = num_rows = -(-(num_running + 1) // 4) * 4  # columns are aligned to 16 bytes
+        self.max_blocks, self.most_drafts, self.longest = max_blocks, most_drafts, longest
+        self.unused_row = num_rows - 1
+        self.size = 0
+        # What ranks share: a step's results. Tokens have two words each, as have the seeds.
+        self.tokens = self._add(2)
+        has_drafts = most_drafts > 0
+        self.lengths = self._add(1)
+        self.counts = self._add(has_drafts)
+        self.recent = self._add(most_drafts + has_drafts)
+        self.seeds = self._add(2)
+        self.temperatures = self._add(1)
+        self.batch = self._add(1)
+        # Those of one group after another. A model without blocks has a table that nothing reads.
+        self.num_block_tables = max(1, len(parts))
+        self.block_tables = self._add(self.num_block_tables * max_blocks)
+        self.drafts = self._add(most_drafts)
+        self.limits = self._add(has_drafts)
+        self.history = self._add(longest)
+        self.adapters = self._add(adapters)
+        self.state_slots = self._add(num_state_slots)
+        self.chance = self.size
+        self.size += 1
+        assert self.size < 1 << 31, "offsets have 32 bits"
+
+    def block_table(self, group: int, row: int) -> int:
+        """Where a row's block table in a group starts."""
+        return self.block_tables + (group * self.num_rows + row) * self.max_blocks
+
+    def state_slots_of(self, row: int) -> int:
+        """Where a row's slots for states start."""
+        return self.state_slots + row * self.num_state_slots
+
+    def _add(self, width: int) -> int:
+        """A further column of `width` words for each row; returns where it starts."""
+        start = self.size
+        self.size += self.num_rows * width
+        return start
+
+
+class TableChanges(NamedTuple):
+    """Words to write, and their offsets in the table."""
+
+    offsets: Array  # int64
+    words: Array  # int32
+
+
+NO_CHANGES = TableChanges(np.zeros(0, np.int64), np.zeros(0, np.int32))
+
+
+class DeviceTable:
+    """The table on one rank's device.
+
+    With a kernel `write_words`, the device reads a step's changes from the host's memory, if they
+    are few: from one of several buffers, as the last steps may not have run yet.
+    """
+
+    def __init__(
+        self,
+        layout: TableLayout,
+        device: torch.device,
+        write_words: Callable[[torch.Tensor, torch.Tensor, int], None] | None = None,
+    ) -> None:
+        self._write_words = write_words
+        if write_words is not None:
+            options = dict(dtype=torch.int32, pin_memory=device.type == "cuda")
+            buffers = [torch.empty(2, FEW, **options) for _ in range(BUFFERS)]  # type: ignore[call-overload]
+            self._buffers = cycle((buffer, buffer.numpy()) for buffer in buffers)
+        num_longs = -(-layout.size // 2)
+        if device.type == "cpu":  # pages that are never written take no memory
+            longs = torch.from_numpy(np.zeros(num_longs, np.int64))
+        else:
+            longs = torch.zeros(num_longs, dtype=torch.long, device=device)
+        self._words = words = longs.view(torch.int32)[: layout.size]
+        self.layout = layout
+
+        def column(start: int, width: int = 1) -> torch.Tensor:
+            return words[start : start + layout.num_rows * width]
+
+        def columns(start: int, width: int) -> torch.Tensor:
+            return column(start, width).view(layout.num_rows, width)
+
+        most, has_drafts = layout.most_drafts, layout.most_drafts > 0
+        groups = layout.num_block_tables
+        self.block_tables = column(layout.block_tables, groups * layout.max_blocks).view(
+            groups, layout.num_rows, layout.max_blocks
+        )
+        self.state = TableState(
+            tokens=column(layout.tokens, 2).view(torch.long),
+            seeds=column(layout.seeds, 2).view(torch.long),
+            lengths=column(layout.lengths),
+            temperatures=column(layout.temperatures).view(torch.float32),
+            batch=column(layout.batch),
+            block_tables=self.block_tables[0],
+            drafts=DraftState(
+                tokens=columns(layout.drafts, most),
+                limits=column(layout.limits, has_drafts),
+                counts=column(layout.counts, has_drafts),
+                recent=columns(layout.recent, most + has_drafts),
+                history=columns(layout.history, layout.longest),
+                chance=words[layout.chance :],
+            ),
+        )
+        # What a step leaves for the next one, in the ranks that have drawn its tokens.
+        self.results = words[: layout.seeds] if most else self.state.tokens
+        self.adapters = column(layout.adapters, layout.has_adapters)  # slots; NO_ADAPTER for none
+        self.state_slots = columns(layout.state_slots, layout.num_state_slots)  # of states
+        self.clear()
+
+    def clear(self) -> None:
+        """No row has an owner, and the batch is empty."""
+        self.state.lengths.fill_(UNUSED_LENGTH)
+        self.state.batch.fill_(self.layout.unused_row)
+        self.adapters.fill_(NO_ADAPTER)
+
+    def write(self, changes: TableChanges) -> None:
+        """Apply changes, in the order of the device's work."""
+        size = len(changes.offsets)
+        if not size:
+            return
+        if self._write_words is not None and size <= FEW:
+            buffer, array = next(self._buffers)
+            array[0, :size], array[1, :size] = changes
+            self._write_words(self._words, buffer, size)
+            return
+        packed = np.empty(size + -(-size // 2), np.int64)
+        packed[:size] = changes.offsets
+        packed[size:].view(np.int32)[:size] = changes.words
+        (uploaded,) = upload_ahead(self._words.device, packed)
+        self._words.index_copy_(0, uploaded[:size], uploaded[size:].view(torch.int32)[:size])
+
+    def keep_tokens(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Store token ids [B] in their rows [B], for the next step to read."""
+        self.state.tokens.index_copy_(0, rows, token_ids)
+
+    def adapter_slots(self, size: Size) -> torch.Tensor:
+        """The slots of the queries of a decode step, in int32."""
+        slots = self.adapters.index_select(0, self.state.batch[: size.num_seqs])
+        if size.num_queries == 1:
+            return slots
+        return slots[:, None].expand(-1, size.num_queries).flatten()
+
+    def fill_pending(
+        self, input_ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """A copy of `input_ids` with the last tokens of `rows` at `places`."""
+        return input_ids.index_copy(0, places, self.state.tokens[rows])

@@ -1,0 +1,62 @@
+"""Entries: the logits that lists of token ids choose, as arrays of rows and ids.
+
+A list of a request may have 100,000 ids: an array of it is made once for each SamplingParams, and a
+step joins arrays.
+"""
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanovllm.engine.run.transfer import Array
+from nanovllm.layers.filters import Entries
+from nanovllm.sampling_params import SamplingParams
+
+IdsOfRows = list[tuple[int, Any]]  # rows, and token ids of each
+ParamsOfRows = list[tuple[int, SamplingParams]]
+
+_kept: dict[int, tuple[Array, Array, Array]] = {}  # by the id() of living SamplingParams
+
+
+def allowed_entries(params_of_rows: ParamsOfRows) -> tuple[torch.Tensor, Entries]:
+    """The rows, and the ids that each of them allows."""
+    arrays = [_arrays(params)[0] for _, params in params_of_rows]
+    rows = np.array([row for row, _ in params_of_rows])
+    return torch.from_numpy(rows), _entries(rows, arrays, np.concatenate(arrays))
+
+
+def biased_entries(params_of_rows: ParamsOfRows) -> tuple[Entries, torch.Tensor]:
+    """The ids that have biases in each row, and the biases."""
+    _, ids, biases = zip(*(_arrays(params) for _, params in params_of_rows), strict=True)
+    rows = np.array([row for row, _ in params_of_rows])
+    return _entries(rows, ids, np.concatenate(ids)), torch.from_numpy(np.concatenate(biases))
+
+
+def forbidden_entries(ids_of_rows: IdsOfRows) -> Entries:
+    """The ids that each row forbids, which vary from step to step."""
+    rows, lists = zip(*ids_of_rows, strict=True)
+    ids = np.fromiter(itertools.chain.from_iterable(lists), np.int64)
+    return _entries(np.array(rows), lists, ids)
+
+
+def _arrays(params: SamplingParams) -> tuple[Array, Array, Array]:
+    """The allowed ids, those with biases, and the biases: kept as long as `params` live."""
+    key = id(params)  # their hash would read all ids
+    if key not in _kept:
+        bias = params.logit_bias or {}
+        _kept[key] = (
+            np.array(params.allowed_token_ids or (), np.int64),
+            np.array([*bias], np.int64),
+            np.array([*bias.values()], np.float32),
+        )
+        weakref.finalize(params, _kept.pop, key).atexit = False
+    return _kept[key]
+
+
+def _entries(rows: Array, lists: Sequence[Any], ids: Array) -> Entries:
+    """The joined `ids` of the lists, each with its row."""
+    return torch.from_numpy(np.repeat(rows, [*map(len, lists)])), torch.from_numpy(ids)

@@ -1,0 +1,88 @@
+"""Decode steps captured as CUDA graphs, once for each of a ladder of batch sizes.
+
+With speculation there are further ones, with several queries of each sequence.
+
+A graph is the whole step: reading the device table, the model, logits, the draw, and storing the
+tokens for the next step. Without CUDA, replaying a size calls the step, so that everything except
+the capture runs, and is tested, anywhere.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from nanovllm.engine.run.computed import Computed
+from nanovllm.engine.schedule.step_size import Size
+from nanovllm.structured.masked_draws import Captured, MaskedDraws
+
+
+class DecodeGraphs:
+    """The decode step for every size of a ladder.
+
+    `step(size, out)` computes the batch's first sequences, and writes their logits to `out`. A
+    batch runs in the next larger size, padded with unused queries, which write nothing (slot -1)
+    and attend to nothing (context length 0). The caller runs batches that fit no size eagerly.
+    `masked`, if this rank draws alone, draws the tokens again where masks apply.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Size, torch.Tensor], Computed],
+        sizes: list[Size],
+        logits: torch.Tensor,
+        masked: MaskedDraws | None = None,
+    ) -> None:
+        self.step, self.masked = step, masked
+        self.sizes = sorted(sizes, key=lambda size: size.num_rows)
+        self.logits = logits
+        self.graphs: dict[Size, Captured] = {}
+        self._fitting: dict[Size, Size | None] = {}
+
+    def fitting(self, batch: Size) -> Size | None:
+        """The smallest size that holds the batch, if there is one."""
+        if batch not in self._fitting:
+            self._fitting[batch] = next((size for size in self.sizes if size.holds(batch)), None)
+        return self._fitting[batch]
+
+    def capture(self) -> None:
+        """Capture every size, largest first, into one memory pool. CUDA only.
+
+        The stream is created here: PyTorch's own stream for captures belongs to the first device.
+        """
+        device = self.logits.device
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+        def captured(run: Callable[[], Computed]) -> Captured:
+            run()  # lazy initialization must not happen under capture
+            torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+                return graph, run()
+
+        for size in reversed(self.sizes):
+            self.graphs[size] = captured(functools.partial(self.run, size))
+            if self.masked is not None:
+                self.masked.capture(self.graphs[size][1], captured)
+
+    def release(self) -> None:
+        """Free the captured graphs, even if this object is still referenced."""
+        if self.masked is not None:
+            self.masked.release()
+        for graph, _ in self.graphs.values():
+            graph.reset()
+        self.graphs.clear()
+
+    def replay(self, size: Size) -> Computed:
+        """Run the step of the table's batch. The next replay overwrites what it returns."""
+        if self.graphs:
+            graph, computed = self.graphs[size]
+            graph.replay()
+        else:
+            computed = self.run(size)
+        return computed
+
+    def run(self, size: Size) -> Computed:
+        """Call the step for the first sequences of the batch."""
+        return self.step(size, self.logits[: size.num_rows])

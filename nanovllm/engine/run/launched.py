@@ -1,0 +1,66 @@
+"""Launched: a step that the device computes, and its results in flight to the host."""
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.engine.run.computed import Computed
+from nanovllm.engine.run.reports import Columns, Report, deliver
+from nanovllm.engine.run.transfer import download
+from nanovllm.engine.schedule.batch import Batch
+from nanovllm.vectors.pooled import (
+    DrawnStates,
+    Pooled,
+    deliver_drawn,
+    deliver_states,
+    states_in_flight,
+)
+
+
+class Begun(NamedTuple):
+    """A step whose logits the device computes, and what is reported of its prompts."""
+
+    batch: Batch
+    num_tokens: int
+    computed: Computed
+    prompts: list[Report]
+    pooled: list[Pooled]
+
+
+class Launched:
+    """The token ids of `batch.sampling_seqs`, reports with their columns, and states, in flight.
+
+    It is made in the order of the device's work, and `wait` waits for an event: work that is
+    launched later goes on meanwhile.
+    """
+
+    def __init__(
+        self,
+        begun: Begun,
+        token_ids: torch.Tensor,
+        reports: list[Report],
+        columns: tuple[Columns, ...],
+        drawn: DrawnStates | None = None,
+    ) -> None:
+        self.batch, self.num_tokens = begun.batch, begun.num_tokens
+        self._reports, self._columns, self._drawn = reports, columns, drawn
+        self._host = download(token_ids)
+        self._pooled = states_in_flight(begun.pooled, begun.computed.states)
+        self._copied: torch.cuda.Event | None = None
+        if token_ids.device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def synchronize(self) -> None:
+        """Wait until the device has computed the step."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def wait(self) -> list[int]:
+        """Wait, give the sequences their log-probabilities and states; return the token ids."""
+        self.synchronize()
+        deliver(self._reports, self._columns)
+        deliver_states(self._pooled)
+        deliver_drawn(self._drawn)
+        token_ids: list[int] = self._host.tolist()
+        return token_ids

@@ -1,0 +1,64 @@
+"""Log-probabilities of the model's logits, in float32: of the drawn tokens and of prompts' tokens.
+
+The device computes columns of them, which are copied to the host while it goes on.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.engine.run.reports import Columns, ReportInputs
+from nanovllm.engine.run.transfer import download, upload
+from nanovllm.kernels.plain.ranking import most_likely
+
+MAX_LOGITS = 1 << 23  # at a time: each takes some 50 bytes
+
+
+def rows_at_a_time(vocab_size: int) -> int:
+    """How many rows are computed together."""
+    return max(1, MAX_LOGITS // vocab_size)
+
+
+def warm_up_logprobs(logits: torch.Tensor) -> None:
+    """Take the most device memory that reports on logits [B, V] take: all tokens in order."""
+    likely_columns(logits, logits.new_zeros(len(logits), dtype=torch.long), logits.shape[1])
+
+
+def drawn_columns(
+    logits: torch.Tensor, token_ids: torch.Tensor, inputs: ReportInputs
+) -> tuple[Columns, ...]:
+    """The columns of drawn tokens [B] from logits [B, V], a few rows at a time, in flight."""
+    columns = []
+    size = rows_at_a_time(logits.shape[1])
+    for start in range(0, len(inputs.rows), size):
+        rows = upload(inputs.rows[start : start + size], logits.device)
+        number = max(inputs.numbers[start : start + size])
+        columns.append(download_columns(likely_columns(logits[rows], token_ids[rows], number)))
+    return tuple(columns)
+
+
+def prompt_columns(logits: torch.Tensor, inputs: ReportInputs, start: int) -> Columns:
+    """The columns, in flight, of the prompt tokens from `start` on, one for each row of logits."""
+    assert inputs.token_ids is not None
+    part = slice(start, start + len(logits))
+    chosen = upload(inputs.token_ids[part], logits.device)
+    return download_columns(likely_columns(logits, chosen, max(inputs.numbers[part])))
+
+
+def download_columns(columns: Columns) -> Columns:
+    """Copies on the host, in flight."""
+    return Columns(*map(download, columns))
+
+
+def likely_columns(logits: torch.Tensor, chosen: torch.Tensor, number: int) -> Columns:
+    """The tokens `chosen` [B], and after each the `number` most likely ones."""
+    logprobs = logits.float().log_softmax(dim=1)
+    values, ids = most_likely(logprobs, number)
+    own = logprobs.gather(1, chosen[:, None])
+    ranks = (logprobs > own).sum(dim=1, keepdim=True)
+    if number:  # equal values share the rank of the first of them, the place where the value begins
+        begins = F.pad(values[:, 1:] != values[:, :-1], (1, 0), value=True)
+        places = torch.arange(number, device=ids.device).expand_as(ids)
+        first = (places * begins).cummax(dim=1).values
+        ranks = torch.cat([ranks, first], dim=1)
+    ids, values = torch.cat([chosen[:, None], ids], dim=1), torch.cat([own, values], dim=1)
+    return Columns(ids, values, ranks + 1)

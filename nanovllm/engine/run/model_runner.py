@@ -1,0 +1,127 @@
+"""ModelRunner: rank 0's driver. It turns scheduled batches into token ids, on all ranks.
+
+Its own shard computes beside the workers' shards; nothing else knows that there are other ranks.
+"""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from nanovllm.drafting.step_drafts import known_drafts, with_catch_ups
+from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.ranks.answers import attempt, results
+from nanovllm.engine.ranks.command import Command
+from nanovllm.engine.ranks.workers import Workers
+from nanovllm.engine.run.draw_inputs import draw_inputs, needs_logits
+from nanovllm.engine.run.launched import Begun, Launched
+from nanovllm.engine.run.ledger import Ledger
+from nanovllm.engine.run.reports import drawn_reports, prompt_reports
+from nanovllm.engine.run.shard import Shard
+from nanovllm.engine.run.step_inputs import StepInputs, step_inputs
+from nanovllm.engine.schedule.batch import Batch
+from nanovllm.vectors.pooled import drawn_states, pooled_of
+
+
+class ModelRunner:
+    """Drives the started shard, and the workers if there are other ranks.
+
+    They belong to the process `owner`: a forked one has copies of handles, and must not use them.
+    """
+
+    def __init__(self, shard: Shard, config: EngineConfig, workers: Workers | None = None) -> None:
+        self.owner = os.getpid()
+        self.shard = shard
+        self.config = config
+        self.workers = workers
+        self.ledger = Ledger(shard.table.layout, shard.guesser.longest)
+        self.keeps_states = False  # whether any request so far wants states of generated tokens
+
+    def begin(self, batch: Batch) -> Begun:
+        """Begin to compute a step. On a GPU with Triton's kernels it waits for nothing.
+
+        Input tokens that are still in flight are read from the device table.
+        """
+        shard, seqs = self.shard, batch.sampling_seqs
+        prompts = prompt_reports(batch.seqs) if batch.is_prefill else []
+        pooled = pooled_of(batch)
+        whole = self.workers is None or needs_logits(seqs)
+        step = step_inputs(batch, shard.block_size, self.ledger, prompts, whole, pooled)
+        step.keeps_hidden = self.keeps_states and any(seq.states is not None for seq in seqs)
+        *before, inputs = with_catch_ups(step, shard.block_size, self.config.max_num_batched_tokens)
+        for catch_up in before:
+            with self._on_others(catch_up), shard.computing():
+                shard.catch_up(catch_up)
+        with self._on_others(inputs), shard.computing():
+            num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
+            return Begun(batch, num_tokens, shard.compute(inputs), prompts, pooled)
+
+    def draw(self, begun: Begun) -> Launched:
+        """Draw a step's tokens. What that needs is prepared while the device computes the logits.
+
+        Of sequences whose draws read tokens none may be in flight.
+        """
+        (batch, _, computed, prompts, _), shard = begun, self.shard
+        seqs, offsets = batch.sampling_seqs, batch.offsets
+        with shard.computing():
+            kind, drafts = shard.device.type, known_drafts(batch, shard.table)
+            draws = draw_inputs(seqs, shard.vocab_size, kind, computed, offsets, drafts)
+            token_ids, columns = shard.draw(computed, draws)
+            reports = [*prompts, *drawn_reports(seqs, offsets, draws.report)]
+            drawn = drawn_states(seqs, offsets, computed.hidden)
+            return Launched(begun, token_ids, reports, computed.prompt_logprobs + columns, drawn)
+
+    def _on_others(self, inputs: StepInputs) -> AbstractContextManager[None]:
+        """A block that the other ranks take part in, with these inputs."""
+        return self.workers.step(inputs) if self.workers else nullcontext()
+
+    def wait(self, launched: Launched) -> list[int]:
+        """Wait for a step's tokens. Raises RankError if a rank has ended."""
+        with self.workers.waiting() if self.workers else nullcontext():
+            launched.synchronize()
+        return launched.wait()
+
+    def everywhere(self, command: Command) -> list[Any]:
+        """Run a command on every rank, after the steps begun so far; rank 0's result first.
+
+        It waits for all ranks. What a rank raises is raised here.
+        """
+        if self.workers is None:
+            return results([("rank 0", attempt(command, self.shard))])
+        return self.workers.everywhere(command, lambda: attempt(command, self.shard))
+
+    def recover(self) -> None:
+        """Start over after an interrupt: the device table's rows are written again."""
+        self.ledger.reset()
+
+    @property
+    def failure(self) -> str | None:
+        """Why this runner cannot go on, if a rank has ended."""
+        return self.workers.failure if self.workers else None
+
+    def check(self) -> None:
+        """Raise RankError if a rank has ended."""
+        if self.workers:
+            self.workers.check()
+
+    def close(self) -> None:
+        """Free the device's memory and end the other ranks; the runner cannot be used again.
+
+        In a forked process it does nothing.
+        """
+        if os.getpid() == self.owner:
+            close_ranks(self.shard, self.workers)
+
+
+def close_ranks(shard: Shard | None, workers: Workers | None) -> None:
+    """Free rank 0's shard, if there is one, and end the other ranks.
+
+    Even if the device has failed.
+    """
+    try:
+        if shard is not None:
+            shard.close(device_works=workers is None or workers.failure is None)
+    finally:
+        if workers is not None:
+            workers.close()
+    if shard is not None:
+        shard.return_memory()

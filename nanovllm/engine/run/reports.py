@@ -1,0 +1,90 @@
+"""Reports: the log-probabilities that sequences wait for, and their delivery."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.engine.run.transfer import Array
+from nanovllm.engine.schedule.sequence import Sequence
+
+
+class Columns(NamedTuple):
+    """Token ids, log-probabilities and ranks, [R, 1 + K] each: the row's own token, then others."""
+
+    token_ids: torch.Tensor
+    values: torch.Tensor
+    ranks: torch.Tensor
+
+
+class Report(NamedTuple):
+    """A sequence that waits for log-probabilities of a token and of `number` others."""
+
+    seq: Sequence
+    position: int  # in `token_ids`, or in its pool's labels
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReportInputs:
+    """Rows of a step's logits whose log-probabilities are reported, on the host.
+
+    `token_ids` are the tokens to report; None stands for those that the step draws.
+    """
+
+    rows: Array
+    numbers: list[int]  # of the most likely tokens, for each row
+    token_ids: Array | None = None
+
+
+def prompt_reports(seqs: list[Sequence]) -> list[Report]:
+    """The prompt tokens that a prefill reports, in the order of `reported_tokens`."""
+    return [
+        Report(seq, place if seq.pool else index + 1, seq.params.prompt_logprobs or 0)
+        for seq in seqs
+        for place, index in enumerate(seq.unreported_indices)
+    ]
+
+
+def prompt_report_inputs(reports: list[Report]) -> ReportInputs | None:
+    """What rank 0 needs to know of `reported_tokens`; None if there are none."""
+    if not reports:
+        return None
+    token_ids = np.array([(s.pool.labels if s.pool else s.token_ids)[i] for s, i, _ in reports])
+    numbers = [number for _, _, number in reports]
+    return ReportInputs(np.arange(len(reports)), numbers, token_ids)
+
+
+def reports_next(seq: Sequence) -> bool:
+    """Whether the log-probabilities of its next token are reported."""
+    return seq.logprobs is not None and seq.params.logprobs is not None
+
+
+def drawn_report_inputs(seqs: list[Sequence]) -> ReportInputs | None:
+    """The rows of sequences that report their next token; None if there are none."""
+    rows = [row for row, s in enumerate(seqs) if s.logprobs is not None and reports_next(s)]
+    if not rows:
+        return None
+    return ReportInputs(np.array(rows), [seqs[row].params.logprobs or 0 for row in rows])
+
+
+def drawn_reports(
+    seqs: list[Sequence], offsets: list[int], inputs: ReportInputs | None
+) -> list[Report]:
+    """The sequences that wait for these rows; their next tokens are not yet appended."""
+    if inputs is None:
+        return []
+    rows = zip(inputs.rows.tolist(), inputs.numbers, strict=True)
+    return [Report(seqs[row], seqs[row].num_tokens + offsets[row], number) for row, number in rows]
+
+
+def deliver(reports: list[Report], columns: tuple[Columns, ...]) -> None:
+    """Give the columns, which have arrived on the host, to the sequences that asked."""
+    if not reports:
+        return
+    rows = (row for part in columns for row in zip(*(x.tolist() for x in part), strict=True))
+    for (seq, position, number), (ids, values, ranks) in zip(reports, rows, strict=True):
+        own, *others = zip(ids, values, ranks, strict=True)
+        likely = [own, *(token for token in others[:number] if token[0] != own[0])]
+        (seq.pool or seq.logprobs).add(seq, position, likely)

@@ -1,0 +1,1 @@
+"""Who runs: sequences, batches, the scheduler and its forecast. No tensors here."""

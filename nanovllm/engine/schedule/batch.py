@@ -1,0 +1,79 @@
+"""Batch: the value that goes from the scheduler to the runner."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nanovllm.engine.schedule.sequence import Sequence
+
+
+class SlotCopies(NamedTuple):
+    """Pairs of state slots (from, to) that a step copies: before it computes, and after."""
+
+    before: list[tuple[int, int]]
+    after: list[tuple[int, int]]
+
+
+NO_COPIES = SlotCopies([], [])
+
+
+@dataclass(slots=True)
+class Batch:
+    """The sequences of one step.
+
+    Each computes its `num_scheduled_tokens` tokens after the `num_cached_tokens` in the cache; a
+    decode step has one such token for each sequence. The first `num_decodes` sequences decode: some
+    of a prefill, all of a decode step. A fork is a sequence and one of its siblings: the sibling
+    computes nothing, and samples from the logits of the sequence.
+
+    `drafts` are tokens that may come after a decoding sequence's last one. The step computes them
+    too, beside the scheduled tokens, and draws the token after each: those of right drafts count.
+    Where the device guesses, each sequence has up to `num_drafts`, and `drafts` is empty. `copies`
+    are those of state slots, if the model has states.
+
+    `sampling_seqs` has the sequence of each token that the step draws, and `offsets` how many
+    tokens come between that and the sequence's last one: 0, and for drafts 1, 2, ....
+    `pooled_seqs` compute prompts of which hidden states are wanted, and no next token.
+
+    When the step is launched, the scheduler notes in `ends` up to which token each of `all_seqs` is
+    computed by it; when its tokens are known, how many drafts there were, and how many were right.
+    """
+
+    seqs: list[Sequence]
+    is_prefill: bool
+    forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
+    num_decodes: int = 0
+    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    num_drafts: int = 0
+    copies: SlotCopies = NO_COPIES
+    all_seqs: list[Sequence] = field(init=False)
+    sampling_seqs: list[Sequence] = field(init=False)
+    offsets: list[int] = field(init=False)
+    pooled_seqs: list[Sequence] = field(init=False, default_factory=list)
+    ends: list[int] = field(init=False, default_factory=list)
+    num_drafted: int = field(init=False, default=0)
+    num_accepted: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.all_seqs = self.sampling_seqs = self.seqs
+        if not self.is_prefill:
+            self.num_decodes = len(self.seqs)
+        else:
+            self.all_seqs = [*self.seqs, *(sibling for _, sibling in self.forks)]
+            self.sampling_seqs = [seq for seq in self.all_seqs if seq.samples]
+            self.pooled_seqs = [s for s in self.seqs[self.num_decodes :] if s.pool is not None]
+        self.offsets = [0] * len(self.sampling_seqs)
+        if self.drafts or self.num_drafts:
+            drawn = [
+                range(1 + (self.num_drafts or len(self.drafts.get(seq, ()))))
+                for seq in self.sampling_seqs
+            ]
+            self.offsets = [offset for offsets in drawn for offset in offsets]
+            self.sampling_seqs = [
+                seq for seq, offsets in zip(self.sampling_seqs, drawn, strict=True) for _ in offsets
+            ]
+
+    @property
+    def draws_wait(self) -> bool:
+        """Whether a draw or a report depends on tokens in flight, or on their number."""
+        doubtful = (seq for seq in self.all_seqs if seq.reads_tokens or seq.num_possible_tokens)
+        return any(seq.draw_waits for seq in doubtful)  # most steps have none: nothing is called

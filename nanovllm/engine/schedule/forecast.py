@@ -1,0 +1,175 @@
+"""Forecast: whether a sequence that is admitted now gets far enough before the KV pool is full.
+
+Running sequences grow, and free their blocks when they end. The end is known for a sequence that
+only its length can end, and estimated from past sequences for the others. This file knows lengths
+and numbers of blocks, and nothing else.
+"""
+
+import bisect
+import math
+from collections import Counter, deque
+from collections.abc import Iterable
+from itertools import accumulate
+
+from nanovllm.engine.cache.block_manager import FreeBlocks
+from nanovllm.engine.schedule.sequence import Sequence
+
+# How many steps must be ahead for each token that preemption would compute again, by whether the
+# end is known or estimated. benchmarks/scheduler.py compares other values.
+WORTHWHILE = {True: 0.3, False: 0.05}
+MIN_ENDED = 16  # with fewer, sequences are assumed to end at once
+MAX_ENDED = 1024  # the latest ones are kept
+
+
+class Lengths:
+    """How long sequences get, learned from those that ended."""
+
+    def __init__(self) -> None:
+        self._ended: deque[int] = deque(maxlen=MAX_ENDED)  # output lengths
+        self._sorted: list[int] = []  # the same, sorted; empty when it is out of date
+        self._sums: list[int] = []  # of the sorted lengths from each index on
+
+    def learn(self, seq: Sequence) -> None:
+        """Record the length of a finished sequence."""
+        if not seq.ends_by_length:
+            self._ended.append(seq.num_tokens - seq.num_prompt_tokens)
+            self._sorted = []
+
+    def steps_left(self, seq: Sequence) -> int:
+        """How many tokens are still to come: known, or the mean of the sequences that got as far.
+
+        A sequence longer than all recorded ones is expected to grow by half its length.
+        """
+        most = seq.max_num_tokens - seq.num_tokens + (seq.pool is not None)  # a token at the end
+        if seq.ends_by_length:
+            return most
+        if len(self._ended) < MIN_ENDED:
+            return min(1, most)
+        if not self._sorted:
+            self._sorted = sorted(self._ended)
+            self._sums = [*accumulate(reversed(self._sorted))][::-1]
+        num_output = seq.num_tokens - seq.num_prompt_tokens
+        first = bisect.bisect_right(self._sorted, num_output)
+        num_longer = len(self._sorted) - first
+        left = self._sums[first] // num_longer - num_output if num_longer else num_output // 2
+        return min(max(1, left), most)
+
+
+class Forecast:
+    """Looks ahead to the first step at which the running sequences need more blocks than exist.
+
+    A sequence is admitted if there is no such step, or if it is so late that computing the
+    sequence's tokens again costs less than leaving its place in all steps until then empty. A block
+    that several sequences share counts as free when the first of them ends, which is too early. A
+    prompt chunk's extra blocks in groups with a window are ignored.
+    """
+
+    def __init__(self, lengths: Lengths, running: Iterable[Sequence], free: FreeBlocks) -> None:
+        self.lengths = lengths
+        self.block_size = free.block_size
+        self.limits = [*Counter(free.most_held).items()]  # and how many groups have them
+        self.room = free.number  # plus the blocks that the sequences hold
+        self.wanted = 0  # blocks needed if no sequence ended before the others
+        self.num_tokens: list[int] = []
+        self.steps: list[int] = []
+        for seq in running:
+            self._add(seq)
+
+    def admits(self, seq: Sequence, num_taken: int) -> bool:
+        """Whether `seq`, which takes `num_taken` free blocks, may join; if so, it is counted.
+
+        The first sequence always may.
+        """
+        is_first = not self.num_tokens
+        before = self.room, self.wanted, len(self.steps)
+        self._add(seq)
+        self.room -= num_taken
+        if is_first or self.wanted <= self.room:
+            return True
+        if self._steps_until_full() >= WORTHWHILE[seq.ends_by_length] * seq.num_tokens:
+            return True
+        self.room, self.wanted, length = before
+        del self.steps[length:], self.num_tokens[length:]
+        return False
+
+    def _add(self, seq: Sequence) -> None:
+        num_tokens, steps = seq.num_tokens, self.lengths.steps_left(seq)
+        for _ in (seq, *seq.siblings):
+            num_held = sum(map(len, seq.block_tables)) - sum(seq.num_passed_blocks)
+            self.room += num_held or self._blocks(num_tokens)
+            self.wanted += self._blocks(num_tokens + steps - 1)
+            # A new sequence samples its first token before the next decode step.
+            ahead = seq.num_cached_tokens < num_tokens - 1
+            self.num_tokens.append(num_tokens + ahead)
+            self.steps.append(steps - ahead)
+
+    def _blocks(self, num_tokens: int) -> int:
+        """The blocks that a sequence with `num_tokens` computed tokens holds."""
+        num_blocks = -(-num_tokens // self.block_size)
+        return sum(min(num_blocks, most) * groups for most, groups in self.limits)
+
+    def _steps_until_full(self) -> float:
+        """How many steps fit the pool; infinity if all do."""
+        room = self.room
+        growing: list[Growth] = []  # for each limit, the sequences that have not reached it
+        # For each sequence and limit: when it stops growing, in which of these, its length now if
+        # it is there, and the room that this frees.
+        events: list[tuple[int, int, int | None, int]] = []
+        for index, (most, groups) in enumerate(self.limits):
+            lengths: list[int] = []
+            for end, num_tokens in zip(self.steps, self.num_tokens, strict=True):
+                grown = (most - 1) * self.block_size + 2 - num_tokens
+                if grown <= 0:
+                    room -= most * groups
+                    events.append((end, index, None, most * groups))
+                    continue
+                lengths.append(num_tokens)
+                if grown < end:
+                    events.append((grown, index, num_tokens, -most * groups))
+                    events.append((end, index, None, most * groups))
+                else:
+                    events.append((end, index, num_tokens, 0))
+            growing.append(Growth(lengths, self.block_size, groups))
+
+        def wanted(step: int) -> int:
+            return sum(growth.blocks(step) for growth in growing)
+
+        start = 0
+        for end, index, length, more in sorted(events, key=lambda event: event[0]):
+            if wanted(end) > room:  # demand is highest right before a sequence ends
+                while end - start > 1:  # and rises from `start` to `end`: bisect
+                    middle = (start + end) // 2
+                    is_full = wanted(middle) > room
+                    start, end = (start, middle) if is_full else (middle, end)
+                return start
+            if length is not None:
+                growing[index].remove(length)
+            room += more
+            start = end
+        return math.inf
+
+
+class Growth:
+    """The blocks of sequences that grow by one token a step, counted together for any step.
+
+    Sequences are sorted by how full their last block is: those that enter a new block within a
+    given number of steps are then found by bisection. They grow alike in `groups` cache groups.
+    """
+
+    def __init__(self, lengths: list[int], block_size: int, groups: int = 1) -> None:
+        self.block_size, self.groups = block_size, groups
+        # A step samples a token and computes the one before: (length + step - 1) tokens are held.
+        self._filled = sorted((length + block_size - 2) % block_size for length in lengths)
+        self._full = sum((length + block_size - 2) // block_size for length in lengths)
+
+    def remove(self, length: int) -> None:
+        """Remove a sequence that had this length at the start."""
+        full, filled = divmod(length + self.block_size - 2, self.block_size)
+        del self._filled[bisect.bisect_left(self._filled, filled)]
+        self._full -= full
+
+    def blocks(self, step: int) -> int:
+        """The blocks that all of them hold at that step."""
+        full, more = divmod(step, self.block_size)
+        num_new = len(self._filled) - bisect.bisect_left(self._filled, self.block_size - more)
+        return (self._full + len(self._filled) * full + num_new) * self.groups

@@ -1,0 +1,442 @@
+"""Scheduler: which tokens of which sequences run in the next step.
+
+Plain Python over integers: it knows no tensors and no text.
+"""
+
+import bisect
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from nanovllm.drafting.speculator import Speculator
+from nanovllm.engine.cache.block_manager import BlockManager
+from nanovllm.engine.cache.caches import CacheLayout, Caches
+from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.forecast import Forecast, Lengths
+from nanovllm.engine.schedule.sequence import PENDING, Sequence, SequenceStatus
+
+FINISHED = SequenceStatus.FINISHED  # looked up once: a member of an Enum takes 50 ns
+
+
+class Adapters(Protocol):
+    """Which adapters are on the device. Running sequences hold theirs there."""
+
+    def admissible(
+        self, waiting: Iterable[Sequence], running: Iterable[Sequence]
+    ) -> Iterator[Sequence]:
+        """The waiting sequences whose adapters have slots or can get one, in order.
+
+        A sequence that runs when the next one is asked for holds its adapter's slot.
+        """
+
+
+class Scheduler:
+    """Prefill first, then one token for each running sequence; or both in one step ("mixed").
+
+    Both queues are sorted by priority, then by age. Every admitted sequence finishes: the first in
+    order gets blocks before all others, the last is preempted when blocks run out, and the engine
+    accepts only requests that fit the whole pool, so the first always advances. `layout` says what
+    the model's layers keep of a sequence.
+
+    A `speculator` adds drafts to steps, which verify them. They take what the step leaves of budget
+    and blocks: no other sequence waits for them, and wrong ones leave nothing behind.
+
+    With `adapters`, a sequence whose adapter has no slot yet lets others pass.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: CacheLayout = CacheLayout(),  # noqa: B008
+        speculator: Speculator | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
+        self.num_blocks = config.num_kvcache_blocks
+        self.block_size = config.kvcache_block_size
+        self.enable_prefix_caching = config.enable_prefix_caching
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.max_num_running = config.max_num_running
+        self.layout = layout
+        self.mixes = config.scheduling == "mixed"
+        self.lengths = Lengths()
+        self.speculator = speculator
+        self.adapters = adapters
+        self.num_preemptions = 0
+        self.restart([])
+
+    def restart(self, seqs: Iterable[Sequence]) -> None:
+        """Start over with the unfinished `seqs` waiting and nothing cached.
+
+        For use after an interrupt, which may have left anything half done.
+        """
+        self.caches = Caches(
+            self.layout, self.num_blocks, self.block_size, self.max_num_running,
+            self.enable_prefix_caching,
+        )  # fmt: skip
+        if self.speculator is not None:
+            self.speculator.reset()
+        self.running: deque[Sequence] = deque()
+        self.refused: Sequence | None = None
+        self.waiting = deque(sorted(seqs, key=_order))
+        for seq in self.waiting:
+            seq.siblings = []  # each is in `seqs` itself
+            seq.drop_pending()
+            seq.status = SequenceStatus.WAITING
+            seq.release_cache()
+            # A last token that was appended but did not yet end its sequence is sampled again.
+            if seq.num_tokens > seq.num_prompt_tokens and (
+                seq.token_ids[-1] in seq.stop_token_ids
+                or seq.num_tokens >= seq.max_num_tokens
+                or seq.follow() is not None
+            ):
+                seq.token_ids.pop()
+
+    @property
+    def block_manager(self) -> BlockManager:
+        """The KV blocks of the caches."""
+        return self.caches.blocks
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence with its siblings; none is longer than `longest_sequence` allows."""
+        _enter(self.waiting, seq)
+
+    def is_finished(self) -> bool:
+        """Whether there is nothing left to run."""
+        return not self.waiting and not self.running
+
+    def schedule(self) -> Batch | None:
+        """Choose the next step's work; None if all sequences wait for tokens in flight."""
+        batch = self._next_batch()
+        if batch is not None:
+            self.caches.plan(batch)
+        return batch
+
+    def _next_batch(self) -> Batch | None:
+        before = self.num_preemptions
+        decodes = self._schedule_decode() if self.mixes else []
+        seqs, budget = self._schedule_prefill(self.max_num_batched_tokens - len(decodes), decodes)
+        # Admit nothing in a step that preempted: the preempted sequence's token may be in flight.
+        if budget and self.waiting and self.num_preemptions == before:
+            self._admit(seqs, budget)
+        if seqs:
+            forks = self._fork(seqs)
+            return Batch(decodes + seqs, True, forks, len(decodes), self._draft(decodes, seqs))
+        seqs = decodes if self.mixes else self._schedule_decode()
+        return self._decode_batch(seqs) if seqs else None
+
+    def _decode_batch(self, seqs: list[Sequence]) -> Batch | None:
+        """A decode step, with drafts where they pay; None if it must wait for tokens in flight."""
+        if self.speculator is None or not self.speculator.in_table:
+            return Batch(seqs, is_prefill=False, drafts=self._draft(seqs))
+        number = self.speculator.plan(seqs, self.max_num_batched_tokens, self.caches)
+        if number == 0 and any(seq.num_possible_tokens for seq in seqs):
+            for seq in seqs:
+                seq.num_scheduled_tokens = 0
+            return None
+        return Batch(seqs, is_prefill=False, num_drafts=number)
+
+    def must_wait(self, batch: Batch) -> bool:
+        """Whether the next step can be scheduled only when the tokens of `batch` are known."""
+        speculator = self.speculator
+        if batch.drafts:
+            return True
+        if speculator is None:
+            return False
+        if not speculator.in_table:
+            return speculator.wants(self.running, self._has_prompts())
+        return bool(batch.num_drafts) and (self.mixes or self._is_short_of_blocks())
+
+    def _is_short_of_blocks(self) -> bool:
+        """Whether a decode step could lack blocks because earlier drafts may still be accepted.
+
+        Else a row has a block for its next token, however many drafts are accepted before it.
+        """
+        assert self.speculator is not None
+        most_new = 2 * self.speculator.most_drafts + 1  # of a step in flight and of the next one
+        return not self.caches.any_can_grow(len(self.running), most_new)
+
+    def _has_prompts(self) -> bool:
+        """Whether the next step is likely to compute prompts."""
+        is_full = self._num_places_taken() >= self.max_num_running
+        if self.waiting and self.waiting[0] is not self.refused and not is_full:
+            return True
+        return any(seq.is_prefilling for seq in self.running)
+
+    def advance(self, batch: Batch) -> None:
+        """Account for a launched step, so that the next one can be scheduled before it ends.
+
+        Tokens that it computes count as cached, and full blocks of prompts can be shared; tokens
+        that it samples are pending.
+        """
+        has_windows = self.caches.has_windows
+        for seq in batch.all_seqs:
+            if seq.status is FINISHED:  # by a token of the step before
+                batch.ends.append(0)
+                continue
+            seq.num_cached_tokens = end = seq.num_cached_tokens + seq.num_scheduled_tokens
+            seq.num_scheduled_tokens = 0
+            batch.ends.append(end)
+            if batch.is_prefill:  # later steps run after this one on the device
+                self.caches.publish(seq, min(end, seq.num_known_tokens))
+            if has_windows:
+                self.caches.pass_by(seq)
+        for seq in batch.seqs if batch.num_drafts else batch.sampling_seqs:
+            if seq.status is FINISHED:
+                continue
+            seq.token_ids.append(PENDING)
+            seq.num_pending_tokens += 1
+            seq.num_possible_tokens += batch.num_drafts
+
+    def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
+        """Append a step's tokens, one for each of `batch.sampling_seqs`.
+
+        Of a step with `num_drafts` they are what the device's `accept` returns. At most one later
+        step may be in flight. The token of a sequence that has finished is dropped, and so is one
+        that was drawn after a wrong draft; a sequence that was preempted meanwhile keeps its token.
+        A sequence with a pool, which the runner fills, finishes when the pool wants nothing more.
+        Returns the sequences that finished; their blocks are free.
+        """
+        if not batch.ends:
+            self.advance(batch)
+        if not batch.num_drafts:  # else it is known with the tokens what was computed
+            self._publish(batch)
+        finished = []
+        drawn: Iterable[tuple[Sequence, int]]
+        if self.speculator is not None and batch.num_drafts:
+            drawn = self.speculator.counted(batch, token_ids, self.caches)
+        else:
+            drawn = zip(batch.sampling_seqs, token_ids, strict=True)
+            if self.speculator is not None and batch.drafts:
+                drawn = self.speculator.accepted(batch, drawn)
+        for seq, token_id in drawn:
+            if not seq.num_pending_tokens:
+                continue
+            index = len(seq.token_ids) - seq.num_pending_tokens
+            seq.token_ids[index] = token_id
+            seq.num_pending_tokens -= 1
+            if token_id in seq.stop_token_ids and not seq.has_failed:
+                seq.finish("stop", None if token_id in seq.eos_token_ids else token_id)
+                finished.append(seq)
+            elif seq.followers and (end := seq.follow()) is not None:
+                if end.reason == "error":
+                    seq.token_ids.pop(index)
+                seq.finish(*end)
+                finished.append(seq)
+            elif index + 1 >= seq.max_num_tokens:
+                seq.finish("length")
+                finished.append(seq)
+        if self.speculator is not None and batch.drafts and not batch.num_drafts:
+            self.speculator.settle(batch, self.caches)
+        for seq in batch.pooled_seqs:
+            if seq.status is not FINISHED and not seq.pool.wanted:
+                seq.finish("stop")
+                finished.append(seq)
+        if finished:
+            self._remove_finished(finished)
+        return finished
+
+    def _publish(self, batch: Batch) -> None:
+        block_size = self.block_size
+        for seq, end in zip(batch.all_seqs, batch.ends, strict=True):
+            if end % block_size == 0 and seq.room:  # `advance` publishes those of prompts
+                self.caches.publish(seq, end)
+
+    def preempt(self) -> None:
+        """Free the blocks of the last running sequence and move it back to `waiting`."""
+        seq = self.running.pop()
+        seq.status = SequenceStatus.WAITING
+        self.caches.free(seq)
+        _enter(self.waiting, seq)
+        self.refused = None  # the next in line may be another sequence, which fits
+        self.num_preemptions += 1
+
+    def abort(self, *seqs: Sequence) -> None:
+        """Remove unfinished sequences and their siblings, waiting or running."""
+        running = []
+        for seq in seqs:
+            for sibling in seq.siblings:
+                sibling.finish("abort")
+            seq.siblings = []
+            if seq.status is SequenceStatus.WAITING:
+                self.waiting.remove(seq)
+            elif seq.status is SequenceStatus.RUNNING:
+                running.append(seq)
+            seq.finish("abort")
+        self._remove_finished(running)
+
+    def clear_cache(self) -> None:
+        """Empty the prefix cache; what running sequences have computed does not enter it either."""
+        self.caches.clear(self.running)
+
+    def audit(self) -> None:
+        """Assert that queues, sequences and blocks agree. Called between steps."""
+        assert self._num_places_taken() <= self.max_num_running
+        assert all(seq.status is SequenceStatus.WAITING for seq in self.waiting)
+        assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
+        for queue in (self.waiting, self.running):
+            assert list(queue) == sorted(queue, key=_order)
+        for seq in (*self.waiting, *self.running):
+            seq.audit()
+            assert seq.room >= seq.num_cached_tokens
+            assert all(s.status is SequenceStatus.WAITING for s in seq.siblings)
+        self.caches.audit([*self.running])
+
+    def _schedule_prefill(self, budget: int, decodes: list[Sequence]) -> tuple[list[Sequence], int]:
+        """Continue the prompts that have begun, in order; returns them and the budget left.
+
+        Where blocks run out, preempt from the tail of `running`; a preempted sequence leaves
+        `decodes` too.
+        """
+        seqs: list[Sequence] = []
+        for seq in [seq for seq in self.running if seq.is_prefilling]:
+            if not budget:
+                break
+            while not self._schedule_tokens(seq, budget):
+                if decodes and decodes[-1] is self.running[-1]:
+                    decodes.pop()
+                self.preempt()
+                if seq.status is SequenceStatus.WAITING:
+                    return seqs, 0
+            budget -= seq.num_scheduled_tokens
+            seqs.append(seq)
+        return seqs, budget
+
+    def _admit(self, seqs: list[Sequence], budget: int) -> None:
+        """Admit waiting sequences in order, up to the budget and the pool's room, into `seqs`.
+
+        A sequence whose next block is being computed by another waits until it is cached. Room is
+        kept for the siblings of running sequences. A sequence that is refused when nothing else can
+        run is not tried again before another one has ended.
+        """
+        if self.waiting[0] is self.refused:
+            return
+        num_running = self._num_places_taken() + sum(len(seq.siblings) for seq in self.running)
+        if num_running >= self.max_num_running:
+            return
+        caches = self.caches
+        caches.release_ended(self.running)
+        in_progress = {block for seq in seqs for block in caches.in_progress(seq)}
+        forecast = Forecast(self.lengths, self.running, caches.free_blocks())
+        candidates, num_begun = self._candidates(), len(seqs)
+        while budget and num_running < self.max_num_running:
+            seq = next(candidates, None)
+            if seq is None or seq is self.refused:
+                break
+            if not caches.admit(seq, in_progress, forecast.admits):
+                self.refused = None if seqs else seq
+                break
+            in_progress.update(caches.in_progress(seq))
+            seq.status = SequenceStatus.RUNNING
+            _enter(self.running, seq)
+            num_running += 1 + len(seq.siblings)
+            budget -= self._schedule_tokens(seq, budget)
+            seqs.append(seq)
+        for admitted in seqs[num_begun:]:
+            self.waiting.remove(admitted)
+
+    def _candidates(self) -> Iterator[Sequence]:
+        """The sequences to admit, in order; each is asked for when the one before runs."""
+        if self.adapters is None:
+            return iter(self.waiting)
+        return self.adapters.admissible(self.waiting, self.running)
+
+    def _fork(self, seqs: list[Sequence]) -> list[tuple[Sequence, Sequence]]:
+        """Fork the siblings of sequences that complete their prompts in this step.
+
+        A sibling without room waits on its own, and finds the cached blocks when it is admitted.
+        """
+        forks: list[tuple[Sequence, Sequence]] = []
+        parents = [seq for seq in seqs if seq.siblings and seq.samples]
+        room = self.max_num_running - self._num_places_taken() if parents else 0
+        if parents:
+            self.caches.release_ended(self.running)
+        for seq in parents:
+            for sibling in seq.siblings:
+                if len(forks) < room and self.caches.fork(seq, sibling):
+                    sibling.num_scheduled_tokens = sibling.num_tokens
+                    sibling.status = SequenceStatus.RUNNING
+                    _enter(self.running, sibling)
+                    forks.append((seq, sibling))
+                else:
+                    _enter(self.waiting, sibling)
+            seq.siblings = []
+        return forks
+
+    def _num_places_taken(self) -> int:
+        """The number of running sequences without those that end in flight."""
+        return sum(not seq.ends_in_flight for seq in self.running)
+
+    def _schedule_tokens(self, seq: Sequence, budget: int) -> int:
+        """Schedule as many of its tokens as budget and blocks allow; returns their number."""
+        start = seq.num_cached_tokens
+        end = start + min(seq.num_uncached_tokens, budget)
+        seq.num_scheduled_tokens = self.caches.grow(seq, end) - start
+        return seq.num_scheduled_tokens
+
+    def _schedule_decode(self) -> list[Sequence]:
+        """One token for every decoding sequence; preempt from the tail until the rest have blocks.
+
+        A sequence whose last token is in flight is left out.
+        """
+        caches = self.caches
+        seqs = []
+        growing = []  # in the order of `running`, so that a preempted sequence is the last
+        for seq in self.running:
+            num_tokens = len(seq.token_ids)
+            # `ends_in_flight` and `is_prefilling`, without the time that properties take.
+            if num_tokens >= seq.max_num_tokens:
+                continue
+            if num_tokens - seq.num_cached_tokens > 1 or seq.siblings:
+                continue
+            seq.num_scheduled_tokens = 1
+            seqs.append(seq)
+            if num_tokens > seq.room:
+                growing.append(seq)
+        if growing and self.speculator is not None and not caches.can_grow(growing):
+            for seq in self.running:  # blocks for drafts, of a step before
+                if not seq.num_possible_tokens:
+                    caches.rewind(seq, len(seq.token_ids))
+        while growing and not caches.can_grow(growing):
+            if growing[-1] is self.running[-1]:
+                growing.pop()
+            if seqs and seqs[-1] is self.running[-1]:
+                seqs.pop()
+            self.preempt()
+        for seq in growing:
+            caches.grow(seq, len(seq.token_ids))
+        return seqs
+
+    def _draft(
+        self, decodes: list[Sequence], others: Iterable[Sequence] = ()
+    ) -> dict[Sequence, list[int]]:
+        """Drafts for decoding sequences, where all that a step has is scheduled."""
+        if self.speculator is None or self.speculator.in_table:
+            return {}
+        num_tokens = len(decodes) + sum(seq.num_scheduled_tokens for seq in others)
+        budget = self.max_num_batched_tokens - num_tokens
+        return self.speculator.draft(decodes, num_tokens, budget, self.caches)
+
+    def _remove_finished(self, finished: list[Sequence]) -> None:
+        self.refused = None
+        for seq in finished:
+            if not seq.room:  # it was preempted while its last token was in flight
+                self.waiting.remove(seq)
+            self.caches.free(seq)
+            if seq.finish_reason != "abort":
+                self.lengths.learn(seq)
+        self.running = deque(s for s in self.running if s.status is SequenceStatus.RUNNING)
+
+
+def _order(seq: Sequence) -> tuple[int, int]:
+    return seq.order
+
+
+def _enter(queue: deque[Sequence], seq: Sequence) -> None:
+    """Insert `seq` in order; without priorities its place is at an end."""
+    if not queue or queue[-1].order < seq.order:
+        queue.append(seq)
+    elif seq.order < queue[0].order:
+        queue.appendleft(seq)
+    else:
+        bisect.insort(queue, seq, key=_order)

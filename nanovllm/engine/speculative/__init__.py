@@ -1,1 +1,0 @@
-"""Speculation: tokens that may come next, verified several in a step. No tensors here."""

@@ -1,0 +1,1 @@
+"""Startup: from options to an engine that can run."""

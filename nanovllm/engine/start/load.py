@@ -1,0 +1,84 @@
+"""Loading one rank's part of a model."""
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.start.placement import Placement
+from nanovllm.models.build import build_model
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM
+from nanovllm.models.formats import Formats
+from nanovllm.models.held_bytes import held_bytes
+from nanovllm.models.loader import errors_name, load_dummy, load_model, read_types
+from nanovllm.utils.heap import trim_heap
+from nanovllm.utils.sizes import memory_text
+
+logger = logging.getLogger("nanovllm")
+
+
+def load_part(
+    config: Config, model_config: ModelConfig, path: Path, placement: Placement
+) -> CausalLM:
+    """Load this rank's part of the model. `config` is settled by the placement."""
+    start = time.perf_counter()
+    with errors_name(path):
+        formats = choose_formats(config, model_config, path)
+        model = empty_model(config, model_config, placement, formats)
+    with torch.no_grad():
+        if config.load_format == "dummy":
+            with torch.device("meta"):
+                whole = build_model(model_config, placement.max_positions, formats=formats)
+            load_dummy(model, whole, config.seed)
+        else:
+            load_model(model, path, use_tqdm=placement.ranks.rank == 0)
+        num_bytes = held_bytes(model)
+        # Without graphs, launching few_rows takes the host longer than it saves the device.
+        with errors_name(path):
+            model.bind(placement.backend, few_rows=not config.enforce_eager)
+    trim_heap()
+    logger.info(
+        "%s on %s in %s, %s loaded in %.1f s; quantized: %s; attention: %s, other kernels: %s",
+        model_config.architecture, placement.device, str(placement.dtype).removeprefix("torch."),
+        memory_text(num_bytes), time.perf_counter() - start,
+        "; ".join(model_config.quantization.descriptions) or "no", placement.backend.attention.name,
+        placement.backend.kernels.name,
+    )  # fmt: skip
+    return model.eval()
+
+
+def choose_formats(config: Config, model_config: ModelConfig, path: Path) -> Formats:
+    """How the layers' weights are stored. Of quantized files it reads the names and types."""
+    reads = model_config.quantization.files != "plain" and config.load_format != "dummy"
+    return Formats(
+        model_config.quantization,
+        read_types(path, model_config.quantization.names) if reads else None,
+    )
+
+
+def empty_model(
+    config: Config, model_config: ModelConfig, placement: Placement, formats: Formats
+) -> CausalLM:
+    """The model with parameters that are not filled yet, on the placement's device."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(placement.dtype)
+    try:
+        with placement.device, torch.inference_mode(False):
+            return build_model(
+                model_config, placement.max_positions, placement.ranks,
+                config.enable_expert_parallel, formats,
+            )  # fmt: skip
+    except (MemoryError, RuntimeError) as error:
+        # The type and the text by which the allocators of GPU and CPU are known.
+        is_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not is_of_memory and "DefaultCPUAllocator" not in str(error):
+            raise
+        raise MemoryError(
+            f"no memory on {placement.device} for a model with {model_config.sizes}, at"
+            f" {placement.max_positions} positions (max_model_len)"
+        ) from error
+    finally:
+        torch.set_default_dtype(previous)

@@ -1,0 +1,118 @@
+"""Placement: where one rank computes, in what type, and with which kernels."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.start.device import (
+    computing_on,
+    resolve_device,
+    resolve_dtype,
+    resolve_kv_dtype,
+)
+from nanovllm.kernels.kv_layer import CODES
+from nanovllm.layers.attention.base import AttentionSpec
+from nanovllm.layers.backend import Backend, choose_backend
+from nanovllm.layers.cache_spec import KeysAndValues, Latent, TokenCache
+from nanovllm.layers.ranks import Ranks
+from nanovllm.models.config import ModelConfig
+from nanovllm.speculative_config import SpeculativeConfig
+
+UNUSED_HEADS = (1, 1, 64)  # to choose kernels for a model without attention
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a rank's shard is made for. `max_positions` is the longest sequence it may see."""
+
+    ranks: Ranks
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    backend: Backend
+    max_positions: int
+    uses_graphs: bool  # whether decode steps are CUDA graphs
+    drafting: SpeculativeConfig | None = None  # if decode steps have drafts; others are in prefills
+    most_rejected: int = 0  # tokens that a step may compute of a sequence in vain: drafts
+    caches_prefixes: bool = True
+
+    @property
+    def most_drafts(self) -> int:
+        """How many drafts a sequence may have in a decode step."""
+        return self.drafting.num_speculative_tokens if self.drafting else 0
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a KV block."""
+        return self.backend.attention.block_size
+
+    def settle(self, config: Config) -> Config:
+        """The options with what this placement has chosen, for other ranks to choose the same."""
+        return replace(
+            config,
+            device=str(self.device),
+            dtype=str(self.dtype),
+            kvcache_block_size=self.block_size,
+            attention_backend=self.backend.attention.name,
+            overlap=self.device.type == "cuda" if config.overlap is None else config.overlap,
+        )
+
+
+def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -> Placement:
+    """Resolve device, type, backend and length; an option that does not fit is a ValueError."""
+    device = resolve_device(config.device, ranks)
+    dtype = resolve_dtype(config.dtype, model_config.dtype, device)
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
+    longest = model_config.max_context
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ValueError(
+            f"max_model_len must be at most {longest}, the model's limit, got"
+            f" {config.max_model_len}"
+        )
+    check_codes(model_config, kv_dtype)
+    specs = attention_specs(config, model_config, device, dtype, kv_dtype, ranks.size)
+    with computing_on(device):
+        backend = choose_backend(config.attention_backend, *specs)
+    uses_graphs = device.type == "cuda" and backend.graph_safe and not config.enforce_eager
+    max_positions = config.max_model_len or longest
+    drafting = config.speculative_config
+    on_host = {"grammar", "none"} | ({"ngram"} if backend.attention.packs_few_queries else set())
+    if drafting and drafting.method in on_host:
+        drafting = None
+    asked = config.speculative_config
+    return Placement(
+        ranks, device, dtype, kv_dtype, backend, max_positions, uses_graphs, drafting,
+        asked.most_drafts if asked else 0, config.enable_prefix_caching,
+    )  # fmt: skip
+
+
+def check_codes(model_config: ModelConfig, kv_dtype: torch.dtype) -> None:
+    """Raise a ValueError if a cache of this type cannot hold what layers keep."""
+    if kv_dtype != CODES:
+        return
+    kinds = {type(layer.cache) for layer in model_config.layers}
+    if Latent in kinds or KeysAndValues not in kinds:
+        kept = "latent rows" if Latent in kinds else "states"
+        raise ValueError(
+            f"kv_cache_dtype='fp8' needs keys and values; this model's layers keep {kept}"
+        )
+
+
+def attention_specs(
+    config: Config, model_config: ModelConfig, device: torch.device, dtype: torch.dtype,
+    kv_dtype: torch.dtype, num_ranks: int = 1,
+) -> list[AttentionSpec]:  # fmt: skip
+    """What attention must be able to compute on a rank: one item for each kind of layers."""
+    kinds = [
+        (layer.cache.part(num_ranks).heads, layer.soft_cap)
+        for layer in model_config.layers
+        if isinstance(layer.cache, TokenCache)
+    ]
+    return [
+        AttentionSpec(
+            device, dtype, *heads, config.kvcache_block_size, not config.enforce_eager, kv_dtype,
+            soft_cap,
+        )
+        for heads, soft_cap in dict.fromkeys(kinds or [(UNUSED_HEADS, False)])
+    ]  # fmt: skip

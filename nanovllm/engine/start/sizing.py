@@ -1,0 +1,94 @@
+"""Sizing: how many KV blocks fit in memory beside everything else that the largest step takes."""
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.engine_config import most_running
+from nanovllm.engine.run.shard import Shard
+from nanovllm.engine.start.warm_up import warm_up
+from nanovllm.kernels.kv_layer import CODES
+from nanovllm.utils.sizes import GIB, MIB
+
+MAX_GIB = 1 << 30  # more than any machine has: an infinite option becomes a finite integer
+
+
+def fit_kv_blocks(shard: Shard, config: Config) -> int:
+    """How many blocks fit in memory beside all else: the least of any rank."""
+    block_bytes, own_bytes = shard.pools.num_bytes(most_running(config))
+    of_copies = 0.0
+    if shard.device.type == "cpu":
+        budget = int(min(config.cpu_kvcache_gib, MAX_GIB) * GIB) // shard.ranks.size
+        option, hint = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", "raise it"
+    else:
+        budget = _free_device_bytes(shard, config)
+        option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
+        hint = "raise it, or lower max_num_batched_tokens"
+        of_copies = _copies(shard) * shard.pools.kv.block_bytes
+    if own_bytes > budget:
+        raise ValueError(
+            f"{option} leaves {max(budget, 0) / MIB:.3f} MiB for the states of sequences, those of"
+            f" {most_running(config)} take {own_bytes / MIB:.3f} MiB; {hint}, or lower max_num_seqs"
+        )
+    left = budget - own_bytes
+    if not shard.groups.groups:  # blocks stand for the tokens between checkpoints, if there are any
+        return shard.ranks.minimum(max(1, left // block_bytes if block_bytes else 1))
+    num_blocks = shard.ranks.minimum(int(left / (block_bytes + of_copies)))
+    if num_blocks < 1:
+        raise ValueError(
+            f"{option} leaves {max(left, 0) / MIB:.3f} MiB for the KV cache, one block takes"
+            f" {block_bytes / MIB:.3f} MiB; {hint}"
+        )
+    return num_blocks
+
+
+def _free_device_bytes(shard: Shard, config: Config) -> int:
+    """Device memory left for KV, its copies and states beside all else that steps need.
+
+    The largest prefill and the largest sampling batch are run, and all graphs are captured on a
+    placeholder cache, so that every amount that is subtracted was measured.
+    """
+    device, num_running = shard.device, most_running(config)
+    activations = _activation_bytes(shard, config, num_running)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    graphs = _graph_bytes(shard, num_running)
+    others = total - free
+    return int(total * config.gpu_memory_utilization) - others - activations - graphs
+
+
+def _activation_bytes(shard: Shard, config: Config, num_running: int) -> int:
+    """The most memory that a step takes and gives back."""
+    shard.make_table(num_running, shard.placement.max_positions)
+    shard.pools.allocate(1, num_running)  # without any, steps have kernels that are not used later
+    torch.cuda.reset_peak_memory_stats(shard.device)
+    resident = torch.cuda.memory_allocated(shard.device)
+    warm_up(shard, config, num_running)
+    activations = torch.cuda.max_memory_allocated(shard.device) - resident
+    shard.pools.release()
+    return activations
+
+
+def _copies(shard: Shard) -> float:
+    """The memory of the copies that attention makes of KV, in sizes of the pool."""
+    groups = shard.groups.groups
+    if not groups:
+        return 0.0
+    of_layer = max(group.layers[0].cache.num_tensors / group.parts for group in groups)  # slots
+    copied = of_layer * shard.backend.attention.copied_layers / shard.groups.num_slots
+    if shard.placement.kv_dtype == CODES:  # copied with their values, before and after the scale
+        copied *= 1 + 2 * shard.placement.dtype.itemsize
+    return copied
+
+
+def _graph_bytes(shard: Shard, num_running: int) -> int:
+    """The memory of the decode graphs: capture them on a placeholder cache, then drop them."""
+    if not shard.placement.uses_graphs:
+        return 0
+    shard.pools.allocate(1, num_running)
+    before, _ = torch.cuda.mem_get_info(shard.device)
+    shard.capture_graphs(num_running)
+    after, _ = torch.cuda.mem_get_info(shard.device)
+    shard.drop_graphs()
+    shard.pools.release()
+    torch.cuda.empty_cache()
+    return before - after

@@ -1,0 +1,85 @@
+"""Startup: from options to an engine that can run. The one way in, for rank 0 and the others.
+
+Settle the options, load this rank's part of the model, size the KV pool, warm up, capture graphs.
+"""
+
+from pathlib import Path
+
+from nanovllm.adapters.parts import adapter_parts
+from nanovllm.config import Config
+from nanovllm.drafting.source import Source
+from nanovllm.drafting.step_times import StepTimes
+from nanovllm.engine.cache.kv_pool import settle_length
+from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.ranks.workers import Workers, threads_of_rank
+from nanovllm.engine.run.model_runner import ModelRunner, close_ranks
+from nanovllm.engine.run.shard import Shard
+from nanovllm.engine.start.load import load_part
+from nanovllm.engine.start.placement import Placement, resolve_placement
+from nanovllm.engine.start.prepare import prepare
+from nanovllm.engine.start.sizing import fit_kv_blocks
+from nanovllm.engine.start.warm_up import compile_steps
+from nanovllm.layers.ranks import ALONE
+from nanovllm.models.config import ModelConfig
+from nanovllm.weights.sleeping import make_sleep_memory
+
+
+def start_runner(
+    config: Config, model_config: ModelConfig, path: Path, source: Source | None = None
+) -> tuple[ModelRunner, StepTimes]:
+    """Rank 0's runner, ready to run, with the workers that it drives; how long its steps take."""
+    if config.tensor_parallel_size == 1:
+        placement = resolve_placement(config, model_config, ALONE)
+        config = placement.settle(config)
+        alone = load_shard(config, model_config, path, placement, threads_of_rank(1), source)
+        settled, times = start_shard(alone, config)
+        return ModelRunner(alone, settled), times
+    workers = Workers(config.tensor_parallel_size, config.device)
+    shard: Shard | None = None
+    try:
+        with workers.together():
+            placement = resolve_placement(config, model_config, workers.ranks)
+            config = placement.settle(config)
+            workers.start(config, model_config, path, source)
+            shard = load_shard(config, model_config, path, placement, workers.num_threads, source)
+            workers.connect()
+            settled, times = start_shard(shard, config)
+            return ModelRunner(shard, settled, workers), times
+    except BaseException:
+        close_ranks(shard, workers)
+        raise
+
+
+def load_shard(
+    config: Config,
+    model_config: ModelConfig,
+    path: Path,
+    placement: Placement,
+    num_threads: int | None = None,
+    source: Source | None = None,
+) -> Shard:
+    """Load this rank's part of the model, and of what guesses its tokens if that has weights."""
+    model = load_part(config, model_config, path, placement)
+    guesser = source.load(config, model, placement) if source else None
+    adapters = adapter_parts(config, model)
+    return Shard(model, model_config, placement, num_threads, guesser, adapters)
+
+
+def start_shard(shard: Shard, config: Config) -> tuple[EngineConfig, StepTimes]:
+    """Size the KV pool, compile and capture. All ranks do it at the same time."""
+    with shard.computing():
+        if config.enable_sleep_mode and shard.device.type == "cuda":
+            make_sleep_memory(shard)
+        shard.ranks.connect_peers(shard.backend.kernels.peers)
+        for _, model in shard.models:
+            model.model.agree_on_few_rows()
+        compile_steps(shard, config)
+        num_blocks = (config.num_kvcache_blocks or 0) * max(1, len(shard.groups.groups))
+        num_blocks = num_blocks or fit_kv_blocks(shard, config)
+        max_model_len = settle_length(
+            config.max_model_len, shard.pool, num_blocks, shard.placement.max_positions
+        )
+        settled = EngineConfig.settle(
+            config, num_blocks, max_model_len, has_kv=bool(shard.groups.groups)
+        )
+        return settled, prepare(shard, settled, config)

@@ -1,0 +1,198 @@
+"""Warm-up: the largest step and the smallest, run once before requests come.
+
+It compiles kernels, connects NCCL and shows how much memory a step takes.
+"""
+
+from collections.abc import Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from nanovllm.config import Config
+from nanovllm.engine.engine_config import most_running
+from nanovllm.engine.requests.token_counts import TokenCounts
+from nanovllm.engine.run.device_table import NO_CHANGES, TableChanges
+from nanovllm.engine.run.draw_inputs import draw_inputs, rows_narrowed_together
+from nanovllm.engine.run.logprobs import rows_at_a_time, warm_up_logprobs
+from nanovllm.engine.run.shard import Shard
+from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
+from nanovllm.engine.run.transfer import upload_all
+from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.engine.schedule.step_size import MOST_DRAFTS
+from nanovllm.layers.ahead import compile_ahead
+from nanovllm.layers.block import Block
+from nanovllm.layers.filters import Filters
+from nanovllm.models.decoder import CausalLM
+from nanovllm.sampling_params import SamplingParams
+
+SHORT = 64  # tokens of a sequence; attention over longer ones may have another kernel
+
+
+def compile_steps(shard: Shard, config: Config) -> None:
+    """Compile the kernels of prefills and of all decode steps, many at the same time.
+
+    What this misses is compiled when it is first launched: by the warm-up, a capture or a step.
+    """
+    if not shard.backend.kernels.graph_safe:  # not Triton's
+        return
+    num_running = most_running(config)
+    shard.make_table(num_running, shard.placement.max_positions)
+    shard.pools.allocate(1, num_running)
+
+    def steps() -> None:
+        _run_largest_step(shard, config.max_num_batched_tokens, num_running)
+        _run_prefills(shard, config.max_num_batched_tokens)
+        graphs = shard.decode_graphs(num_running)
+        for size in graphs.sizes:
+            if shard.placement.uses_graphs or size.num_seqs == 1:
+                graphs.run(size)
+
+    with _errors_name_options(shard, config), ExitStack() as stack:
+        for _, model in shard.models:
+            stack.enter_context(_two_layers_of_each_kind(model))
+        compile_ahead(steps, shard.device)
+    shard.pools.release()
+
+
+def warm_up(shard: Shard, config: Config, num_running: int) -> None:
+    """Run the largest step, and the smallest, which may use other kernels."""
+    with _errors_name_options(shard, config):
+        _run_largest_step(shard, config.max_num_batched_tokens, num_running)
+        torch.cuda.synchronize(shard.device)
+
+
+@contextmanager
+def _errors_name_options(shard: Shard, config: Config) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(
+            f"a step of max_num_batched_tokens={config.max_num_batched_tokens} with"
+            f" max_num_seqs={config.max_num_seqs} does not fit on {shard.device} beside weights"
+            " and KV pool; lower them, num_kvcache_blocks or gpu_memory_utilization"
+        ) from error
+
+
+@contextmanager
+def _two_layers_of_each_kind(model: CausalLM) -> Iterator[None]:
+    """Without the other layers, which use the same kernels.
+
+    The model's first layer may use others than the second one.
+    """
+    decoder = model.model
+    layers, kinds = decoder.layers, dict[Hashable, list[Block]]()
+    for layer in layers:
+        assert isinstance(layer, Block)
+        kinds.setdefault(layer.kind, []).append(layer)
+    decoder.layers = nn.ModuleList(layer for alike in kinds.values() for layer in alike[:2])
+    taps, decoder.taps = decoder.taps, tuple(0 for _ in decoder.taps)
+    try:
+        yield
+    finally:
+        decoder.layers, decoder.taps = layers, taps
+
+
+def _run_prefills(shard: Shard, num_tokens: int) -> None:
+    """Prefills of `num_tokens` in short and long sequences, cached or not; then smaller ones.
+
+    Layers of experts have other kernels for other numbers of tokens.
+    """
+    most = shard.placement.max_positions
+    for longest in (min(SHORT, most), most):
+        for cached in (0, 1):
+            inputs = warmup_inputs(num_tokens, max(1, longest - cached), cached)
+            _prefill(shard, inputs, -(-longest // shard.block_size) * cached)
+    for exponent in range(1, (num_tokens - 1).bit_length()):
+        _prefill(shard, warmup_inputs(1 << exponent, most))
+
+
+def _prefill(shard: Shard, prefill: PrefillInputs, width: int = 0) -> torch.Tensor:
+    """The hidden states of a prefill, which a draft model computes, too.
+
+    Where requests may have adapters, it is computed with one before.
+    """
+    if shard.guesser.longest:
+        shard.catch_up(catch_up_inputs(prefill, shard, width))
+    num_groups = max(1, len(shard.groups.groups))
+    prefill = replace(prefill, slot_mapping=np.tile(prefill.slot_mapping, num_groups))
+    if shard.adapters is not None:
+        slots = np.zeros(len(prefill.input_ids), np.int32)
+        shard.prefill_hidden(replace(prefill, adapter_slots=slots), width)
+    return shard.prefill_hidden(prefill, width)
+
+
+def catch_up_inputs(prefill: PrefillInputs, shard: Shard, width: int = 0) -> StepInputs:
+    """A step in which the draft model computes a prefill's tokens, at positions that it knows."""
+    positions = prefill.positions % (shard.guesser.longest or 1)
+    own = replace(prefill, positions=positions)
+    return StepInputs(0, width, NO_CHANGES, own, catches_up=True)
+
+
+def _run_largest_step(shard: Shard, num_tokens: int, num_running: int) -> None:
+    vocab_size, longest = shard.model_config.vocab_size, shard.placement.max_positions
+    layout = shard.table.layout
+    shard.table.write(TableChanges(np.array([layout.batch]), np.array([layout.unused_row])))
+    shard.share_tokens()  # NCCL connects in the first exchange of a kind
+    _prefill(shard, warmup_inputs(1, longest))
+    hidden = _prefill(shard, warmup_inputs(num_tokens, longest))
+    reported = shard.model.compute_logits(hidden[: rows_at_a_time(vocab_size)])
+    if shard.ranks.rank == 0:
+        warm_up_logprobs(reported)
+    del reported
+    drafts = MOST_DRAFTS if shard.placement.most_drafts else 0
+    logits = shard.model.compute_logits(hidden[: num_running + drafts])
+    ones = torch.ones(len(logits), device=shard.device)
+    shard.sampler(logits, ones, ones.long())
+    shard.sampler(logits, None, None)
+    if shard.ranks.rank == 0:  # where sampling is done
+        equal = torch.zeros_like(logits)
+        lists = equal.float()  # as large as the copies that penalties and token lists make
+        filters = warmup_filters(len(equal), vocab_size, shard.device.type)
+        filters = upload_all(filters, shard.device)
+        shard.sampler(equal, ones, ones.long(), filters)
+        shard.sampler(equal, None, None, filters[-1:])
+        del lists
+
+
+def warmup_filters(num_rows: int, vocab_size: int, device_type: str) -> list[Filters]:
+    """Filters that take the most memory: nearly all tokens are candidates, of the largest copies.
+
+    Penalties need a copy in float32 in place of another copy; filters of all rows need no copy.
+    Lists of tokens add to that where plain PyTorch runs, which takes more than the kernels do. The
+    last two, of a row each, are there to compile their kernels; the very last has a mask alone.
+    """
+    filters: list[Filters] = []
+    many = vocab_size - 1
+    for number, penalty, top_k in ((num_rows, 1.1, many), (num_rows - 1, 1.0, many), (1, 1.0, -1)):
+        params = SamplingParams(top_k=top_k, top_p=0.99, repetition_penalty=penalty)
+        size = min(number, rows_narrowed_together(vocab_size, device_type))
+        seqs = [Sequence([0], params, counts=TokenCounts()) for _ in range(size)]
+        filters += draw_inputs(seqs, vocab_size, device_type).filters
+    filters.append(Filters(torch.zeros(1, dtype=torch.long)))
+    for part in (filters[0], filters[-1]):
+        shape = len(part.rows), -(-vocab_size // 32)
+        part.masks = torch.full(shape, -1, dtype=torch.int32)
+    return filters
+
+
+def warmup_inputs(num_tokens: int, longest: int, cached: int = 0) -> PrefillInputs:
+    """A prefill of `num_tokens` tokens in sequences of up to `longest`, which stores nothing.
+
+    Each sequence has `cached` more tokens in the cache, by the block table in row 0.
+    """
+    starts = np.append(np.arange(0, num_tokens, longest), num_tokens).astype(np.int32)
+    no_rows = np.zeros(0, np.int64)
+    return PrefillInputs(
+        input_ids=np.zeros(num_tokens, np.int64),
+        positions=np.arange(num_tokens) % longest,
+        slot_mapping=np.full(num_tokens, -1),
+        cu_seqlens_q=starts,
+        cu_seqlens_k=starts + cached * np.arange(len(starts), dtype=np.int32),
+        table_rows=np.zeros((len(starts) - 1) * cached, np.int64),
+        sample_table_rows=no_rows,
+        sampled_tokens=no_rows,
+        next_tokens=np.zeros(len(starts) - 1, np.int64),
+    )

@@ -1,1 +1,0 @@
-"""Weights that change while an engine lives: updates, reading them, sleep. One way in: `calls`."""

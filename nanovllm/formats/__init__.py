@@ -1,0 +1,1 @@
+"""Formats: how matrices are stored in checkpoints, divided among ranks, and multiplied."""

@@ -1,1 +1,0 @@
-"""Weights: how matrices are stored in checkpoints, divided among ranks, and multiplied."""

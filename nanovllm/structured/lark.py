@@ -1,0 +1,123 @@
+"""Pieces of llguidance's Lark: literals, patterns, and grammars that users write."""
+
+import bisect
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from nanovllm.structured.gbnf import gbnf_to_lark
+from nanovllm.structured.schemas import check_schema, without_neutral
+from nanovllm.utils.checks import shorten
+from nanovllm.utils.json_text import parse_json_at
+
+MOST_LINES = 1_000  # of a grammar: rules that each need the next one overflow llguidance's stack
+# For all schemas. Escapes such as \u0061 could write the name of a property, or of one that a
+# pattern is for, as one that has any value: no string is written with them.
+JSON_OPTIONS = {"coerce_one_of": False, "lenient": False, "json_allowed_escapes": '"\\bfnrt'}
+
+SPACING = {"item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern"}
+# What may have %json within it without meaning it, and %json itself.
+LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|%json(?!\w)')
+
+
+def literal(text: str) -> str:
+    """A text in Lark, which has JSON's escapes but takes no DEL as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def pattern_literal(pattern: str) -> str:
+    """A regular expression in Lark; one that is not valid is a ValueError with the place in it."""
+    from llguidance import LLMatcher
+
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise ValueError("a backslash at the end has nothing to escape")
+    written = f"/{_escaped(pattern)}/"
+    error = LLMatcher.validate_grammar(f"start: TEXT\nTEXT: {written}")
+    if error:
+        raise ValueError(reason_in_pattern(pattern, error))
+    return written
+
+
+def _escaped(pattern: str) -> str:
+    from llguidance import regex_to_lark
+
+    return regex_to_lark(pattern, "")
+
+
+def reason_in_pattern(pattern: str, error: str) -> str:
+    """Why a pattern is not valid: the parser's reason, and the character that it underlines.
+
+    Without a pattern, it is the one that the parser shows.
+    """
+    found = re.search(r"regex parse error:\n {4}(.*)\n {4}( *)\^.*\nerror: (.*)", error)
+    if found is None:
+        other = re.search(r"lookarounds not supported yet; (\w+)", error)
+        reason = f"anchors and word boundaries ({other[1]}) are not supported" if other else error
+        return f"{reason}, in {shorten(pattern)}"
+    shown, spaces, reason = found.groups()
+    pattern, at = pattern or shown, len(spaces)
+    if shown != pattern:
+        ends = range(len(pattern))
+        at = bisect.bisect_left(ends, at, key=lambda end: len(_escaped(pattern[:end])))
+    return f"{reason}, at character {at + 1} of {shorten(pattern)}: {shorten(pattern[at:])}"
+
+
+def lark_of(grammar: str) -> str:
+    """Lark of Lark or GBNF, with schemas that are checked, for which our options hold."""
+    if grammar.lstrip().startswith("{"):
+        raise ValueError("it must be Lark or GBNF, got JSON")
+    lark = grammar
+    if "::=" in grammar and not re.search(r"^\s*start\s*:(?!:)", grammar, re.MULTILINE):
+        try:
+            lark = gbnf_to_lark(grammar)
+        except ValueError as error:
+            raise ValueError(f"as GBNF, which ::= stands for: {error}") from None
+    size = len(lark.splitlines()) + 2 * lark.count("$ref")
+    if size > MOST_LINES:
+        raise ValueError(f"it must have at most {MOST_LINES} lines, got {size}")
+    pieces, last = [], 0
+    for place, schema, start, end in _schemas_in(lark):
+        pieces += [lark[last:start], json.dumps(_with_options(place, schema))]
+        last = end
+    return "".join([*pieces, lark[last:]])
+
+
+def schemas_in_lark(lark: str) -> list[tuple[str, Any]]:
+    """The schemas in a grammar, with their places."""
+    return [(place, schema) for place, schema, *_ in _schemas_in(lark)]
+
+
+def _schemas_in(lark: str) -> Iterator[tuple[str, Any, int, int]]:
+    """For each %json its place, the schema, and where this starts and ends."""
+    at = 0
+    while found := LARK_TOKEN.search(lark, at):
+        at = found.end()
+        if found[0] != "%json":
+            continue
+        while lark[at : at + 1].isspace():
+            at += 1
+        place = f"%json in line {lark.count(chr(10), 0, at) + 1}"
+        try:
+            schema, end = parse_json_at(lark, at)
+        except json.JSONDecodeError:
+            continue  # llguidance says what is wrong
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+        yield place, schema, at, end
+        at = end
+
+
+def _with_options(place: str, schema: Any) -> Any:
+    """A schema for llguidance. Of its own options, those of white space may be chosen."""
+    if not isinstance(schema, dict):
+        return schema
+    given = schema.get("x-guidance", {})
+    if not isinstance(given, dict) or any(
+        name not in SPACING and JSON_OPTIONS.get(name) != value for name, value in given.items()
+    ):
+        allowed = ", ".join(sorted(SPACING))
+        raise ValueError(f"{place}/x-guidance: there may be {allowed} alone, got {shorten(given)}")
+    schema = {name: value for name, value in schema.items() if name != "x-guidance"}
+    check_schema(schema, place)
+    return {"x-guidance": {**given, **JSON_OPTIONS}, **without_neutral(schema)}

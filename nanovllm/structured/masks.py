@@ -1,0 +1,161 @@
+"""Masks: which tokens the constraints of a step's rows allow; several threads work at them."""
+
+import functools
+import itertools
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.structured.constraint import WORD, Constraint
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+ALONE = 4  # matchers with which one thread is done sooner than several
+
+Jobs = list[tuple["LLMatcher", int]]  # matchers, each with its row
+
+
+def take(batch: Batch, token_ids: list[int]) -> None:
+    """Give the constraints a step's tokens, several at a time.
+
+    It is for speed alone: `update`, when a token is known, does what is left, or all of it.
+    """
+    if batch.drafts or batch.num_drafts:  # not all tokens are sure to come
+        return
+    given = [
+        (constraint, token_id)
+        for seq, token_id in zip(batch.sampling_seqs, token_ids, strict=True)
+        if (constraint := seq.constraint) is not None
+        and seq.num_pending_tokens
+        and constraint.may_take(seq)
+    ]
+    if len(given) <= ALONE:
+        return
+    jobs = [(constraint.matcher, token_id) for constraint, token_id in given]
+    for (constraint, _), taken in zip(given, _executor().consume_token_par(jobs), strict=True):
+        if taken:
+            constraint.is_ahead = True
+        else:  # `update` finds out why
+            constraint.reset()
+
+
+class Masks:
+    """The bitmaps [n, W] of the tokens that each constraint allows after its drafts.
+
+    Bit i % 32 of word i // 32 is set if token i may come. W is the constraints' `num_words`.
+    """
+
+    def __init__(self, asked: list[tuple[Constraint, list[int]]], pinned: bool = False) -> None:
+        self._asked = asked
+        shape = len(asked), asked[0][0].num_words
+        self.tensor = torch.empty(shape, dtype=torch.int32, pin_memory=pinned)
+        self.array: npt.NDArray[np.int32] = self.tensor.numpy()
+
+    def fill(self) -> set[int]:
+        """Write all rows. Returns those that have failed, which allow nothing."""
+        jobs, free = self._jobs()
+        # Rows after fewer drafts than others are alike. Each matcher is used by one thread.
+        if len(dict(jobs)) < len(jobs):
+            jobs = [(matcher.deep_copy(), row) for matcher, row in jobs]
+        address, stride = self.tensor.data_ptr(), self.array.strides[0]
+        if len(jobs) > ALONE:
+            _executor().unsafe_compute_mask_ptr(jobs, address, stride, len(self._asked))
+        else:
+            for matcher, row in jobs:
+                matcher.unsafe_compute_mask_ptr(address + row * stride, stride)
+        failed = {row for matcher, row in jobs if matcher.is_error()}
+        for row in failed:  # llguidance lets the text end where it cannot go on
+            self.array[row] = 0
+        self._bar(free)
+        return failed
+
+    def _jobs(self) -> tuple[Jobs, list[int]]:
+        """The matchers with their rows, and the rows in which all tokens may come."""
+        jobs = [
+            (constraint.matcher, row)
+            for row, (constraint, drafts) in enumerate(self._asked)
+            if not drafts and constraint.free is None
+        ]
+        if len(jobs) == len(self._asked):  # most often
+            return jobs, []
+        matchers = [constraint.after(drafts) for constraint, drafts in self._asked]
+        jobs = [(matcher, row) for row, matcher in enumerate(matchers) if matcher is not None]
+        return jobs, [row for row, matcher in enumerate(matchers) if matcher is None]
+
+    def _bar(self, free: list[int]) -> None:
+        """Clear the tokens that may not come although matchers, or the `free` rows, allow them."""
+        without = [constraint.excluded for constraint, _ in self._asked]
+        for row in free:
+            constraint, drafts = self._asked[row]
+            without[row] = constraint.barred(drafts)
+            self.array[row] = -1
+        bits, kinds = self.array.view(np.uint32), {*without}
+        for ids in kinds:
+            rows: slice | list[int] = slice(None)
+            if len(kinds) > 1 and ids:
+                rows = [row for row, others in enumerate(without) if others == ids]
+            for token_id in ids:
+                bits[rows, token_id // WORD] &= ~np.uint32(1 << token_id % WORD)
+
+    def forbid(self, ids_of_rows: Iterable[tuple[int, Collection[int]]]) -> None:
+        """Clear the bits of tokens of some rows."""
+        _forbid(self.array, ids_of_rows)
+
+    def keep_only(self, row: int, ids: Collection[int]) -> None:
+        """Clear the bits of all other tokens in a row."""
+        kept = np.full((1, self.array.shape[1]), -1, np.int32)
+        _forbid(kept, [(0, ids)])
+        self.array[row] &= ~kept[0]
+
+    def is_empty(self, row: int, vocab_size: int) -> bool:
+        """Whether a row allows none of the first `vocab_size` tokens."""
+        mask = self.array[row]
+        whole, rest = divmod(vocab_size, WORD)
+        return not mask[:whole].any() and not (rest and mask[whole] & ((1 << rest) - 1))
+
+    def allow_one(self, row: int, token_id: int) -> None:
+        """Allow a token."""
+        self.array.view(np.uint32)[row, token_id // WORD] |= np.uint32(1 << token_id % WORD)
+
+
+def note_dead_ends(
+    draws: list[tuple[Sequence, list[int]]], masks: Masks, doubtful: set[int], vocab_size: int
+) -> None:
+    """Note where the rows of constraints leave no token; only `doubtful` rows can.
+
+    A token that stops nothing is drawn there.
+    """
+    noted = [row for row, (seq, _) in enumerate(draws) if seq.constraint.dead_ends]
+    for row in doubtful.union(noted):
+        seq, drafts = draws[row]
+        dead_ends, index = seq.constraint.dead_ends, len(seq.token_ids) + len(drafts)
+        if row in doubtful and masks.is_empty(row, vocab_size):
+            dead_ends.add(index)
+            masks.allow_one(row, next(i for i in itertools.count() if i not in seq.stop_token_ids))
+        else:
+            dead_ends.discard(index)
+
+
+def _forbid(
+    masks: npt.NDArray[np.int32], ids_of_rows: Iterable[tuple[int, Collection[int]]]
+) -> None:
+    listed = [(row, ids) for row, ids in ids_of_rows if ids]
+    if listed:
+        row_numbers, lists = zip(*listed, strict=True)
+        rows = np.repeat(np.array(row_numbers), [*map(len, lists)])
+        ids = np.fromiter(itertools.chain.from_iterable(lists), np.int64)
+        bits = np.uint32(1) << (ids % WORD).astype(np.uint32)
+        np.bitwise_and.at(masks.view(np.uint32), (rows, ids // WORD), ~bits)
+
+
+@functools.cache
+def _executor() -> "LLExecutor":
+    from llguidance import LLExecutor
+
+    return LLExecutor()

@@ -1,0 +1,71 @@
+"""Pool: what a request keeps of its prompt's hidden states, instead of sampling tokens.
+
+They are those after the final norm. A request with labels keeps no states, but how likely each of
+these tokens is after the prompt.
+"""
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from nanovllm.engine.requests.logprobs import LikelyToken
+from nanovllm.engine.run.transfer import Array
+from nanovllm.engine.schedule.sequence import Sequence
+
+Pooling = Literal["last", "cls", "mean", "all"]
+VECTOR_POOLINGS: tuple[Pooling, ...] = ("last", "cls", "mean")
+POOLINGS: tuple[Pooling, ...] = (*VECTOR_POOLINGS, "all")
+
+
+class Wanted(NamedTuple):
+    """What a request without generated tokens is for: states, or how likely labels are."""
+
+    pooling: Pooling
+    labels: tuple[int, ...] = ()
+
+
+class Pool:
+    """The states of the last, the first ("cls") or all tokens, or their mean, as they arrive.
+
+    `wanted` are the prompt's tokens whose states have not arrived; the request ends when there are
+    none. States arrive in order. What a preempted sequence has is not sent again. They are kept as
+    NumPy's arrays: a tensor takes ten times as long to send to another process.
+    """
+
+    def __init__(self, pooling: Pooling, num_tokens: int, labels: tuple[int, ...] = ()) -> None:
+        start = num_tokens - 1 if pooling == "last" else 0
+        self.pooling, self.num_tokens, self.labels = pooling, num_tokens, labels
+        self.wanted = range(start, 1 if pooling == "cls" else num_tokens)
+        self.logprobs: list[float] = []  # of the labels
+        self._parts: dict[int, Array] = {}  # by first token: states, or their sum
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether the sum of the states is enough."""
+        return self.pooling == "mean"
+
+    def scheduled(self, seq: Sequence) -> range:
+        """The wanted ones of the tokens that a step computes."""
+        start, end = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens
+        return range(max(start, self.wanted.start), min(end, self.wanted.stop))
+
+    def add_states(self, tokens: range, states: Array) -> None:
+        """Keep the states of `tokens`, [tokens, hidden] in float32, or their sum, [1, hidden]."""
+        self._parts[tokens.start] = states
+        self.wanted = range(tokens.stop, self.wanted.stop)
+
+    def add(self, _seq: Sequence, index: int, entry: list[LikelyToken]) -> None:
+        """Keep the log-probability of the label at `index`. Labels come in order, in one step."""
+        self.logprobs[index:] = [entry[0][1]]
+        if len(self.logprobs) == len(self.labels):
+            self.wanted = range(self.num_tokens, self.num_tokens)
+
+    @property
+    def result(self) -> Array:
+        """The states [hidden] in float32, and [tokens, hidden] of "all"; nothing is wanted."""
+        parts = [self._parts[start] for start in sorted(self._parts)]
+        states = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if self.adds_up:
+            mean: Array = states.sum(axis=0) / np.float32(self.num_tokens)
+            return mean
+        return states if self.pooling == "all" else states[0]

@@ -1,0 +1,115 @@
+"""Pooled: hidden states that sequences wait for, and their delivery."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nanovllm.engine.run.transfer import Array, download, upload
+from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.sequence import Sequence
+
+
+class Pooled(NamedTuple):
+    """A sequence that waits for the states of these tokens of its prompt, or for their sum."""
+
+    seq: Sequence
+    pool: Any  # its pool, or its states
+    tokens: range
+
+
+def pooled_of(batch: Batch) -> list[Pooled]:
+    """What a step reports to sequences that want states, in the order of `pooled_tokens`."""
+    if not batch.is_prefill:
+        return []
+    keepers = ((seq, seq.pool or seq.states) for seq in batch.seqs[batch.num_decodes :])
+    pooled = (Pooled(s, p, p.scheduled(s)) for s, p in keepers if p is not None and not p.labels)
+    return [each for each in pooled if each.tokens]
+
+
+def pooled_tokens(batch: Batch, pooled: list[Pooled], q_ends: Array) -> Array | None:
+    """The tokens of a step whose states are pooled; None if there are none."""
+    if not pooled:
+        return None
+    starts = dict(zip(batch.seqs, q_ends.tolist(), strict=False))
+    firsts = (starts[each.seq] - each.seq.num_cached_tokens for each in pooled)
+    places = [
+        np.arange(first + tokens.start, first + tokens.stop)
+        for first, (_, _, tokens) in zip(firsts, pooled, strict=True)
+    ]
+    return np.concatenate(places, dtype=np.int64)
+
+
+class InFlight(NamedTuple):
+    """States in flight to the host, one after the other, and the sequence that each belongs to."""
+
+    pooled: list[Pooled]
+    states: torch.Tensor
+
+
+def states_in_flight(pooled: list[Pooled], states: torch.Tensor | None) -> InFlight | None:
+    """The states, or their sums in float32 where these are enough; None if none are pooled."""
+    if not pooled or states is None:
+        return None
+    if not any(pool.adds_up for _, pool, _ in pooled):
+        return InFlight(pooled, download(states))
+    parts = torch.split(states, [len(tokens) for _, _, tokens in pooled])
+    sums = [
+        part.sum(dim=0, keepdim=True, dtype=torch.float32) if pool.adds_up else part.float()
+        for (_, pool, _), part in zip(pooled, parts, strict=True)
+    ]
+    return InFlight(pooled, download(torch.cat(sums)))
+
+
+def deliver_states(states: InFlight | None) -> None:
+    """Give the states, which have arrived on the host, to the sequences that wait for them."""
+    if states is None:
+        return
+    sizes = [1 if pool.adds_up else len(tokens) for _, pool, tokens in states.pooled]
+    for (_, pool, tokens), part in zip(states.pooled, _copies(states.states, sizes), strict=True):
+        pool.add_states(tokens, part)
+
+
+def _copies(states: torch.Tensor, sizes: list[int]) -> Iterable[Array]:
+    """Copies of the parts of states [N, hidden] in float32: later steps download to this memory.
+
+    Rows become float32 together: PyTorch takes longer to call for each than NumPy to copy it.
+    """
+    if len(states) > len(sizes):
+        parts = torch.split(states, sizes)
+        return (part.to(torch.float32, copy=True).numpy() for part in parts)
+    rows = states.float().numpy()
+    return (rows[index : index + 1].copy() for index in range(len(rows)))
+
+
+class DrawnStates(NamedTuple):
+    """States [N, hidden], in flight, that tokens are drawn from, and the token that each is for.
+
+    A token is known by its sequence and its index in `token_ids`.
+    """
+
+    tokens: list[tuple[Sequence, int]]
+    states: torch.Tensor
+
+
+def drawn_states(
+    seqs: list[Sequence], offsets: list[int], hidden: torch.Tensor | None
+) -> DrawnStates | None:
+    """The states of the next tokens of those `seqs` that keep them, out of the `hidden` of all."""
+    if hidden is None:
+        return None
+    rows = [row for row, seq in enumerate(seqs) if seq.states is not None]
+    if not rows:
+        return None
+    tokens = [(seqs[row], seqs[row].num_tokens + offsets[row]) for row in rows]
+    places = upload(np.array(rows, np.int64), hidden.device)
+    return DrawnStates(tokens, download(hidden.index_select(0, places)))
+
+
+def deliver_drawn(drawn: DrawnStates | None) -> None:
+    """Give the states, which have arrived on the host, to the sequences that keep them."""
+    if drawn is not None:
+        rows = _copies(drawn.states, [1] * len(drawn.tokens))
+        for (seq, index), row in zip(drawn.tokens, rows, strict=True):
+            seq.states.add_drawn(index, row)

@@ -1,0 +1,1 @@
+"""Live weights: updates, and memory that sleeping frees."""

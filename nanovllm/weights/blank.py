@@ -1,0 +1,46 @@
+"""Blank models: a rank's model as it was before loading, and how its layers get memory."""
+
+import copy
+from dataclasses import replace
+
+import torch
+
+from nanovllm.engine.run.shard import Shard
+from nanovllm.formats.stored import StoredTensor
+from nanovllm.formats.tensors import SOURCE
+from nanovllm.layers.layer import Layer
+from nanovllm.layers.ranks import Ranks
+from nanovllm.models.build import made_with
+from nanovllm.models.decoder import CausalLM
+
+
+def blank_model(shard: Shard, ranks: Ranks | None = None) -> CausalLM:
+    """The model as it is before loading, without memory; of other `ranks` than the shard's."""
+    live, before = shard.model, torch.get_default_dtype()
+    torch.set_default_dtype(shard.placement.dtype)
+    try:
+        with torch.device("meta"), torch.inference_mode(False):
+            return made_with(shard.model_config, replace(live.make, ranks=ranks or shard.ranks))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def with_memory(layer: Layer, device: torch.device) -> Layer:
+    """A copy of a blank layer whose parameters and buffers have memory, not filled."""
+    filled = copy.copy(layer)
+
+    def memory(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=device)
+
+    filled._parameters = {
+        name: param
+        if param is None or (isinstance(param, StoredTensor) and param.stored is SOURCE)
+        else param.like(memory(param))
+        if isinstance(param, StoredTensor)
+        else torch.nn.Parameter(memory(param), requires_grad=False)
+        for name, param in layer._parameters.items()
+    }
+    filled._buffers = {
+        name: None if buffer is None else memory(buffer) for name, buffer in layer._buffers.items()
+    }
+    return filled

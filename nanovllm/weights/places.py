@@ -1,0 +1,67 @@
+"""Places: which part of a checkpoint's tensor a rank holds, and in which memory."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from nanovllm.formats.loaded import Loaded
+
+INDEX = "_nanovllm_index"  # an attribute of tensors without values
+
+
+class Place(NamedTuple):
+    """A part of a rank's memory, and the index of what it holds in the checkpoint's tensor."""
+
+    memory: torch.Tensor
+    index: Any  # `...` for the whole tensor
+
+    def part(self, tensor: Loaded) -> torch.Tensor:
+        """The part of the checkpoint's tensor that is stored here."""
+        if self.index is ... and isinstance(tensor, torch.Tensor):
+            return tensor
+        return tensor[self.index]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A checkpoint's tensor without values: what is copied of it says from where it comes."""
+
+    shape: tuple[int, ...]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part = torch.empty(self.shape, device="meta")[index]
+        of_slices = isinstance(index, tuple) and all(isinstance(each, slice) for each in index)
+        is_whole = of_slices and part.shape == self.shape
+        setattr(part, INDEX, ... if is_whole else index)
+        return part
+
+
+class _Copies(TorchFunctionMode):
+    """Notes the copies of tensors without values, instead of making them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[Place] = []
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.copy_ and hasattr(args[1], INDEX):
+            self.places.append(Place(args[0], getattr(args[1], INDEX)))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def places_of(load: Callable[[Shape], None], shape: tuple[int, ...]) -> list[Place]:
+    """Where `load` copies the parts of a tensor of this shape. It copies nothing."""
+    copies = _Copies()
+    with copies:
+        load(Shape(shape))
+    return copies.places

@@ -1,0 +1,73 @@
+"""The commands by which all ranks free memory for a while, and get it back."""
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from nanovllm.engine.run.shard import Shard
+from nanovllm.utils.heap import trim_heap
+from nanovllm.weights.live import held_weights
+from nanovllm.weights.sleep_memory import SleepMemory
+from nanovllm.weights.tensors import slots_of, weights_of
+
+Memory = Literal["weights", "kv_cache"]
+MEMORIES: tuple[Memory, ...] = ("weights", "kv_cache")
+
+
+def make_sleep_memory(shard: Shard) -> None:
+    """Move a GPU's weights and slots to where they can be freed. KV pools are made there."""
+    memory = shard.memory = SleepMemory.on(shard.device)
+    own, *guessers = (weights_of(model) for _, model in shard.models)
+    memory.move_weights(own, [tensor for each in guessers for tensor in each])
+    memory.move_slots(slots_of(shard.model))
+
+
+class Save(NamedTuple):
+    """Copies what `Sleep` must not lose to the host. Nothing is freed: a rank may fail."""
+
+    level: int
+
+    def run(self, shard: Shard) -> None:
+        if shard.memory is not None:
+            shard.memory.save(keeps_weights=self.level == 1)
+
+
+class DropSaved(NamedTuple):
+    """Frees what was saved, if another rank could not save."""
+
+    def run(self, shard: Shard) -> None:
+        if shard.memory is not None:
+            shard.memory.drop_saved()
+
+
+class Sleep(NamedTuple):
+    """Frees the KV pool and the weights, except those that are on a CPU already at level 1."""
+
+    level: int
+
+    def run(self, shard: Shard) -> None:
+        if self.level == 2:
+            held_weights(shard).drop_staged()
+        if shard.memory is not None:
+            shard.memory.release()
+            torch.cuda.empty_cache()
+            return
+        shard.pools.sleep()
+        if self.level == 2:
+            held_weights(shard).drop()
+        trim_heap()
+
+
+class WakeUp(NamedTuple):
+    """Gets memory back: weights have their values if they were saved."""
+
+    memories: tuple[Memory, ...]
+
+    def run(self, shard: Shard) -> None:
+        if shard.memory is not None:
+            shard.memory.restore(self.memories)
+            return
+        if "kv_cache" in self.memories:
+            shard.pools.wake_up()
+        if "weights" in self.memories:
+            held_weights(shard).regain()

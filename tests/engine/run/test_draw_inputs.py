@@ -1,0 +1,115 @@
+"""What narrows the samples of a step, on the host: as it is written down, and quickly."""
+
+import gc
+import time
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from selection import examples
+
+from nanovllm import SamplingParams
+from nanovllm.engine.requests.token_counts import TokenCounts
+from nanovllm.engine.run import entries
+from nanovllm.engine.run.draw_inputs import draw_inputs
+from nanovllm.engine.schedule.sequence import Sequence
+
+VOCAB_SIZE = 151_936
+IDS = st.integers(0, 9)
+
+
+def pairs(ids_of_rows: list[tuple[int, Any]]) -> tuple[list[int], list[int]]:
+    """Rows and ids one by one: the slow, obvious twin."""
+    found = [(row, token_id) for row, ids in ids_of_rows for token_id in ids]
+    return [row for row, _ in found], [token_id for _, token_id in found]
+
+
+def as_lists(entries: tuple[torch.Tensor, torch.Tensor]) -> tuple[list[int], list[int]]:
+    return entries[0].tolist(), entries[1].tolist()
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(
+    given_params=st.lists(
+        st.fixed_dictionaries(
+            {},
+            optional=dict(
+                allowed_token_ids=st.lists(IDS, min_size=1, max_size=4),
+                logit_bias=st.dictionaries(IDS, st.floats(-9, 9, width=32), min_size=1, max_size=4),
+                stop_token_ids=st.lists(IDS, max_size=4),
+                min_tokens=st.integers(0, 1),
+            ),
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_entries_are_those_of_the_rows_one_by_one(given_params: list[dict[str, Any]]) -> None:
+    seqs = [Sequence([1, 2], SamplingParams(**params), default_seed=0) for params in given_params]
+    narrowed = [seq for seq in seqs if seq.is_narrowed]
+    for _ in range(2):  # the second step has what the first one has kept
+        filters = draw_inputs(seqs, VOCAB_SIZE, "cpu").filters
+        if not narrowed:
+            assert filters == []
+            continue
+        (only,) = filters
+        assert only.rows.tolist() == [row for row, seq in enumerate(seqs) if seq.is_narrowed]
+        params = [seq.params for seq in narrowed]
+        allowed = [
+            (row, p.allowed_token_ids) for row, p in enumerate(params) if p.allowed_token_ids
+        ]
+        assert (only.allowed is None) == (not allowed)
+        if only.allowed is not None:
+            assert only.allowed[0].tolist() == [row for row, _ in allowed]
+            assert as_lists(only.allowed[1]) == pairs(allowed)
+        biased = [(row, p.logit_bias) for row, p in enumerate(params) if p.logit_bias]
+        assert (only.biases is None) == (not biased)
+        if only.biases is not None:
+            assert as_lists(only.biases[0]) == pairs(biased)
+            assert only.biases[1].tolist() == [v for _, b in biased for v in b.values()]
+        stops = [
+            (row, ids)
+            for row, p in enumerate(params)
+            if p.min_tokens and (ids := set(p.stop_token_ids or ()))
+            if not (p.allowed_token_ids and ids.issuperset(p.allowed_token_ids))
+        ]
+        assert (only.forbidden is None) == (not stops)
+        if only.forbidden is not None:
+            assert as_lists(only.forbidden) == pairs(stops)
+
+
+def test_rows_of_penalties_are_filled_up_with_their_first_token() -> None:
+    """Any other token would be penalized, too."""
+    params = SamplingParams(repetition_penalty=2.0)
+    seqs = [
+        Sequence(prompt, params, default_seed=0, counts=TokenCounts())
+        for prompt in ([7, 8, 9], [5])
+    ]
+    (filters,) = draw_inputs(seqs, 10, "cpu").filters
+    assert filters.penalties is not None
+    assert filters.penalties.ids.tolist() == [[7, 8, 9], [5, 5, 5]]
+
+
+def test_long_lists_of_ids_delay_no_step() -> None:
+    """They become arrays once: pairs of a row and an id took 50 ms in each step."""
+    ids = range(100_000)
+    for given_params in (dict(allowed_token_ids=ids), dict(logit_bias=dict.fromkeys(ids, 1.0))):
+        seqs = [Sequence([1], SamplingParams(**given_params), default_seed=0)]  # type: ignore[arg-type]
+        seconds = []
+        for _ in range(5):
+            start = time.thread_time()
+            assert draw_inputs(seqs, VOCAB_SIZE, "cpu").filters
+            seconds.append(time.thread_time() - start)
+        assert min(seconds) < 0.01
+
+
+def test_arrays_of_ids_end_with_their_params() -> None:
+    before = len(entries._kept)
+    params = SamplingParams(allowed_token_ids=[1, 2])
+    seqs = [Sequence([1], params, default_seed=0) for _ in range(3)]
+    (filters,) = draw_inputs(seqs, VOCAB_SIZE, "cpu").filters
+    assert filters.allowed is not None and len(entries._kept) == before + 1
+    del params, seqs
+    gc.collect()
+    assert len(entries._kept) == before

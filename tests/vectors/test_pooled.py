@@ -1,0 +1,57 @@
+"""States that have arrived on the host, and what sequences keep of them."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from nanovllm.vectors.kept_states import Pool
+from nanovllm.vectors.pooled import (
+    DrawnStates,
+    InFlight,
+    Pooled,
+    deliver_drawn,
+    deliver_states,
+)
+from nanovllm.vectors.states import States
+
+DTYPES = (torch.bfloat16, torch.float32)
+STATES = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+
+
+class Seq(NamedTuple):
+    """A sequence that keeps states."""
+
+    states: States
+
+
+def downloaded(dtype: torch.dtype, size: int) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+    """States as they have arrived, and what should be kept of them when they are overwritten."""
+    states = STATES[:size].to(dtype)
+    return states, states.to(torch.float32, copy=True).numpy()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [[1], [1, 1, 1], [2, 1, 3]], ids=str)
+def test_states_go_to_their_pools(dtype: torch.dtype, sizes: list[int]) -> None:
+    """As copies: later steps download to the same memory."""
+    pools = [Pool("all", size) for size in sizes]
+    states, expected = downloaded(dtype, sum(sizes))
+    seq: Any = None
+    deliver_states(InFlight([Pooled(seq, pool, pool.wanted) for pool in pools], states))
+    states.zero_()
+    assert np.array_equal(np.concatenate([pool.result for pool in pools]), expected)
+    for pool, size in zip(pools, sizes, strict=True):
+        assert not pool.wanted and pool.result.dtype == np.float32
+        base = pool.result.base
+        assert base is None or base.nbytes == size * 3 * 4, "none keeps the memory of all"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drawn_states_go_to_their_tokens(dtype: torch.dtype) -> None:
+    seqs: list[Any] = [Seq(States(1, keeps_prompt=True)) for _ in range(3)]
+    states, expected = downloaded(dtype, 3)
+    deliver_drawn(DrawnStates([(seq, 1) for seq in seqs], states))
+    states.zero_()
+    assert np.array_equal(torch.cat([seq.states.prompt for seq in seqs]).numpy(), expected)
