@@ -12,6 +12,7 @@ from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.requests.intake import Accepted, check_whole
 from nanovllm.engine.requests.progress import run_until_done
 from nanovllm.engine.requests.stream import Stream
+from nanovllm.features import AllFeatures
 from nanovllm.lora_request import LoRARequest, LoRARequests
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.prompts import Prompt, prompt_list
@@ -45,6 +46,8 @@ class LLM(LLMEngine):
     `model` is a local directory or a hub id. Use it in a `with` block, or `close()` it, to free the
     device's memory at once. What only some callers use is in parts, imported at the first call.
     """
+
+    features = AllFeatures()
 
     def generate(
         self,

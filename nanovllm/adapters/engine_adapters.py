@@ -3,6 +3,7 @@
 import os
 
 from nanovllm.adapters.adapter import Adapter
+from nanovllm.adapters.parts import parts_of
 from nanovllm.adapters.place_command import PlaceAdapter
 from nanovllm.adapters.slot_table import Residents
 from nanovllm.adapters.store import AdapterStore
@@ -17,8 +18,7 @@ class AdapterCalls:
     """The host's store, and the slots on the devices. `named` are those of `lora_modules`."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        parts, config = runner.shard.adapters, runner.config
-        assert parts is not None
+        parts, config = parts_of(runner.shard), runner.config
         self._runner = runner
         self.store = AdapterStore(parts.read, config.max_cpu_loras, parts.tensors)
         self.residents = Residents(config.max_loras, self.store, self._place)

@@ -12,6 +12,7 @@ from nanovllm.adapters.peft import read_adapter
 from nanovllm.adapters.slots import AdapterSlots
 from nanovllm.config import Config
 from nanovllm.engine.engine_config import most_kept
+from nanovllm.engine.run.shard import Shard
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.lora import AdapterRows, group_rows
 from nanovllm.models.decoder import CausalLM
@@ -74,9 +75,13 @@ class AdapterParts:
             del self.tensors[next(iter(self.tensors))]
 
 
-def adapter_parts(config: Config, model: CausalLM) -> AdapterParts | None:
+def parts_of(shard: Shard) -> AdapterParts:
+    """The slots of a shard that has adapters."""
+    assert isinstance(shard.adapters, AdapterParts)
+    return shard.adapters
+
+
+def adapter_parts(config: Config, model: CausalLM) -> AdapterParts:
     """The slots that an engine with adapters has in its layers, all of them empty."""
-    if not config.enable_lora:
-        return None
     most = most_kept(config)
     return AdapterParts(model, config.max_loras, config.max_lora_rank, most)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanovllm.adapters.parts import parts_of
 from nanovllm.engine.run.shard import Shard
 
 
@@ -17,7 +18,7 @@ class PlaceAdapter:
 
     def run(self, shard: Shard) -> None:
         """Fill this rank's part of the slot."""
-        assert shard.adapters is not None
+        parts = parts_of(shard)
         if shard.ranks.rank > 0:
-            shard.adapters.keep(self.number, self.path)
-        shard.adapters.place(self.slot, self.number, self.path)
+            parts.keep(self.number, self.path)
+        parts.place(self.slot, self.number, self.path)

@@ -11,9 +11,9 @@ from nanovllm.adapters.engine_adapters import AdapterCalls
 from nanovllm.adapters.requests import AdapterRequests, Known
 from nanovllm.config import Config
 from nanovllm.drafting.measured_costs import costs_of
-from nanovllm.drafting.source import find_source
 from nanovllm.drafting.speculator import speculator_of
 from nanovllm.engine.errors import NotReadyError
+from nanovllm.engine.features import Features
 from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
@@ -55,6 +55,7 @@ class LLMEngine(AdapterRequests):
     Requests are in `unfinished`, and then in `finished` until their output is returned.
     """
 
+    features = Features()
     _warns = True  # if the model has no tokenizer
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
@@ -70,8 +71,8 @@ class LLMEngine(AdapterRequests):
         self.tokenizer = load_tokenizer(
             asked.tokenizer, path, download_dir=asked.download_dir, warns=warns
         )
-        source = find_source(asked, self.model_config, self.tokenizer)
-        self.model_runner, times = start_runner(asked, self.model_config, path, source)
+        parts = self.features.shard_parts(asked, self.model_config, self.tokenizer)
+        self.model_runner, times = start_runner(asked, self.model_config, path, parts)
         self._finalizer = weakref.finalize(self, self.model_runner.close)
         self.config = self.model_runner.config
         shard = self.model_runner.shard

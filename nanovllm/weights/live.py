@@ -6,6 +6,7 @@ decode graphs stay valid.
 """
 
 import copy
+import functools
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -253,8 +254,12 @@ class HeldWeights:
         self._replace("lm_head")
 
 
+_of_shards: dict[Shard, HeldWeights] = {}  # of open shards, if they were asked for
+
+
 def held_weights(shard: Shard) -> HeldWeights:
     """The weights of a shard; the first call takes a moment for large models."""
-    if not isinstance(shard.held_weights, HeldWeights):
-        shard.held_weights = HeldWeights(shard)
-    return shard.held_weights
+    if shard not in _of_shards:
+        _of_shards[shard] = HeldWeights(shard)
+        shard.at_close.append(functools.partial(_of_shards.pop, shard))
+    return _of_shards[shard]

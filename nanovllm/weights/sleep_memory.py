@@ -5,6 +5,10 @@ from typing import Protocol
 
 import torch
 
+from nanovllm.engine.run.shard import Shard
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM
+from nanovllm.weights.tensors import slots_of, weights_of
 from nanovllm.weights.virtual_memory import VirtualMemory
 
 ALIGNMENT = 512  # bytes, as PyTorch aligns tensors
@@ -37,6 +41,12 @@ class SleepMemory:
     def on(cls, device: torch.device) -> "SleepMemory":
         """Regions on a GPU."""
         return cls(lambda num_bytes: VirtualMemory(num_bytes, device))
+
+    def take_over(self, models: list[tuple[ModelConfig, CausalLM]]) -> None:
+        """Move the weights of the model, the first one, and of others, with adapters' slots."""
+        own, *others = (weights_of(model) for _, model in models)
+        self.move_weights(own, [tensor for each in others for tensor in each])
+        self.move_slots(slots_of(models[0][1]))
 
     def move_weights(self, weights: Iterable[torch.Tensor], drafts: Iterable[torch.Tensor]) -> None:
         """Move tensors into regions. Peak memory: a chunk and the largest tensor more."""
@@ -108,6 +118,17 @@ class SleepMemory:
             region.map(end)
             _move(group, memory, start)
         return [region]
+
+
+def sleep_memory(device: torch.device) -> SleepMemory | None:
+    """The memory of an engine that may sleep; None on a CPU, where tensors are freed one by one."""
+    return SleepMemory.on(device) if device.type == "cuda" else None
+
+
+def memory_of(shard: Shard) -> SleepMemory | None:
+    """A shard's memory that can be freed, if it has some."""
+    assert shard.memory is None or isinstance(shard.memory, SleepMemory)
+    return shard.memory
 
 
 def _move(tensors: list[torch.Tensor], memory: torch.Tensor, start: int) -> None:

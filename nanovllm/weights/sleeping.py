@@ -7,19 +7,10 @@ import torch
 from nanovllm.engine.run.shard import Shard
 from nanovllm.utils.heap import trim_heap
 from nanovllm.weights.live import held_weights
-from nanovllm.weights.sleep_memory import SleepMemory
-from nanovllm.weights.tensors import slots_of, weights_of
+from nanovllm.weights.sleep_memory import memory_of
 
 Memory = Literal["weights", "kv_cache"]
 MEMORIES: tuple[Memory, ...] = ("weights", "kv_cache")
-
-
-def make_sleep_memory(shard: Shard) -> None:
-    """Move a GPU's weights and slots to where they can be freed. KV pools are made there."""
-    memory = shard.memory = SleepMemory.on(shard.device)
-    own, *guessers = (weights_of(model) for _, model in shard.models)
-    memory.move_weights(own, [tensor for each in guessers for tensor in each])
-    memory.move_slots(slots_of(shard.model))
 
 
 class Save(NamedTuple):
@@ -28,16 +19,16 @@ class Save(NamedTuple):
     level: int
 
     def run(self, shard: Shard) -> None:
-        if shard.memory is not None:
-            shard.memory.save(keeps_weights=self.level == 1)
+        if (memory := memory_of(shard)) is not None:
+            memory.save(keeps_weights=self.level == 1)
 
 
 class DropSaved(NamedTuple):
     """Frees what was saved, if another rank could not save."""
 
     def run(self, shard: Shard) -> None:
-        if shard.memory is not None:
-            shard.memory.drop_saved()
+        if (memory := memory_of(shard)) is not None:
+            memory.drop_saved()
 
 
 class Sleep(NamedTuple):
@@ -48,8 +39,8 @@ class Sleep(NamedTuple):
     def run(self, shard: Shard) -> None:
         if self.level == 2:
             held_weights(shard).drop_staged()
-        if shard.memory is not None:
-            shard.memory.release()
+        if (memory := memory_of(shard)) is not None:
+            memory.release()
             torch.cuda.empty_cache()
             return
         shard.pools.sleep()
@@ -64,8 +55,8 @@ class WakeUp(NamedTuple):
     memories: tuple[Memory, ...]
 
     def run(self, shard: Shard) -> None:
-        if shard.memory is not None:
-            shard.memory.restore(self.memories)
+        if (memory := memory_of(shard)) is not None:
+            memory.restore(self.memories)
             return
         if "kv_cache" in self.memories:
             shard.pools.wake_up()

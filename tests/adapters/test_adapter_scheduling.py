@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_scheduler_fuzz import Simulation, walk
+from simulation import Simulation, walk
 
 from nanovllm.adapters.adapter import Adapter
 from nanovllm.adapters.slot_table import Residents

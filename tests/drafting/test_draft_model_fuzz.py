@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import selection
-from test_scheduler_fuzz import MOST_DRAFTS, Simulation, Slot, walk
+from simulation import MOST_DRAFTS, Simulation, Slot, walk
 
 from nanovllm.drafting.costs import Candidate
 from nanovllm.engine.run.device_table import TableLayout

@@ -17,7 +17,7 @@ from nanovllm import LLM, AsyncLLM, LoRARequest, SamplingParams
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.utils.sizes import GIB
 from nanovllm.weights.sleep_memory import SleepMemory
-from nanovllm.weights.sleeping import Save, make_sleep_memory
+from nanovllm.weights.sleeping import Save
 from nanovllm.weights.tensors import slots_of, weights_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -415,15 +415,15 @@ def test_weights_that_move_keep_their_values_and_what_they_share(
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.usefixtures("plain_products")
 def test_adapters_slots_are_freed_and_come_back_empty(
-    level: int, model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    level: int, model_dir: Path, tmp_path: Path
 ) -> None:
     """At the same addresses. Here on the CPU, in the layout that plain kernels read."""
     adapter = LoRARequest("mine", make_adapter(model_dir, tmp_path / "adapter"))
-    monkeypatch.setattr(SleepMemory, "on", lambda _: SleepMemory(HostRegion))
     with make_llm(model_dir, dtype="bfloat16", attention_backend="torch", enable_lora=True) as llm:
         shard = llm.model_runner.shard
         with shard.computing():
-            make_sleep_memory(shard)
+            shard.memory = SleepMemory(HostRegion)
+            shard.memory.take_over(shard.models)
         slots = slots_of(shard.model)
 
         def answer() -> Any:

@@ -59,11 +59,11 @@ def _serve(
 
     logging.getLogger("nanovllm").setLevel(logging.ERROR)  # rank 0 logs the rest, once
     reader = Reader(ring, bell, rank - 1, size - 1)
-    config, model_config, path, num_threads, source = pickle.loads(reader.receive())
+    config, model_config, path, num_threads, parts = pickle.loads(reader.receive())
     torch.set_num_threads(num_threads)
     ranks = join(rank, size, config.device, address)
     placement = resolve_placement(config, model_config, ranks)
-    shard = load_shard(config, model_config, path, placement, source=source)
+    shard = load_shard(config, model_config, path, placement, parts=parts)
     _report(life_line, ready=True)
     reader.receive()  # when all have loaded
     ranks.connect()

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
-from nanovllm.drafting.source import Source
+from nanovllm.engine.features import ShardParts
 from nanovllm.engine.ranks.answers import Answers, Outcome, results
 from nanovllm.engine.ranks.channel import Writer
 from nanovllm.engine.ranks.codec import encode
@@ -133,10 +133,10 @@ class Workers:
             self._resources = stack.pop_all()  # from here on close() closes them
 
     def start(
-        self, config: Config, model_config: ModelConfig, path: Path, draft: Source | None
+        self, config: Config, model_config: ModelConfig, path: Path, parts: ShardParts
     ) -> None:
-        """Make every rank load its part of the model, and of what guesses its tokens."""
-        self._writer.send(pickle.dumps((config, model_config, path, self.num_threads, draft)))
+        """Make every rank load its part of the model, with what features add to it."""
+        self._writer.send(pickle.dumps((config, model_config, path, self.num_threads, parts)))
 
     def connect(self) -> None:
         """Wait until every rank has loaded its part, and connect to them."""

@@ -7,6 +7,7 @@ from weakref import proxy
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.profile import Profiles
 from nanovllm.engine.remote.messages import Question
+from nanovllm.features import AllFeatures
 from nanovllm.weights.sleep_mode import SleepMode
 from nanovllm.weights.weights import Weights
 
@@ -14,6 +15,7 @@ from nanovllm.weights.weights import Weights
 class ServedEngine(LLMEngine):
     """An engine of which another process reads the texts."""
 
+    features = AllFeatures()
     _warns = False  # the caller's process loads the tokenizer too, and warns
 
 

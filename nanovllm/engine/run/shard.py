@@ -4,18 +4,18 @@ Every rank has one and computes the same steps. Rank 0's draws the tokens, excep
 of ranks that draw together. It decides nothing about which sequences run, and knows no text.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from nanovllm.adapters.parts import AdapterParts
 from nanovllm.drafting.guesser import Guesser, guesser_of
 from nanovllm.engine.cache.groups import CacheGroups, divide
 from nanovllm.engine.cache.kv_pool import KVPool
 from nanovllm.engine.cache.pools import CachePools
+from nanovllm.engine.features import AdapterSlots, SleepableMemory
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.run.device_table import DeviceTable, TableLayout
 from nanovllm.engine.run.draw_inputs import DrawInputs
@@ -34,7 +34,6 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.structured.masked_draws import MaskedDraws
-from nanovllm.weights.sleep_memory import SleepMemory
 
 MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels one by one
 
@@ -54,7 +53,8 @@ class Shard:
         placement: Placement,
         num_threads: int | None = None,
         guesser: Guesser | None = None,
-        adapters: AdapterParts | None = None,
+        adapters: AdapterSlots | None = None,
+        memory: SleepableMemory | None = None,
     ) -> None:
         self.model = model
         self.model_config = model_config
@@ -78,8 +78,8 @@ class Shard:
         self.graphs: DecodeGraphs | None = None
         self._tokens_are_shared = False  # whether all ranks have the table's last tokens
         self._num_threads = num_threads
-        self.held_weights: object = None  # by names, when something asks for them
-        self.memory: SleepMemory | None = None  # of weights and pools on a GPU that may sleep
+        self.memory = memory  # of weights and pools, if they can be freed and regained
+        self.at_close: list[Callable[[], object]] = []
 
     @property
     def vocab_size(self) -> int:
@@ -458,7 +458,8 @@ class Shard:
             with suppress(RuntimeError):  # a device that has failed is left all the same
                 self.synchronize()  # a step may be in flight
         self.drop_graphs()
-        self.held_weights = None
+        while self.at_close:
+            self.at_close.pop()()
         if self.adapters is not None:
             self.adapters.close()
         del self.model, self.pools

@@ -5,12 +5,11 @@ Settle the options, load this rank's part of the model, size the KV pool, warm u
 
 from pathlib import Path
 
-from nanovllm.adapters.parts import adapter_parts
 from nanovllm.config import Config
-from nanovllm.drafting.source import Source
 from nanovllm.drafting.step_times import StepTimes
 from nanovllm.engine.cache.kv_pool import settle_length
 from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.features import NO_PARTS, ShardParts
 from nanovllm.engine.ranks.workers import Workers, threads_of_rank
 from nanovllm.engine.run.model_runner import ModelRunner, close_ranks
 from nanovllm.engine.run.shard import Shard
@@ -21,17 +20,16 @@ from nanovllm.engine.start.sizing import fit_kv_blocks
 from nanovllm.engine.start.warm_up import compile_steps
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models.config import ModelConfig
-from nanovllm.weights.sleeping import make_sleep_memory
 
 
 def start_runner(
-    config: Config, model_config: ModelConfig, path: Path, source: Source | None = None
+    config: Config, model_config: ModelConfig, path: Path, parts: ShardParts = NO_PARTS
 ) -> tuple[ModelRunner, StepTimes]:
     """Rank 0's runner, ready to run, with the workers that it drives; how long its steps take."""
     if config.tensor_parallel_size == 1:
         placement = resolve_placement(config, model_config, ALONE)
         config = placement.settle(config)
-        alone = load_shard(config, model_config, path, placement, threads_of_rank(1), source)
+        alone = load_shard(config, model_config, path, placement, threads_of_rank(1), parts)
         settled, times = start_shard(alone, config)
         return ModelRunner(alone, settled), times
     workers = Workers(config.tensor_parallel_size, config.device)
@@ -40,8 +38,8 @@ def start_runner(
         with workers.together():
             placement = resolve_placement(config, model_config, workers.ranks)
             config = placement.settle(config)
-            workers.start(config, model_config, path, source)
-            shard = load_shard(config, model_config, path, placement, workers.num_threads, source)
+            workers.start(config, model_config, path, parts)
+            shard = load_shard(config, model_config, path, placement, workers.num_threads, parts)
             workers.connect()
             settled, times = start_shard(shard, config)
             return ModelRunner(shard, settled, workers), times
@@ -56,20 +54,21 @@ def load_shard(
     path: Path,
     placement: Placement,
     num_threads: int | None = None,
-    source: Source | None = None,
+    parts: ShardParts = NO_PARTS,
 ) -> Shard:
-    """Load this rank's part of the model, and of what guesses its tokens if that has weights."""
+    """Load this rank's part of the model, and make what features add to it."""
     model = load_part(config, model_config, path, placement)
-    guesser = source.load(config, model, placement) if source else None
-    adapters = adapter_parts(config, model)
-    return Shard(model, model_config, placement, num_threads, guesser, adapters)
+    guesser = parts.drafting.load(config, model, placement) if parts.drafting else None
+    adapters = parts.adapters(config, model) if parts.adapters else None
+    memory = parts.memory(placement.device) if parts.memory else None
+    return Shard(model, model_config, placement, num_threads, guesser, adapters, memory)
 
 
 def start_shard(shard: Shard, config: Config) -> tuple[EngineConfig, StepTimes]:
     """Size the KV pool, compile and capture. All ranks do it at the same time."""
     with shard.computing():
-        if config.enable_sleep_mode and shard.device.type == "cuda":
-            make_sleep_memory(shard)
+        if shard.memory is not None:
+            shard.memory.take_over(shard.models)
         shard.ranks.connect_peers(shard.backend.kernels.peers)
         for _, model in shard.models:
             model.model.agree_on_few_rows()

@@ -1,0 +1,69 @@
+"""Features: what rooms outside the core add to an engine. The engine imports none of them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.kernels.table import Kernels
+from nanovllm.layers.lora import AdapterRows
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM
+
+
+class SleepableMemory(Protocol):
+    """Memory on a device that can be freed and regained at the same addresses."""
+
+    def take_over(self, models: list[tuple[ModelConfig, CausalLM]]) -> None:
+        """Move the weights of the models into it."""
+
+    def pool(self, num_bytes: int) -> torch.Tensor:
+        """Memory of a KV pool, zeroed."""
+
+    def close(self) -> None:
+        """Free all of it."""
+
+
+class AdapterSlots(Protocol):
+    """The slots for adapters in one rank's layers."""
+
+    def rows(self, slots: torch.Tensor, kernels: Kernels) -> AdapterRows:
+        """The adapters of rows with these slots, in int32; below 0: none."""
+
+    def close(self) -> None:
+        """Drop the model and the slots."""
+
+
+@dataclass(frozen=True)
+class ShardParts:
+    """What features add to every rank's shard. Worker ranks get it, pickled, when they start.
+
+    `drafting` loads what makes drafts on the device. `adapters` makes the slots in the layers of
+    the loaded model. `memory` makes a device's memory that can be freed; None where none can.
+    """
+
+    drafting: Any = None
+    adapters: Callable[[Config, CausalLM], AdapterSlots] | None = None
+    memory: Callable[[torch.device], SleepableMemory | None] | None = None
+
+
+NO_PARTS = ShardParts()
+
+
+class Features:
+    """The features of an engine. These are none: the core alone.
+
+    `LLM` has `nanovllm.features.AllFeatures`, which imports a feature's room when an option or a
+    request first asks for it.
+    """
+
+    def shard_parts(
+        self,
+        config: Config,  # noqa: ARG002
+        model_config: ModelConfig,  # noqa: ARG002
+        tokenizer: Any,  # noqa: ARG002
+    ) -> ShardParts:
+        """What the options ask for on every rank."""
+        return NO_PARTS
