@@ -38,7 +38,7 @@ from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.scheduler import Scheduler
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.structured.grammars import Grammars
-from nanovllm.structured.masks import Masks, take
+from nanovllm.structured.masks import Masks
 
 BLOCK_SIZE = 256
 MEDIA = ("book", "film", "game", "song")  # each makes another schema
@@ -129,7 +129,6 @@ def measure(found: list[tuple[Sequence, list[int]]], steps: int, vocab: int) -> 
     draw = timed(drawing.draw_inputs, times["draw"], own["draw"])
 
     def follow(batch: Batch, token_ids: list[int]) -> list[Sequence]:
-        take(batch, token_ids)
         return scheduler.postprocess(batch, token_ids)
 
     postprocess = timed(follow, times["postprocess"], own["postprocess"])

@@ -223,7 +223,7 @@ class Stub(types.ModuleType):
 def load_preparation(checkout: Path) -> types.ModuleType | None:
     """Load the other engine's model runner without model and kernels; None if there is none."""
     folder = checkout / "nanovllm"
-    if not (folder / "engine/run/model_runner.py").exists():
+    if not (folder / "engine/model_runner.py").exists():
         return None
 
     def load(name: str) -> types.ModuleType:

@@ -1,10 +1,15 @@
 """AllFeatures: imports the room of each feature when an option or a request first asks for it."""
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
-from nanovllm.engine.features import Features, ShardParts
+from nanovllm.engine.features import Constraints, DrawMasked, Features, ShardParts
+from nanovllm.engine.run.graphs import Redraws
 from nanovllm.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
 
 
 class AllFeatures(Features):
@@ -25,4 +30,21 @@ class AllFeatures(Features):
             from nanovllm.weights.sleep_memory import sleep_memory
 
             memory = sleep_memory
-        return ShardParts(drafting, adapters, memory)
+        return ShardParts(drafting, adapters, memory, masked_draws)
+
+    def constraints(
+        self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]
+    ) -> Constraints:
+        """What makes constraints of `structured_outputs`."""
+        from nanovllm.structured.grammars import Grammars
+
+        return Grammars(tokenizer, vocab_size, eos_token_ids)
+
+
+def masked_draws(
+    draw: DrawMasked, num_rows: int, vocab_size: int, device: "torch.device"
+) -> Redraws:
+    """What draws a decode graph's tokens again where constraints apply."""
+    from nanovllm.structured.masked_draws import MaskedDraws
+
+    return MaskedDraws(draw, num_rows, vocab_size, device)

@@ -151,9 +151,9 @@ def watch_masked_draws(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     numbers: list[int] = []
     draw = MaskedDraws.__call__
 
-    def counting(self: Any, computed: Any, rows: torch.Tensor, masks: torch.Tensor) -> Any:
-        numbers.append(len(rows))
-        return draw(self, computed, rows, masks)
+    def counting(self: Any, computed: Any, filters: list[Any]) -> Any:
+        numbers.append(len(filters[0].rows))
+        return draw(self, computed, filters)
 
     monkeypatch.setattr(MaskedDraws, "__call__", counting)
     return numbers
@@ -198,7 +198,7 @@ def test_greedy_equals_transformers_with_an_oracle_on_a_device(
         assert_same(llm.generate(prompts, params, use_tqdm=False), expected)
         audit_at_rest(llm)
         graphs = llm.model_runner.shard.graphs
-        masked = None if graphs is None else graphs.masked
+        masked = None if graphs is None else graphs.redraws
         draws_alone = not {"enforce_eager", "tensor_parallel_size"} & {*options}
         assert bool(numbers) == (masked is not None) == draws_alone
         assert masked is None or len(masked._captured) == len(graphs.sizes)

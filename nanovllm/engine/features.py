@@ -1,16 +1,40 @@
 """Features: what rooms outside the core add to an engine. The engine imports none of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.run.computed import Computed
+from nanovllm.engine.run.graphs import Redraws
+from nanovllm.engine.schedule.sequence import Follower
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.lora import AdapterRows
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
+from nanovllm.structured_outputs import StructuredOutputs
+
+# From a draw of rows [B] with masks [B, W], the most rows, the size of the vocabulary, the device.
+DrawMasked = Callable[[Computed, torch.Tensor, torch.Tensor], Computed]
+MakeRedraws = Callable[[DrawMasked, int, int, torch.device], Redraws]
+
+
+class Constraint(Follower, Protocol):
+    """A follower that says which tokens may come next."""
+
+    def copy(self) -> "Constraint":
+        """Another one at its start."""
+
+
+class Constraints(Protocol):
+    """Makes constraints over a model's vocabulary."""
+
+    def constraint(
+        self, asked: StructuredOutputs, eos_token_ids: Iterable[int] | None = None
+    ) -> Constraint:
+        """A constraint at its start; a ValueError if what is asked for is wrong."""
 
 
 class SleepableMemory(Protocol):
@@ -42,14 +66,18 @@ class ShardParts:
 
     `drafting` loads what makes drafts on the device. `adapters` makes the slots in the layers of
     the loaded model. `memory` makes a device's memory that can be freed; None where none can.
+    `redraws` makes what draws a graph's tokens again where constraints apply.
     """
 
     drafting: Any = None
     adapters: Callable[[Config, CausalLM], AdapterSlots] | None = None
     memory: Callable[[torch.device], SleepableMemory | None] | None = None
+    redraws: MakeRedraws | None = None
 
 
 NO_PARTS = ShardParts()
+
+ALONE = "{} needs the class LLM or AsyncLLM: an LLMEngine alone has no such room"
 
 
 class Features:
@@ -67,3 +95,15 @@ class Features:
     ) -> ShardParts:
         """What the options ask for on every rank."""
         return NO_PARTS
+
+    def constraints(
+        self,
+        tokenizer: Any,  # noqa: ARG002
+        vocab_size: int,  # noqa: ARG002
+        eos_token_ids: Iterable[int],  # noqa: ARG002
+    ) -> Constraints:
+        """What makes constraints of `structured_outputs`."""
+        raise ValueError(ALONE.format("structured_outputs"))
+
+
+NO_FEATURES = Features()

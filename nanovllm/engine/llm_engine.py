@@ -13,7 +13,7 @@ from nanovllm.config import Config
 from nanovllm.drafting.measured_costs import costs_of
 from nanovllm.drafting.speculator import speculator_of
 from nanovllm.engine.errors import NotReadyError
-from nanovllm.engine.features import Features
+from nanovllm.engine.features import NO_FEATURES, Features
 from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
@@ -30,7 +30,6 @@ from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.speculative_config import MOST_FORCED
-from nanovllm.structured.masks import take
 from nanovllm.utils.checks import shorten
 from nanovllm.vectors.kept_states import Wanted
 
@@ -55,7 +54,7 @@ class LLMEngine(AdapterRequests):
     Requests are in `unfinished`, and then in `finished` until their output is returned.
     """
 
-    features = Features()
+    features: Features = NO_FEATURES
     _warns = True  # if the model has no tokenizer
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
@@ -89,7 +88,7 @@ class LLMEngine(AdapterRequests):
         self.scheduler = Scheduler(self.config, shard.pools.layout, speculator, residents)
         self.counter = StepCounter()
         self.meter = RequestMeter()
-        self.intake = Intake(self.config, self.model_config, self.tokenizer)
+        self.intake = Intake(self.config, self.model_config, self.tokenizer, self.features)
         self.eos_token_ids = self.intake.eos_token_ids
         self.unfinished: dict[int, Request] = {}
         self.finished: dict[int, Request] = {}
@@ -294,7 +293,6 @@ class LLMEngine(AdapterRequests):
             if following is not None and not following.batch.draws_wait:
                 self._launched, following = self._draw(following), None
         token_ids = self.model_runner.wait(launched)
-        take(batch, token_ids)
         finished = self.scheduler.postprocess(batch, token_ids)
         if following is not None:
             self._launched = self._draw(following)

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.schedule.sequence import End, Sequence
+from nanovllm.structured.masks import WORD, masks_of
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-WORD = 32  # bits of masks
 STOP = End("stop")
 NO_TOKEN = (
     "structured_outputs leave no token to draw beside the request's other parameters, such as"
@@ -94,16 +94,15 @@ class Constraint:
         "ends",
         "excluded",
         "free",
-        "is_ahead",
         "matcher",
         "num_followed",
         "num_tokens",
         "num_words",
     )
+    masks_of = staticmethod(masks_of)
     matcher: "LLMatcher"
     free: FreeText | None  # that has not ended
     num_followed: int  # of the tokens, the prompt included
-    is_ahead: bool  # whether the matcher was given one more, which `update` will find
 
     def __init__(
         self,
@@ -128,16 +127,13 @@ class Constraint:
         """Start over: the next `update` follows every token of the output."""
         self.matcher = self._start.deep_copy()
         self.free = self._start_text and self._start_text.copy()
-        self.num_followed, self.is_ahead = 0, False
+        self.num_followed = 0
 
     def update(self, seq: Sequence) -> End | None:
         """Follow the tokens that are new. Returns the end that they bring, if any."""
         end = len(seq.token_ids) - seq.num_pending_tokens
         if end == self.num_followed:
             return None
-        if self.is_ahead and end == self.num_followed + 1:  # and it had all before
-            self.num_followed, self.is_ahead = end, False
-            return self._end(seq) if self.matcher.is_stopped() else None
         if end < self.num_followed:  # one was taken back
             self.reset()
         indices = range(max(self.num_followed, seq.num_prompt_tokens), end)
@@ -155,19 +151,12 @@ class Constraint:
             if begun is None:
                 return self._failure()
             self.matcher, self.free, new = begun, None, new[ended[0] :]
-        if self.is_ahead:
-            self.is_ahead, new = False, new[1:]
         if new and self.matcher.try_consume_tokens(new) < len(new):
             return self._failure()
         return self._end(seq) if self.matcher.is_stopped() else None
 
     def _end(self, seq: Sequence) -> End | None:
         return STOP if seq.num_known_tokens >= seq.min_num_tokens else None
-
-    def may_take(self, seq: Sequence) -> bool:
-        """Whether the matcher may be given the next token before `update`: it has all others."""
-        end = len(seq.token_ids) - seq.num_pending_tokens
-        return self.num_followed == end and self.free is None and not self.dead_ends
 
     def _failure(self) -> End:
         failed = self.matcher.is_error()

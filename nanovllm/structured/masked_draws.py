@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from nanovllm.engine.run.computed import Computed
+from nanovllm.engine.run.graphs import Captured
 from nanovllm.engine.run.transfer import upload_ahead, uploading
 from nanovllm.kernels.integers import cdiv
-from nanovllm.structured.constraint import WORD
+from nanovllm.layers.filters import Filters
+from nanovllm.structured.masks import WORD
 
 Draw = Callable[[Computed, torch.Tensor, torch.Tensor], Computed]
-Captured = tuple[torch.cuda.CUDAGraph, Computed]
 
 
 class MaskedDraws:
@@ -35,8 +36,10 @@ class MaskedDraws:
         self._captured: dict[torch.Tensor, Captured] = {}  # by the tokens that are drawn again
         self._drawn: torch.cuda.Event | None = None  # after the last draw
 
-    def fits(self, masks: torch.Tensor) -> bool:
-        """Whether the masks are as wide as the model's vocabulary."""
+    def takes(self, filters: list[Filters]) -> bool:
+        """Whether nothing but masks narrows the rows, and these are as wide as the vocabulary."""
+        if len(filters) != 1 or (masks := filters[0].sole_masks) is None:
+            return False
         return masks.shape[1] == self._masks.shape[1]
 
     def capture(
@@ -52,9 +55,10 @@ class MaskedDraws:
             graph.reset()
         self._captured.clear()
 
-    def __call__(self, computed: Computed, rows: torch.Tensor, masks: torch.Tensor) -> Computed:
-        """Draw the rows [R] of a graph's step with masks [R, W], which are on the host."""
-        assert computed.token_ids is not None
+    def __call__(self, computed: Computed, filters: list[Filters]) -> Computed:
+        """Draw the rows of a graph's step that have masks, which are on the host."""
+        assert computed.token_ids is not None and filters[0].masks is not None
+        rows, masks = filters[0].rows, filters[0].masks
         self._upload(rows.tolist(), masks)
         if computed.token_ids in self._captured:
             graph, drawn = self._captured[computed.token_ids]

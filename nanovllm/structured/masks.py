@@ -1,48 +1,71 @@
-"""Masks: which tokens the constraints of a step's rows allow; several threads work at them."""
+"""Masks: bitmaps of the tokens that the constraints of a step's rows allow."""
 
 import functools
 import itertools
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from nanovllm.engine.schedule.batch import Batch
-from nanovllm.engine.schedule.sequence import Sequence
-from nanovllm.structured.constraint import WORD, Constraint
+from nanovllm.engine.run.entries import IdsOfRows
+from nanovllm.engine.schedule.sequence import End, Sequence
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
+WORD = 32  # bits
 ALONE = 4  # matchers with which one thread is done sooner than several
 
 Jobs = list[tuple["LLMatcher", int]]  # matchers, each with its row
 
 
-def take(batch: Batch, token_ids: list[int]) -> None:
-    """Give the constraints a step's tokens, several at a time.
+class Masked(Protocol):
+    """A constraint, as masks are made of it."""
 
-    It is for speed alone: `update`, when a token is known, does what is left, or all of it.
+    excluded: tuple[int, ...]
+    num_words: int
+    num_tokens: int
+    dead_ends: set[int]
+    num_followed: int
+
+    @property
+    def matcher(self) -> "LLMatcher": ...
+    @property
+    def free(self) -> object | None: ...
+    def after(self, drafts: list[int]) -> "LLMatcher | None": ...
+    def barred(self, drafts: list[int]) -> tuple[int, ...]: ...
+    def update(self, seq: Sequence) -> End | None: ...
+
+
+def masks_of(
+    draws: list[tuple[Sequence, list[int]]],
+    allowed: IdsOfRows,
+    forbidden: IdsOfRows,
+    vocab_size: int,
+    pinned: bool,
+) -> torch.Tensor:
+    """The bitmaps of the tokens that may come after each sequence's drafts.
+
+    All sequences have constraints. `allowed` and `forbidden` are lists of their other parameters.
     """
-    if batch.drafts or batch.num_drafts:  # not all tokens are sure to come
-        return
-    given = [
-        (constraint, token_id)
-        for seq, token_id in zip(batch.sampling_seqs, token_ids, strict=True)
-        if (constraint := seq.constraint) is not None
-        and seq.num_pending_tokens
-        and constraint.may_take(seq)
-    ]
-    if len(given) <= ALONE:
-        return
-    jobs = [(constraint.matcher, token_id) for constraint, token_id in given]
-    for (constraint, _), taken in zip(given, _executor().consume_token_par(jobs), strict=True):
-        if taken:
-            constraint.is_ahead = True
-        else:  # `update` finds out why
-            constraint.reset()
+    asked = []
+    for seq, drafts in draws:
+        constraint = seq.constraint
+        if constraint.num_followed != len(seq.token_ids) or seq.num_pending_tokens:
+            constraint.update(seq)
+        asked.append((constraint, drafts))
+    masks = Masks(asked, pinned)
+    doubtful = masks.fill()
+    for row, ids in allowed:
+        masks.keep_only(row, ids)
+    masks.forbid(forbidden)
+    doubtful |= {row for row, _ in (*allowed, *forbidden)}
+    if draws[0][0].constraint.num_tokens > vocab_size:
+        doubtful.update(range(len(draws)))
+    mark_dead_ends(draws, masks, doubtful, vocab_size)
+    return masks.tensor
 
 
 class Masks:
@@ -51,7 +74,7 @@ class Masks:
     Bit i % 32 of word i // 32 is set if token i may come. W is the constraints' `num_words`.
     """
 
-    def __init__(self, asked: list[tuple[Constraint, list[int]]], pinned: bool = False) -> None:
+    def __init__(self, asked: list[tuple[Masked, list[int]]], pinned: bool = False) -> None:
         self._asked = asked
         shape = len(asked), asked[0][0].num_words
         self.tensor = torch.empty(shape, dtype=torch.int32, pin_memory=pinned)
@@ -124,15 +147,15 @@ class Masks:
         self.array.view(np.uint32)[row, token_id // WORD] |= np.uint32(1 << token_id % WORD)
 
 
-def note_dead_ends(
+def mark_dead_ends(
     draws: list[tuple[Sequence, list[int]]], masks: Masks, doubtful: set[int], vocab_size: int
 ) -> None:
-    """Note where the rows of constraints leave no token; only `doubtful` rows can.
+    """Record the indices at which constraints leave no token; only `doubtful` rows can.
 
     A token that stops nothing is drawn there.
     """
-    noted = [row for row, (seq, _) in enumerate(draws) if seq.constraint.dead_ends]
-    for row in doubtful.union(noted):
+    marked = [row for row, (seq, _) in enumerate(draws) if seq.constraint.dead_ends]
+    for row in doubtful.union(marked):
         seq, drafts = draws[row]
         dead_ends, index = seq.constraint.dead_ends, len(seq.token_ids) + len(drafts)
         if row in doubtful and masks.is_empty(row, vocab_size):

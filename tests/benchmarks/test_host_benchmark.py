@@ -27,7 +27,7 @@ class Sequence:
 """,
     "engine/scheduler": """
 from nanovllm.config import Config
-from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.engine.sequence import Sequence
 
 class Scheduler:
     def __init__(self, config: Config):
@@ -53,7 +53,7 @@ def reset_context(): pass
 }
 RUNNER = """
 import torch
-from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import set_context, reset_context

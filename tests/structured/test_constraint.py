@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from nanovllm import SamplingParams, StructuredOutputs
 from nanovllm.engine.run.draw_inputs import draw_inputs
-from nanovllm.engine.schedule.batch import Batch
-from nanovllm.engine.schedule.sequence import PENDING, End, Sequence
+from nanovllm.engine.schedule.sequence import End, Sequence
 from nanovllm.kernels.plain.mask import mask
 from nanovllm.structured.constraint import Constraint
-from nanovllm.structured.masks import Masks, note_dead_ends, take
+from nanovllm.structured.masks import Masks, mark_dead_ends
 from tests.grammar_words import (
     BYTES,
     EOS,
@@ -208,58 +207,11 @@ def test_a_model_may_have_fewer_or_more_tokens_than_the_tokenizer(vocab_size: in
         assert found == {i for i in begun | ends if i < vocab_size}
 
 
-@settings(max_examples=50, deadline=None)
-@given(seed=st.integers(0, 2**32), takes=st.lists(st.booleans(), min_size=8, max_size=8))
-def test_tokens_that_were_taken_together_are_followed_once(seed: int, takes: list[bool]) -> None:
-    """Some of the sequences are drawn wrong tokens, and some are free text at first."""
-    rng = random.Random(seed)
-    asked = [structured for structured, _ in LANGUAGES]
-    asked += [StructuredOutputs(choice=["abc", "ab12"], after="b") for _ in range(3)]
-    pairs = [[GRAMMARS.constraint(one) for _ in range(2)] for one in asked]
-    seqs = [Sequence([0], SamplingParams(), constraint=taken) for _, taken in pairs]
-    for takes_them in takes:
-        for (plain, taken), seq in zip(pairs, seqs, strict=True):
-            plain.update(seq)
-            taken.update(seq)
-            assert allowed(plain) == allowed(taken)
-        ways = [sorted(allowed(plain) - {EOS, OTHER_EOS}) for plain, _ in pairs]
-        drawn = [rng.choice(w) if w and rng.random() < 0.95 else ord("!") for w in ways]
-        for seq in seqs:
-            seq.token_ids.append(PENDING)
-            seq.num_pending_tokens = 1
-        if takes_them:
-            take(Batch(seqs, is_prefill=False), drawn)
-        for (plain, taken), seq, token_id in zip(pairs, seqs, drawn, strict=True):
-            seq.token_ids[-1], seq.num_pending_tokens = token_id, 0
-            end = plain.update(seq)
-            assert taken.update(seq) == end
-            if end is not None:  # the sequence starts over
-                del seq.token_ids[1:]
-
-
 def test_rows_of_one_constraint_are_alike() -> None:
     """As after drafts that are fewer than others have."""
     constraint = constrain(words_grammars(), choice=["abc", "12"])
     masks = masks_of([(constraint, [])] * 9)
     assert (masks == masks[0]).all() and masks[0].any()
-
-
-def test_what_was_taken_before_an_interrupt_is_dropped() -> None:
-    seqs = [Sequence([0], SamplingParams()) for _ in range(6)]
-    for seq in seqs:
-        seq.constraint = constrain(GRAMMARS, choice=["ab", "cd"])
-        assert seq.constraint.update(seq) is None
-        seq.token_ids.append(PENDING)
-        seq.num_pending_tokens = 1
-    take(Batch(seqs, is_prefill=False), [ord("a")] * 6)
-    assert all(seq.constraint.is_ahead for seq in seqs)
-    for seq in seqs:
-        seq.drop_pending()
-        seq.constraint.reset()
-        assert allowed(seq.constraint) >= {ord("a"), ord("c")}
-        seq.token_ids.append(ord("c"))
-        assert seq.constraint.update(seq) is None
-        assert allowed(seq.constraint) == {ord("d")}
 
 
 def test_it_ends_where_nothing_can_follow() -> None:
@@ -510,8 +462,8 @@ def test_a_dead_end_is_none_after_other_drafts() -> None:
     constraint: Any = SimpleNamespace(dead_ends=set())
     seq: Any = SimpleNamespace(constraint=constraint, token_ids=[5] * 3, stop_token_ids={0})
     masks = empty_masks(0)
-    note_dead_ends([(seq, [7])], masks, {0}, 32)
+    mark_dead_ends([(seq, [7])], masks, {0}, 32)
     assert constraint.dead_ends == {4} and masks.array.tolist() == [[1 << 1]], "0 would stop"
     seq.token_ids.append(6)
-    note_dead_ends([(seq, [])], empty_masks(0b11), set(), 32)
+    mark_dead_ends([(seq, [])], empty_masks(0b11), set(), 32)
     assert constraint.dead_ends == set()

@@ -14,7 +14,7 @@ from nanovllm import StructuredOutputs
 from nanovllm.structured.constraint import Constraint
 from tests.grammar_words import accepts, words_grammars
 
-SUITE = Path(__file__).parents[2] / "data" / "json_schema_suite.jsonl"
+SUITE = Path(__file__).parents[1] / "data" / "json_schema_suite.jsonl"
 CASES: dict[str, list[dict[str, Any]]] = defaultdict(list)
 for line in SUITE.read_text(encoding="utf-8").splitlines():
     case = json.loads(line)

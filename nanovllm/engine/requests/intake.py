@@ -7,6 +7,7 @@ import xxhash
 
 from nanovllm.adapters.adapter import Adapter
 from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.features import NO_FEATURES, Constraint, Constraints, Features
 from nanovllm.engine.requests.logprobs import Logprobs
 from nanovllm.engine.requests.output_text import OutputText
 from nanovllm.engine.requests.processors import Processors
@@ -17,8 +18,6 @@ from nanovllm.models.bare import NO_HEAD
 from nanovllm.models.config import ModelConfig
 from nanovllm.prompts import Prompt, split_prompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.structured.constraint import Constraint
-from nanovllm.structured.grammars import Grammars
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.checks import as_list, check_int, check_text, shorten
 from nanovllm.vectors.kept_states import Pool, Wanted
@@ -51,8 +50,14 @@ class Accepted:
 class Intake:
     """Knows the model's vocabulary and length, and its tokenizer if it has one."""
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        tokenizer: Any,
+        features: Features = NO_FEATURES,
+    ) -> None:
+        self.tokenizer, self._features = tokenizer, features
         self.vocab_size = model_config.vocab_size
         self.max_model_len = config.max_model_len
         self.seed = config.seed
@@ -63,7 +68,7 @@ class Intake:
         # The ids that the model can produce; a tokenizer may have more.
         self.eos_token_ids = frozenset(i for i in eos_token_ids if i < self.vocab_size)
         self._num_requests = 0
-        self._grammars = Grammars(tokenizer, self.vocab_size, self.eos_token_ids)
+        self._constraints: Constraints | None = None  # when one is first asked for
 
     def accept(
         self, prompt: Prompt, params: SamplingParams, wanted: Wanted | None = None
@@ -165,7 +170,11 @@ class Intake:
         if asked is None:
             return None
         assert isinstance(asked, StructuredOutputs)
-        return self._grammars.constraint(asked, () if params.ignore_eos else self.eos_token_ids)
+        if self._constraints is None:
+            self._constraints = self._features.constraints(
+                self.tokenizer, self.vocab_size, self.eos_token_ids
+            )
+        return self._constraints.constraint(asked, () if params.ignore_eos else self.eos_token_ids)
 
     def _check_allowed(self, params: SamplingParams) -> None:
         """Refuse a list in which no token may come first."""

@@ -10,7 +10,6 @@ import xxhash
 
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.run.entries import (
-    IdsOfRows,
     allowed_entries,
     biased_entries,
     forbidden_entries,
@@ -22,7 +21,6 @@ from nanovllm.kernels.plain.draw import Cuts
 from nanovllm.kernels.plain.ranking import are_few
 from nanovllm.layers.filters import Filters, Penalties
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.structured.masks import Masks, note_dead_ends
 
 NARROWED_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 26}  # at most, at a time: copied in float32
 COLDEST = 1e-30  # below it any difference of logits decides
@@ -151,8 +149,9 @@ def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: s
         for row, seq, drafts in listed
         if seq.may_forbid and (ids := _forbidden(seq, drafts))
     ]
-    if draws[0][0].constraint is not None:
-        filters.masks = _masks(draws, allowed, forbidden, vocab_size, device_type)
+    if (constraint := draws[0][0].constraint) is not None:
+        pinned = device_type == "cuda"
+        filters.masks = constraint.masks_of(draws, allowed, forbidden, vocab_size, pinned)
     else:
         if allowed:
             filters.allowed = allowed_entries([(row, draws[row][0].params) for row, _ in allowed])
@@ -172,28 +171,6 @@ def _forbidden(seq: Sequence, drafts: list[int]) -> set[int]:
     """Its forbidden tokens; none if they would leave nothing of the allowed ones."""
     forbidden, allowed = seq.forbidden_token_ids(drafts), seq.params.allowed_token_ids
     return set() if allowed and all(map(forbidden.__contains__, allowed)) else forbidden
-
-
-def _masks(
-    draws: list[Draw], allowed: IdsOfRows, forbidden: IdsOfRows, vocab_size: int, device_type: str
-) -> torch.Tensor:
-    """The bitmaps of what may come after the drafts, where uploads need no other copy."""
-    asked = []
-    for seq, drafts in draws:
-        constraint = seq.constraint
-        if constraint.num_followed != len(seq.token_ids) or seq.num_pending_tokens:
-            constraint.update(seq)
-        asked.append((constraint, drafts))
-    masks = Masks(asked, pinned=device_type == "cuda")
-    doubtful = masks.fill()
-    for row, ids in allowed:
-        masks.keep_only(row, ids)
-    masks.forbid(forbidden)
-    doubtful |= {row for row, _ in (*allowed, *forbidden)}
-    if draws[0][0].constraint.num_tokens > vocab_size:
-        doubtful.update(range(len(draws)))
-    note_dead_ends(draws, masks, doubtful, vocab_size)
-    return masks.tensor
 
 
 def _penalties(draws: list[Draw]) -> Penalties:

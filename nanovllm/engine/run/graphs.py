@@ -9,12 +9,33 @@ the capture runs, and is tested, anywhere.
 
 import functools
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.schedule.step_size import Size
-from nanovllm.structured.masked_draws import Captured, MaskedDraws
+from nanovllm.layers.filters import Filters
+
+Captured = tuple[torch.cuda.CUDAGraph, Computed]
+
+
+class Redraws(Protocol):
+    """What draws the tokens of a graph's step again, where a feature narrows the draw."""
+
+    def takes(self, filters: list[Filters]) -> bool:
+        """Whether it draws with these filters."""
+
+    def capture(
+        self, computed: Computed, capture: Callable[[Callable[[], Computed]], Captured]
+    ) -> None:
+        """Capture the draw of a graph's step."""
+
+    def release(self) -> None:
+        """Free the captured graphs."""
+
+    def __call__(self, computed: Computed, filters: list[Filters]) -> Computed:
+        """Draw some rows of a graph's step again."""
 
 
 class DecodeGraphs:
@@ -23,7 +44,7 @@ class DecodeGraphs:
     `step(size, out)` computes the batch's first sequences, and writes their logits to `out`. A
     batch runs in the next larger size, padded with unused queries, which write nothing (slot -1)
     and attend to nothing (context length 0). The caller runs batches that fit no size eagerly.
-    `masked`, if this rank draws alone, draws the tokens again where masks apply.
+    `redraws`, if this rank draws alone, may draw tokens again.
     """
 
     def __init__(
@@ -31,9 +52,9 @@ class DecodeGraphs:
         step: Callable[[Size, torch.Tensor], Computed],
         sizes: list[Size],
         logits: torch.Tensor,
-        masked: MaskedDraws | None = None,
+        redraws: Redraws | None = None,
     ) -> None:
-        self.step, self.masked = step, masked
+        self.step, self.redraws = step, redraws
         self.sizes = sorted(sizes, key=lambda size: size.num_rows)
         self.logits = logits
         self.graphs: dict[Size, Captured] = {}
@@ -63,13 +84,13 @@ class DecodeGraphs:
 
         for size in reversed(self.sizes):
             self.graphs[size] = captured(functools.partial(self.run, size))
-            if self.masked is not None:
-                self.masked.capture(self.graphs[size][1], captured)
+            if self.redraws is not None:
+                self.redraws.capture(self.graphs[size][1], captured)
 
     def release(self) -> None:
         """Free the captured graphs, even if this object is still referenced."""
-        if self.masked is not None:
-            self.masked.release()
+        if self.redraws is not None:
+            self.redraws.release()
         for graph, _ in self.graphs.values():
             graph.reset()
         self.graphs.clear()

@@ -15,7 +15,7 @@ from nanovllm.drafting.guesser import Guesser, guesser_of
 from nanovllm.engine.cache.groups import CacheGroups, divide
 from nanovllm.engine.cache.kv_pool import KVPool
 from nanovllm.engine.cache.pools import CachePools
-from nanovllm.engine.features import AdapterSlots, SleepableMemory
+from nanovllm.engine.features import AdapterSlots, MakeRedraws, SleepableMemory
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.run.device_table import DeviceTable, TableLayout
 from nanovllm.engine.run.draw_inputs import DrawInputs
@@ -33,7 +33,6 @@ from nanovllm.layers.lora import AdapterRows
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.structured.masked_draws import MaskedDraws
 
 MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels one by one
 
@@ -55,6 +54,7 @@ class Shard:
         guesser: Guesser | None = None,
         adapters: AdapterSlots | None = None,
         memory: SleepableMemory | None = None,
+        make_redraws: MakeRedraws | None = None,
     ) -> None:
         self.model = model
         self.model_config = model_config
@@ -78,6 +78,7 @@ class Shard:
         self.graphs: DecodeGraphs | None = None
         self._tokens_are_shared = False  # whether all ranks have the table's last tokens
         self._num_threads = num_threads
+        self._make_redraws = make_redraws
         self.memory = memory  # of weights and pools, if they can be freed and regained
         self.at_close: list[Callable[[], object]] = []
 
@@ -179,10 +180,9 @@ class Shard:
             return computed.results(inputs.num_samples), ()
         if inputs.filters or inputs.report is not None:
             assert computed.logits.shape[1] == self.vocab_size, "a part of the vocabulary"
-        if (masked := self._masked_draws(computed, inputs)) is not None:
-            (filters,) = inputs.filters
-            assert filters.masks is not None
-            computed = masked(computed, filters.rows, filters.masks)
+        redraws = self.graphs.redraws if self.graphs and computed.token_ids is not None else None
+        if redraws is not None and redraws.takes(inputs.filters):
+            computed = redraws(computed, inputs.filters)
         else:
             computed = self._draw(computed.first(inputs.num_samples), inputs)
         columns: tuple[Columns, ...] = ()
@@ -190,14 +190,6 @@ class Shard:
             assert computed.token_ids is not None
             columns = drawn_columns(computed.logits, computed.token_ids, inputs.report)
         return computed.results(inputs.num_samples), columns
-
-    def _masked_draws(self, computed: Computed, inputs: DrawInputs) -> MaskedDraws | None:
-        """What draws a decode graph's tokens again, if nothing but masks narrows them."""
-        masked = self.graphs.masked if self.graphs and computed.token_ids is not None else None
-        if masked is None or len(inputs.filters) != 1:
-            return None
-        masks = inputs.filters[0].sole_masks
-        return masked if masks is not None and masked.fits(masks) else None
 
     def _draw_masked(self, computed: Computed, rows: torch.Tensor, masks: torch.Tensor) -> Computed:
         """Draw these rows of a decode graph's step again, of what masks allow, and keep all."""
@@ -426,10 +418,10 @@ class Shard:
         if self.ranks.peer_kernels:
             columns = self.model.lm_head.held.num_rows
         logits = torch.empty(num_rows, columns, dtype=self.placement.dtype, device=self.device)
-        masked = None
-        if self.ranks.rank == 0 and not self.ranks.peer_kernels:
-            masked = MaskedDraws(self._draw_masked, num_rows, self.vocab_size, self.device)
-        return DecodeGraphs(self._decode_and_draw, sizes, logits, masked)
+        redraws = None
+        if self._make_redraws and self.ranks.rank == 0 and not self.ranks.peer_kernels:
+            redraws = self._make_redraws(self._draw_masked, num_rows, self.vocab_size, self.device)
+        return DecodeGraphs(self._decode_and_draw, sizes, logits, redraws)
 
     def capture_graphs(self, num_running: int) -> int:
         """Capture the decode steps; returns how many sizes there are."""

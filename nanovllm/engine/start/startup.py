@@ -61,7 +61,9 @@ def load_shard(
     guesser = parts.drafting.load(config, model, placement) if parts.drafting else None
     adapters = parts.adapters(config, model) if parts.adapters else None
     memory = parts.memory(placement.device) if parts.memory else None
-    return Shard(model, model_config, placement, num_threads, guesser, adapters, memory)
+    return Shard(
+        model, model_config, placement, num_threads, guesser, adapters, memory, parts.redraws
+    )
 
 
 def start_shard(shard: Shard, config: Config) -> tuple[EngineConfig, StepTimes]:

@@ -364,7 +364,7 @@ def test_a_stopped_rank_ends_with_the_caller() -> None:
 def test_ranks_import_the_callers_nanovllm(tmp_path: Path) -> None:
     """Also if a relative path in `sys.path` means another folder by now."""
     shutil.copytree(Path(nanovllm.__file__).parent, tmp_path / "lib" / "nanovllm")
-    shard = tmp_path / "lib" / "nanovllm" / "engine" / "shard.py"
+    shard = tmp_path / "lib" / "nanovllm" / "engine" / "run" / "shard.py"
     shard.write_text(shard.read_text() + "\nprint('the copy', flush=True)\n")
     code = (
         f"import os, sys; os.chdir({str(tmp_path)!r}); sys.path.insert(0, 'lib')\n"
