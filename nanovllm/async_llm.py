@@ -12,6 +12,7 @@ from nanovllm.chat.conversation import has_chat_template
 from nanovllm.config import MAX_WAITING
 from nanovllm.engine.remote.async_engine import params_of
 from nanovllm.engine.remote.readers import SMALL, prompt_size
+from nanovllm.features import AllFeatures
 from nanovllm.lora_request import LoRARequest
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.prompts import Prompt
@@ -26,6 +27,8 @@ class AsyncLLM(AsyncVectorCalls):
     At most `max_waiting` samples wait beside those that can run: a call beyond is an
     EngineFullError. Close it, or use it in an `async with` block.
     """
+
+    features = AllFeatures()
 
     def __init__(
         self, model: str | os.PathLike[str], *, max_waiting: int = MAX_WAITING, **options: Any

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.config import Config
 from nanovllm.engine.features import Constraints, DrawMasked, Features, ShardParts
 from nanovllm.engine.run.graphs import Redraws
+from nanovllm.engine.run.hidden_reader import HiddenReader
 from nanovllm.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -39,6 +40,18 @@ class AllFeatures(Features):
         from nanovllm.structured.grammars import Grammars
 
         return Grammars(tokenizer, vocab_size, eos_token_ids)
+
+    def keeper(self, num_tokens: int, keeps_prompt: bool) -> Any:
+        """What keeps the hidden states of generated tokens, and of a prompt of this length."""
+        from nanovllm.vectors.generated_states import GeneratedStates
+
+        return GeneratedStates(num_tokens, keeps_prompt)
+
+    def hidden_reader(self) -> HiddenReader:
+        """What reads the hidden states of steps for keepers."""
+        from nanovllm.vectors.hidden_states import HiddenStates
+
+        return HiddenStates()
 
 
 def masked_draws(

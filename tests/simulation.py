@@ -155,7 +155,7 @@ class Simulation:
         seqs = [
             Sequence(
                 prompt, asked, index=index, constraint=Forcing(self.rng) if constrained else None,
-                states=Keeper(len(prompt)) if keeps and index == 0 else None, **options,
+                keeper=Keeper(len(prompt)) if keeps and index == 0 else None, **options,
             )
             for index in range(asked.n)
         ]  # fmt: skip
@@ -217,18 +217,18 @@ class Simulation:
     def note_states(self, batch: Batch) -> None:
         """Note which states the step computes for sequences that keep them."""
         kept = [
-            (seq, seq.states.scheduled(seq))
+            (seq, seq.keeper.scheduled(seq))
             for seq in (batch.seqs[batch.num_decodes :] if batch.is_prefill else ())
-            if seq.states is not None
+            if seq.keeper is not None
         ]
         self.arriving[id(batch)] = [(seq, tokens) for seq, tokens in kept if tokens]
 
     def deliver_states(self, batch: Batch) -> None:
         """The states of a step arrive; a sequence that has sampled a token lacks none."""
         for seq, tokens in self.arriving.pop(id(batch)):
-            seq.states.add(tokens)
+            seq.keeper.add(tokens)
         for seq in batch.sampling_seqs:
-            assert seq.states is None or not seq.states.wanted
+            assert seq.keeper is None or not seq.keeper.wanted
 
     def interrupted_step(self, computed: bool, restart: bool) -> None:
         """A step that is not booked, whether or not the device computed it, and what follows."""

@@ -219,9 +219,9 @@ def test_states_on_a_device(options: dict[str, Any], model_dir: Path, model: Any
 
 
 def test_nothing_is_kept_for_other_requests(llm_without: LLM) -> None:
-    assert not llm_without.model_runner.keeps_states
+    assert llm_without.model_runner.hidden_reader is None
     llm_without.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
-    assert not llm_without.model_runner.keeps_states
+    assert llm_without.model_runner.hidden_reader is None
 
 
 @pytest.fixture(scope="module")

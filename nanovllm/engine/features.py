@@ -9,6 +9,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.run.graphs import Redraws
+from nanovllm.engine.run.hidden_reader import HiddenReader
 from nanovllm.engine.schedule.sequence import Follower
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.lora import AdapterRows
@@ -26,6 +27,26 @@ class Constraint(Follower, Protocol):
 
     def copy(self) -> "Constraint":
         """Another one at its start."""
+
+
+class Keeper(Protocol):
+    """Keeps hidden states, or the log-probabilities of labels. `wanted` are prompt tokens."""
+
+    wanted: range
+
+    @property
+    def asked(self) -> "Wanted":
+        """What it was made for."""
+
+
+class Wanted(Protocol):
+    """What a request that generates nothing is for."""
+
+    @property
+    def labels(self) -> tuple[int, ...]: ...
+
+    def keeper(self, num_tokens: int) -> Keeper:
+        """What keeps it for a prompt of this length."""
 
 
 class Constraints(Protocol):
@@ -104,6 +125,14 @@ class Features:
     ) -> Constraints:
         """What makes constraints of `structured_outputs`."""
         raise ValueError(ALONE.format("structured_outputs"))
+
+    def keeper(self, num_tokens: int, keeps_prompt: bool) -> Any:  # noqa: ARG002
+        """What keeps the hidden states of generated tokens, and of a prompt of this length."""
+        raise ValueError(ALONE.format("hidden_states"))
+
+    def hidden_reader(self) -> HiddenReader:
+        """What reads the hidden states of steps for keepers."""
+        raise ValueError(ALONE.format("hidden states"))
 
 
 NO_FEATURES = Features()

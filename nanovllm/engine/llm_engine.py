@@ -13,7 +13,7 @@ from nanovllm.config import Config
 from nanovllm.drafting.measured_costs import costs_of
 from nanovllm.drafting.speculator import speculator_of
 from nanovllm.engine.errors import NotReadyError
-from nanovllm.engine.features import NO_FEATURES, Features
+from nanovllm.engine.features import NO_FEATURES, Features, Wanted
 from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
@@ -31,7 +31,6 @@ from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.speculative_config import MOST_FORCED
 from nanovllm.utils.checks import shorten
-from nanovllm.vectors.kept_states import Wanted
 
 T = TypeVar("T")
 
@@ -426,7 +425,8 @@ class LLMEngine(AdapterRequests):
         if streams:
             self._streaming.add(request.request_id)
         self.unfinished[request.request_id] = request
-        self.model_runner.keeps_states |= accepted.params.hidden_states
+        if request.seqs[0].keeper is not None and self.model_runner.hidden_reader is None:
+            self.model_runner.hidden_reader = self.features.hidden_reader()
         self.scheduler.add(request.seqs[0])
         return request.request_id
 

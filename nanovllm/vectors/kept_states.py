@@ -1,4 +1,4 @@
-"""Pool: what a request keeps of its prompt's hidden states, instead of sampling tokens.
+"""KeptStates: what a request keeps of its prompt's hidden states, instead of sampling tokens.
 
 They are those after the final norm. A request with labels keeps no states, but how likely each of
 these tokens is after the prompt.
@@ -23,8 +23,12 @@ class Wanted(NamedTuple):
     pooling: Pooling
     labels: tuple[int, ...] = ()
 
+    def keeper(self, num_tokens: int) -> "KeptStates":
+        """What keeps it for a prompt of this length."""
+        return KeptStates(self.pooling, num_tokens, self.labels)
 
-class Pool:
+
+class KeptStates:
     """The states of the last, the first ("cls") or all tokens, or their mean, as they arrive.
 
     `wanted` are the prompt's tokens whose states have not arrived; the request ends when there are
@@ -38,6 +42,11 @@ class Pool:
         self.wanted = range(start, 1 if pooling == "cls" else num_tokens)
         self.logprobs: list[float] = []  # of the labels
         self._parts: dict[int, Array] = {}  # by first token: states, or their sum
+
+    @property
+    def asked(self) -> Wanted:
+        """What it was made for."""
+        return Wanted(self.pooling, self.labels)
 
     @property
     def adds_up(self) -> bool:

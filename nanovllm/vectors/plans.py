@@ -139,7 +139,7 @@ def _states(requests: list[Request]) -> list[PoolingRequestOutput]:
     return [
         PoolingRequestOutput(
             **common_fields(request),
-            outputs=PoolingOutput(data=torch.from_numpy(request.seqs[0].pool.result)),
+            outputs=PoolingOutput(data=torch.from_numpy(request.seqs[0].keeper.result)),
         )
         for request in requests
     ]

@@ -16,7 +16,7 @@ from nanovllm import LLM, PoolingParams, SamplingParams
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.vectors import plans
-from nanovllm.vectors.kept_states import Pool
+from nanovllm.vectors.kept_states import KeptStates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -383,7 +383,7 @@ def test_random_walks_beside_requests_that_generate(
 
         monkeypatch.setattr(scheduler, "_schedule_prefill", preempting)
         wanted: dict[int, tuple[int, str]] = {}
-        pools: dict[int, Pool] = {}
+        pools: dict[int, KeptStates] = {}
         done = 0
         for _ in range(250):
             if rng.random() < 0.5 and len(llm.unfinished) < 16:
@@ -393,8 +393,8 @@ def test_random_walks_beside_requests_that_generate(
                 )
                 accepted = llm.accept(prompts[index], params)
                 if rng.random() < 0.6:
-                    pool = Pool(pooling, len(prompts[index]))
-                    request_id = llm.enqueue(dataclasses.replace(accepted, pool=pool))
+                    pool = KeptStates(pooling, len(prompts[index]))
+                    request_id = llm.enqueue(dataclasses.replace(accepted, keeper=pool))
                     wanted[request_id], pools[request_id] = (index, pooling), pool
                 else:
                     llm.enqueue(accepted)

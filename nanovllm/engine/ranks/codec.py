@@ -19,7 +19,7 @@ LAYOUT: dict[str, Any] = {
     "input_ids": np.int64, "positions": np.int64, "slot_mapping": np.int64,
     "table_rows": np.int64, "sample_table_rows": np.int64,
     "sampled_tokens": np.int64, "shared_samples": np.int64, "reported_tokens": np.int64,
-    "next_tokens": np.int64, "pooled_tokens": np.int64,
+    "next_tokens": np.int64, "kept_tokens": np.int64,
     "states_before": np.int64, "states_after": np.int64,
     "cu_seqlens_q": np.int32, "cu_seqlens_k": np.int32, "copied_blocks": np.int32,
     "adapter_slots": np.int32, "copied_before": np.int32, "copied_after": np.int32,

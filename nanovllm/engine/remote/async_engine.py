@@ -10,6 +10,7 @@ from typing import Any
 
 from nanovllm.config import MAX_WAITING, Config
 from nanovllm.engine.errors import EngineEndedError
+from nanovllm.engine.features import NO_FEATURES, Features
 from nanovllm.engine.remote.call import Call
 from nanovllm.engine.remote.calls import Calls, pickled_processors
 from nanovllm.engine.remote.connection import Connection
@@ -34,6 +35,8 @@ class AsyncEngine(Controls):
     process; the engine's process only steps.
     """
 
+    features: Features = NO_FEATURES
+
     def __init__(
         self, model: str | os.PathLike[str], *, max_waiting: int = MAX_WAITING, **options: Any
     ) -> None:
@@ -53,7 +56,7 @@ class AsyncEngine(Controls):
             self._connection.process.close()
             raise
         self._calls = Calls(self._connection, self.config.max_num_seqs, max_waiting)
-        self._intake = Intake(self.config, self.model_config, self.tokenizer)
+        self._intake = Intake(self.config, self.model_config, self.tokenizer, self.features)
         self._readers = Readers()
 
     @contextlib.asynccontextmanager

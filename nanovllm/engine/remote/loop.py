@@ -96,8 +96,9 @@ class Followed:
         first, times = self.request.seqs[0], self.request.times
         asked = first.params.prompt_logprobs is not None
         likely = first.logprobs.prompt if asked else None
-        states = [seq.states for seq in self.request.seqs] if first.params.hidden_states else None
-        return Ended(self.number, times, first.num_hit_tokens or 0, likely, first.pool, states)
+        states = [seq.keeper for seq in self.request.seqs] if first.params.hidden_states else None
+        kept = None if first.generates else first.keeper
+        return Ended(self.number, times, first.num_hit_tokens or 0, likely, kept, states)
 
 
 def _whole_params(command: Submit) -> SamplingParams:

@@ -12,8 +12,9 @@ from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # it imports PyTorch
-    from nanovllm.vectors.kept_states import Pool, Wanted
-    from nanovllm.vectors.states import States
+    from nanovllm.engine.features import Wanted
+    from nanovllm.vectors.generated_states import GeneratedStates
+    from nanovllm.vectors.kept_states import KeptStates
 
 NO_ARGUMENTS = pickle.dumps(((), {}))
 NOTHING = pickle.dumps(None)
@@ -119,8 +120,8 @@ class Ended(NamedTuple):
     times: RequestTimes
     num_hit_tokens: int
     prompt_logprobs: list[list[LikelyToken]] | None
-    pool: "Pool | None" = None
-    states: "list[States] | None" = None
+    pool: "KeptStates | None" = None
+    states: "list[GeneratedStates] | None" = None
 
 
 class Refused(NamedTuple):

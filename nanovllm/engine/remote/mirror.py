@@ -63,9 +63,9 @@ class Mirror:
         if ended.prompt_logprobs is not None:
             first.logprobs.prompt = ended.prompt_logprobs
         if ended.pool is not None:
-            first.pool = ended.pool
+            first.keeper = ended.pool
         for seq, states in zip(self.request.seqs, ended.states or (), strict=False):
-            seq.states = states
+            seq.keeper = states
 
     def events(self) -> Iterable[StreamEvent]:
         """What is new since the last call, of all samples."""

@@ -7,7 +7,7 @@ import xxhash
 
 from nanovllm.adapters.adapter import Adapter
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.features import NO_FEATURES, Constraint, Constraints, Features
+from nanovllm.engine.features import NO_FEATURES, Constraint, Constraints, Features, Keeper, Wanted
 from nanovllm.engine.requests.logprobs import Logprobs
 from nanovllm.engine.requests.output_text import OutputText
 from nanovllm.engine.requests.processors import Processors
@@ -20,8 +20,6 @@ from nanovllm.prompts import Prompt, split_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.checks import as_list, check_int, check_text, shorten
-from nanovllm.vectors.kept_states import Pool, Wanted
-from nanovllm.vectors.states import States
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,7 @@ class Accepted:
     """A prompt as token ids, its text if it has one, and its parameters: all fit the model.
 
     `constraint` is the compiled one of `structured_outputs`, which each sample has a copy of.
-    `bad_words` are token ids. With a `pool`, hidden states are wanted instead of tokens. An
+    `bad_words` are token ids. With a `keeper`, hidden states are wanted instead of tokens. An
     `adapter` changes the model's weights.
     """
 
@@ -38,13 +36,13 @@ class Accepted:
     params: SamplingParams
     constraint: Constraint | None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    pool: Pool | None = None
+    keeper: Keeper | None = None
     adapter: Adapter | None = None
 
     @property
     def wanted(self) -> Wanted | None:
-        """What the pool is for, if there is one."""
-        return None if self.pool is None else Wanted(self.pool.pooling, self.pool.labels)
+        """What the keeper is for, if there is one."""
+        return None if self.keeper is None else self.keeper.asked
 
 
 class Intake:
@@ -100,8 +98,8 @@ class Intake:
                 f" {len(token_ids)} prompt tokens), got {params.min_tokens}"
             )
         bad_words = self._bad_words(params)
-        pool = None if wanted is None else Pool(wanted.pooling, len(token_ids), wanted.labels)
-        return Accepted(token_ids, text, params, self._constraint(params), bad_words, pool)
+        keeper = None if wanted is None else wanted.keeper(len(token_ids))
+        return Accepted(token_ids, text, params, self._constraint(params), bad_words, keeper)
 
     def request(self, accepted: Accepted, streams: bool) -> Request:
         """Make a request of what `accept` returned. If it `streams`, its text is followed."""
@@ -124,16 +122,20 @@ class Intake:
                 counts=TokenCounts() if params.penalizes else None,
                 logprobs=Logprobs() if _reports(params) else None,
                 constraint=accepted.constraint and accepted.constraint.copy(),
-                pool=accepted.pool,
                 adapter=accepted.adapter,
+                keeper=accepted.keeper or self._keeper(accepted, index),
+                generates=accepted.keeper is None,
                 processors=Processors(calls) if (calls := params.logits_processors) else None,
-                states=States(len(accepted.token_ids), index == 0)
-                if params.hidden_states
-                else None,
             )
             seqs.append(seq)
         seqs[0].siblings = seqs[1:]
         return Request(seqs, accepted.text)
+
+    def _keeper(self, accepted: Accepted, index: int) -> Any:
+        """What keeps the hidden states of a sample, if the request asks for them."""
+        if not accepted.params.hidden_states:
+            return None
+        return self._features.keeper(len(accepted.token_ids), keeps_prompt=index == 0)
 
     def _check_params(self, params: SamplingParams) -> None:
         """Check what depends on the model and its tokenizer."""

@@ -71,8 +71,8 @@ class Request:
             prompt_logprobs=prompt_logprobs,
             metrics=self.times.metrics(longest),
         )
-        if first.states is not None:
-            output["prompt_hidden_states"] = first.states.prompt
+        if first.keeper is not None and first.generates:
+            output["prompt_hidden_states"] = first.keeper.prompt
             output["hidden_states"] = outputs[0].hidden_states
         return output
 
@@ -97,8 +97,8 @@ def completion(seq: Sequence, tokenizer: Any) -> CompletionOutput:
         logprobs=likely,
         cumulative_logprob=None if likely is None else sum(t[0].logprob for t in likely),
     )
-    if seq.states is not None:
-        output["hidden_states"] = seq.states.generated(seq)
+    if seq.keeper is not None and seq.generates:
+        output["hidden_states"] = seq.keeper.generated(seq)
     return output
 
 

@@ -23,7 +23,7 @@ class Computed(NamedTuple):
     num_queries: int = 1  # of each sequence in a decode step
     decoding: Decoding | None = None
     outcome: torch.Tensor | None = None  # of `accept`
-    states: torch.Tensor | None = None  # [N, hidden]: those of a prefill that are pooled
+    kept: torch.Tensor | None = None  # [N, hidden]: hidden states of a prefill, for keepers
     hidden: torch.Tensor | None = None  # [B, hidden]: what the logits are made of, if it is wanted
 
     def results(self, num_samples: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Launched: a step that the device computes, and its results in flight to the host."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -8,13 +9,6 @@ from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.run.reports import Columns, Report, deliver
 from nanovllm.engine.run.transfer import download
 from nanovllm.engine.schedule.batch import Batch
-from nanovllm.vectors.pooled import (
-    DrawnStates,
-    Pooled,
-    deliver_drawn,
-    deliver_states,
-    states_in_flight,
-)
 
 
 class Begun(NamedTuple):
@@ -24,7 +18,7 @@ class Begun(NamedTuple):
     num_tokens: int
     computed: Computed
     prompts: list[Report]
-    pooled: list[Pooled]
+    asked: list[Any]  # of hidden states, by a `HiddenReader`
 
 
 class Launched:
@@ -40,12 +34,11 @@ class Launched:
         token_ids: torch.Tensor,
         reports: list[Report],
         columns: tuple[Columns, ...],
-        drawn: DrawnStates | None = None,
+        keep: Callable[[], None] | None = None,
     ) -> None:
         self.batch, self.num_tokens = begun.batch, begun.num_tokens
-        self._reports, self._columns, self._drawn = reports, columns, drawn
+        self._reports, self._columns, self._keep = reports, columns, keep
         self._host = download(token_ids)
-        self._pooled = states_in_flight(begun.pooled, begun.computed.states)
         self._copied: torch.cuda.Event | None = None
         if token_ids.device.type == "cuda":
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -60,7 +53,7 @@ class Launched:
         """Wait, give the sequences their log-probabilities and states; return the token ids."""
         self.synchronize()
         deliver(self._reports, self._columns)
-        deliver_states(self._pooled)
-        deliver_drawn(self._drawn)
+        if self._keep is not None:
+            self._keep()
         token_ids: list[int] = self._host.tolist()
         return token_ids

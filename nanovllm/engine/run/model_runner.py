@@ -3,6 +3,7 @@
 Its own shard computes beside the workers' shards; nothing else knows that there are other ranks.
 """
 
+import functools
 import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,13 +14,13 @@ from nanovllm.engine.ranks.answers import attempt, results
 from nanovllm.engine.ranks.command import Command
 from nanovllm.engine.ranks.workers import Workers
 from nanovllm.engine.run.draw_inputs import draw_inputs, needs_logits
+from nanovllm.engine.run.hidden_reader import HiddenReader
 from nanovllm.engine.run.launched import Begun, Launched
 from nanovllm.engine.run.ledger import Ledger
 from nanovllm.engine.run.reports import drawn_reports, prompt_reports
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import StepInputs, step_inputs
 from nanovllm.engine.schedule.batch import Batch
-from nanovllm.vectors.pooled import drawn_states, pooled_of
 
 
 class ModelRunner:
@@ -34,7 +35,7 @@ class ModelRunner:
         self.config = config
         self.workers = workers
         self.ledger = Ledger(shard.table.layout, shard.guesser.longest)
-        self.keeps_states = False  # whether any request so far wants states of generated tokens
+        self.hidden_reader: HiddenReader | None = None  # once a request keeps hidden states
 
     def begin(self, batch: Batch) -> Begun:
         """Begin to compute a step. On a GPU with Triton's kernels it waits for nothing.
@@ -43,32 +44,36 @@ class ModelRunner:
         """
         shard, seqs = self.shard, batch.sampling_seqs
         prompts = prompt_reports(batch.seqs) if batch.is_prefill else []
-        pooled = pooled_of(batch)
+        reader = self.hidden_reader
+        asked = reader.asked(batch) if reader is not None and batch.is_prefill else []
+        kept = functools.partial(reader.tokens, batch, asked) if reader and asked else None
         whole = self.workers is None or needs_logits(seqs)
-        step = step_inputs(batch, shard.block_size, self.ledger, prompts, whole, pooled)
-        step.keeps_hidden = self.keeps_states and any(seq.states is not None for seq in seqs)
+        step = step_inputs(batch, shard.block_size, self.ledger, prompts, whole, kept)
+        step.keeps_hidden = reader is not None and reader.keeps_drawn(seqs)
         *before, inputs = with_catch_ups(step, shard.block_size, self.config.max_num_batched_tokens)
         for catch_up in before:
             with self._on_others(catch_up), shard.computing():
                 shard.catch_up(catch_up)
         with self._on_others(inputs), shard.computing():
             num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
-            return Begun(batch, num_tokens, shard.compute(inputs), prompts, pooled)
+            return Begun(batch, num_tokens, shard.compute(inputs), prompts, asked)
 
     def draw(self, begun: Begun) -> Launched:
         """Draw a step's tokens. What that needs is prepared while the device computes the logits.
 
         Of sequences whose draws read tokens none may be in flight.
         """
-        (batch, _, computed, prompts, _), shard = begun, self.shard
+        (batch, _, computed, prompts, asked), shard = begun, self.shard
+        reader, keep = self.hidden_reader, None
         seqs, offsets = batch.sampling_seqs, batch.offsets
         with shard.computing():
             kind, drafts = shard.device.type, known_drafts(batch, shard.table)
             draws = draw_inputs(seqs, shard.vocab_size, kind, computed, offsets, drafts)
             token_ids, columns = shard.draw(computed, draws)
             reports = [*prompts, *drawn_reports(seqs, offsets, draws.report)]
-            drawn = drawn_states(seqs, offsets, computed.hidden)
-            return Launched(begun, token_ids, reports, computed.prompt_logprobs + columns, drawn)
+            if reader is not None:
+                keep = reader.launch(asked, seqs, offsets, computed)
+            return Launched(begun, token_ids, reports, computed.prompt_logprobs + columns, keep)
 
     def _on_others(self, inputs: StepInputs) -> AbstractContextManager[None]:
         """A block that the other ranks take part in, with these inputs."""

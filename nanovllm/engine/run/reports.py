@@ -22,7 +22,7 @@ class Report(NamedTuple):
     """A sequence that waits for log-probabilities of a token and of `number` others."""
 
     seq: Sequence
-    position: int  # in `token_ids`, or in its pool's labels
+    position: int  # in `token_ids`, or in its keeper's labels
     number: int
 
 
@@ -41,7 +41,7 @@ class ReportInputs:
 def prompt_reports(seqs: list[Sequence]) -> list[Report]:
     """The prompt tokens that a prefill reports, in the order of `reported_tokens`."""
     return [
-        Report(seq, place if seq.pool else index + 1, seq.params.prompt_logprobs or 0)
+        Report(seq, index + 1 if seq.generates else place, seq.params.prompt_logprobs or 0)
         for seq in seqs
         for place, index in enumerate(seq.unreported_indices)
     ]
@@ -51,7 +51,9 @@ def prompt_report_inputs(reports: list[Report]) -> ReportInputs | None:
     """What rank 0 needs to know of `reported_tokens`; None if there are none."""
     if not reports:
         return None
-    token_ids = np.array([(s.pool.labels if s.pool else s.token_ids)[i] for s, i, _ in reports])
+    token_ids = np.array(
+        [(s.token_ids if s.generates else s.keeper.labels)[i] for s, i, _ in reports]
+    )
     numbers = [number for _, _, number in reports]
     return ReportInputs(np.arange(len(reports)), numbers, token_ids)
 
@@ -87,4 +89,4 @@ def deliver(reports: list[Report], columns: tuple[Columns, ...]) -> None:
     for (seq, position, number), (ids, values, ranks) in zip(reports, rows, strict=True):
         own, *others = zip(ids, values, ranks, strict=True)
         likely = [own, *(token for token in others[:number] if token[0] != own[0])]
-        (seq.pool or seq.logprobs).add(seq, position, likely)
+        (seq.logprobs if seq.generates else seq.keeper).add(seq, position, likely)

@@ -241,7 +241,7 @@ class Shard:
         if prefill.copied_blocks is not None:
             for source, target in prefill.copied_blocks.reshape(-1, 2).tolist():
                 self.pool.copy(source, target)
-        states, hidden = hidden[: prefill.num_pooled], hidden[prefill.num_pooled :]
+        kept, hidden = hidden[: prefill.num_kept], hidden[prefill.num_kept :]
         columns = self._report_prompts(hidden[: prefill.num_reported], prefill, inputs.report)
         hidden = hidden[prefill.num_reported :]
         if prefill.shared_samples is not None:
@@ -252,8 +252,8 @@ class Shard:
             logits = self.model.compute_logits(hidden, adapters=adapters)
             self._tokens_are_shared = False
         table_rows = upload(prefill.sample_table_rows, self.device)
-        kept = hidden if inputs.keeps_hidden else None
-        return Computed(logits, table_rows, prompt_logprobs=columns, states=states, hidden=kept)
+        drawn_from = hidden if inputs.keeps_hidden else None
+        return Computed(logits, table_rows, prompt_logprobs=columns, kept=kept, hidden=drawn_from)
 
     def _report_prompts(
         self, hidden: torch.Tensor, prefill: PrefillInputs, report: ReportInputs | None

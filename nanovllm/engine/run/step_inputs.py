@@ -1,6 +1,6 @@
 """StepInputs: from a batch's sequences to host arrays with all that a rank must know of a step."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,8 @@ from nanovllm.engine.run.reports import Report, ReportInputs, prompt_report_inpu
 from nanovllm.engine.run.transfer import Array
 from nanovllm.engine.schedule.batch import NO_COPIES, Batch
 from nanovllm.engine.schedule.sequence import PENDING, Sequence
-from nanovllm.vectors.pooled import Pooled, pooled_tokens
+
+KeptTokens = Callable[[Array], Array]  # from where queries end to tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class PrefillInputs:
     `table_rows` are the sequences' rows in the device table, and `sample_table_rows` those that the
     samples go to. `sampled_tokens` are the tokens to sample from, None for all; where forks share
     them, `shared_samples` says which of them each sample takes. `reported_tokens` are the tokens
-    whose logits are reported, and `pooled_tokens` those whose hidden states are pooled.
+    whose logits are reported, and `kept_tokens` those whose hidden states are kept.
     `copied_blocks` are pairs (from, to), copied after the T tokens are computed. `next_tokens` are
     those after the sequences' last ones, 0 where they are not known; None if nothing reads them.
     `adapter_slots` [T] are the slots of the tokens' adapters; None if there are no adapters.
@@ -43,7 +44,7 @@ class PrefillInputs:
     reported_tokens: Array | None = None
     copied_blocks: Array | None = None
     next_tokens: Array | None = None
-    pooled_tokens: Array | None = None
+    kept_tokens: Array | None = None
     adapter_slots: Array | None = None
     states_before: Array | None = None
     states_after: Array | None = None
@@ -54,13 +55,13 @@ class PrefillInputs:
         return 0 if self.reported_tokens is None else len(self.reported_tokens)
 
     @property
-    def num_pooled(self) -> int:
-        """How many tokens' hidden states are pooled."""
-        return 0 if self.pooled_tokens is None else len(self.pooled_tokens)
+    def num_kept(self) -> int:
+        """How many tokens' hidden states are kept."""
+        return 0 if self.kept_tokens is None else len(self.kept_tokens)
 
     def needed_tokens(self) -> Array | None:
-        """The tokens whose hidden states are used: pooled, reported, sampled ones; None for all."""
-        first = [part for part in (self.pooled_tokens, self.reported_tokens) if part is not None]
+        """The tokens whose hidden states are used: kept, reported, sampled ones; None for all."""
+        first = [part for part in (self.kept_tokens, self.reported_tokens) if part is not None]
         if self.sampled_tokens is None or not first:
             return self.sampled_tokens
         return np.concatenate([*first, self.sampled_tokens])
@@ -121,7 +122,7 @@ def step_inputs(
     ledger: Ledger,
     prompt_reports: list[Report],
     whole_logits: bool = True,
-    pooled: Iterable[Pooled] = (),
+    kept_tokens: KeptTokens | None = None,
 ) -> StepInputs:
     """The inputs of a batch's step; the ledger counts its changes as sent."""
     if not batch.is_prefill and (batch.num_drafts or not batch.drafts):
@@ -131,7 +132,7 @@ def step_inputs(
             ledger.adapts, lacks,
         )  # fmt: skip
     else:
-        inputs = _prefill_inputs(batch, block_size, ledger, prompt_reports, pooled)
+        inputs = _prefill_inputs(batch, block_size, ledger, prompt_reports, kept_tokens)
     if batch.copies is not NO_COPIES:
         inputs.copied_before, inputs.copied_after = map(_pairs, batch.copies)
     return inputs
@@ -142,7 +143,7 @@ def _prefill_inputs(
     block_size: int,
     ledger: Ledger,
     prompt_reports: list[Report],
-    pooled: Iterable[Pooled],
+    kept_tokens: KeptTokens | None,
 ) -> StepInputs:
     seqs = batch.seqs
     assert not any(seq.num_pending_tokens for seq in seqs[batch.num_decodes :])
@@ -163,7 +164,7 @@ def _prefill_inputs(
         reported_tokens=_reported_tokens(seqs, q_ends=tokens[3]),
         copied_blocks=_copied_blocks(batch, block_size),
         next_tokens=_next_tokens(seqs, ends) if ledger.layout.most_drafts else None,
-        pooled_tokens=pooled_tokens(batch, [*pooled], tokens[3]),
+        kept_tokens=kept_tokens(tokens[3]) if kept_tokens else None,
         adapter_slots=_adapter_slots(seqs, tokens[3]) if ledger.adapts else None,
         **states_before_and_after(batch, tokens[3]) if ledger.layout.num_state_slots else {},
     )

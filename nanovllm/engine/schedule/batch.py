@@ -32,7 +32,7 @@ class Batch:
 
     `sampling_seqs` has the sequence of each token that the step draws, and `offsets` how many
     tokens come between that and the sequence's last one: 0, and for drafts 1, 2, ....
-    `pooled_seqs` compute prompts of which hidden states are wanted, and no next token.
+    `silent_seqs` generate nothing: their prompts are computed for the hidden states.
 
     When the step is launched, the scheduler notes in `ends` up to which token each of `all_seqs` is
     computed by it; when its tokens are known, how many drafts there were, and how many were right.
@@ -48,7 +48,7 @@ class Batch:
     all_seqs: list[Sequence] = field(init=False)
     sampling_seqs: list[Sequence] = field(init=False)
     offsets: list[int] = field(init=False)
-    pooled_seqs: list[Sequence] = field(init=False, default_factory=list)
+    silent_seqs: list[Sequence] = field(init=False, default_factory=list)
     ends: list[int] = field(init=False, default_factory=list)
     num_drafted: int = field(init=False, default=0)
     num_accepted: int = field(init=False, default=0)
@@ -60,7 +60,7 @@ class Batch:
         else:
             self.all_seqs = [*self.seqs, *(sibling for _, sibling in self.forks)]
             self.sampling_seqs = [seq for seq in self.all_seqs if seq.samples]
-            self.pooled_seqs = [s for s in self.seqs[self.num_decodes :] if s.pool is not None]
+            self.silent_seqs = [s for s in self.seqs[self.num_decodes :] if not s.generates]
         self.offsets = [0] * len(self.sampling_seqs)
         if self.drafts or self.num_drafts:
             drawn = [

@@ -40,7 +40,7 @@ class Lengths:
 
         A sequence longer than all recorded ones is expected to grow by half its length.
         """
-        most = seq.max_num_tokens - seq.num_tokens + (seq.pool is not None)  # a token at the end
+        most = seq.max_num_tokens - seq.num_tokens + (not seq.generates)  # a token at the end
         if seq.ends_by_length:
             return most
         if len(self._ended) < MIN_ENDED:

@@ -194,7 +194,7 @@ class Scheduler:
         Of a step with `num_drafts` they are what the device's `accept` returns. At most one later
         step may be in flight. The token of a sequence that has finished is dropped, and so is one
         that was drawn after a wrong draft; a sequence that was preempted meanwhile keeps its token.
-        A sequence with a pool, which the runner fills, finishes when the pool wants nothing more.
+        A sequence that generates nothing finishes when its keeper wants no more.
         Returns the sequences that finished; their blocks are free.
         """
         if not batch.ends:
@@ -228,8 +228,8 @@ class Scheduler:
                 finished.append(seq)
         if self.speculator is not None and batch.drafts and not batch.num_drafts:
             self.speculator.settle(batch, self.caches)
-        for seq in batch.pooled_seqs:
-            if seq.status is not FINISHED and not seq.pool.wanted:
+        for seq in batch.silent_seqs:
+            if seq.status is not FINISHED and not seq.keeper.wanted:
                 seq.finish("stop")
                 finished.append(seq)
         if finished:

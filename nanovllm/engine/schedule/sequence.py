@@ -51,11 +51,10 @@ class Sequence:
     lengths are the least that they may be.
 
     `siblings` are the other samples of its prompt, until the prompt is computed. `followers` are
-    the callables, the constraint, the text and the token counts that are kept, if any. With a
-    `pool` it samples nothing, and ends when the pool has what it wants of the prompt's hidden
-    states. `states` keeps those of the prompt and of generated tokens, for a request that wants
-    both. Its `adapter` has a `number`, and while it runs a slot on the device; prefixes begin from
-    the number.
+    the callables, the constraint, the text and the token counts that are kept, if any. A `keeper`
+    keeps hidden states. A sequence that `generates` nothing samples no token, and ends when its
+    keeper wants no more. Its `adapter` has a `number`, and while it runs a slot on the device;
+    prefixes begin from the number.
     """
 
     __slots__ = (
@@ -70,8 +69,10 @@ class Sequence:
         "eos_token_ids",
         "finish_reason",
         "followers",
+        "generates",
         "has_filters",
         "index",
+        "keeper",
         "logprobs",
         "max_num_tokens",
         "min_num_tokens",
@@ -89,7 +90,6 @@ class Sequence:
         "order",
         "pace",
         "params",
-        "pool",
         "processors",
         "reads_tokens",
         "request_id",
@@ -99,7 +99,6 @@ class Sequence:
         "seq_id",
         "siblings",
         "state_slots",
-        "states",
         "status",
         "stop_reason",
         "stop_token_ids",
@@ -124,9 +123,9 @@ class Sequence:
         counts: Any = None,
         logprobs: Any = None,
         constraint: Any = None,
-        pool: Any = None,
         adapter: Any = None,
-        states: Any = None,
+        keeper: Any = None,
+        generates: bool = True,
         processors: Any = None,
     ) -> None:
         self.seq_id = next(Sequence._ids)
@@ -150,15 +149,15 @@ class Sequence:
         self.constraint = constraint
         self.adapter = adapter
         self.root = 0 if adapter is None else -adapter.number  # of its prefixes
-        self.pool, self.states = pool, states
-        if pool is not None:
+        self.keeper, self.generates = keeper, generates
+        if not generates:
             self.max_num_tokens = self.num_prompt_tokens
         # Whether its draws depend on the tokens before; and whether these, or the reports of its
         # tokens, are prepared for its position.
         self.reads_tokens = (
             params.penalizes or bool(bad_words) or constraint is not None or processors is not None
         )
-        asks = states is not None or (logprobs is not None and params.logprobs is not None)
+        asks = keeper is not None or (logprobs is not None and params.logprobs is not None)
         self.must_be_known = self.reads_tokens or asks
         self.pace: Any = None  # of its drafts, from the first one on
         followers: tuple[Follower | None, ...] = (processors, constraint, text, counts)
@@ -213,15 +212,15 @@ class Sequence:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether a prefill has to compute its next tokens: several, or for siblings or a pool."""
+        """Whether a prefill computes its next tokens: several, or for siblings or a keeper."""
         left = len(self.token_ids) - self.num_cached_tokens
         if left > 1 or self.siblings:
             return True
-        return self.pool is not None and left > 0
+        return not self.generates and left > 0
 
     @property
     def ends_in_flight(self) -> bool:
-        """Whether a step in flight computes its last token, or the last states for its pool.
+        """Whether a step in flight computes its last token, or the last states to keep.
 
         No later step computes it: another sequence may have its place and its table row.
         """
@@ -242,7 +241,7 @@ class Sequence:
     def samples(self) -> bool:
         """Whether the scheduled tokens reach the last one, so that the step yields the next."""
         reaches = self.num_cached_tokens + self.num_scheduled_tokens == len(self.token_ids)
-        return reaches and self.pool is None
+        return reaches and self.generates
 
     @property
     def has_failed(self) -> bool:
@@ -268,9 +267,9 @@ class Sequence:
         The last token's logits are needed, and so are those that prompt log-probabilities lack, or
         the hidden states that are wanted of the prompt.
         """
-        most, keeper = len(self.token_ids) - 1, self.pool or self.states
-        if keeper is not None and keeper.wanted:
-            most = min(most, int(keeper.wanted.start))
+        most = len(self.token_ids) - 1
+        if self.keeper is not None and self.keeper.wanted:
+            most = min(most, int(self.keeper.wanted.start))
         if self.num_reported_tokens == self.num_prompt_tokens:
             return most
         return min(most, self.num_reported_tokens - 1)
@@ -279,10 +278,10 @@ class Sequence:
     def unreported_indices(self) -> range | list[int]:
         """Scheduled tokens whose logits give log-probabilities of the prompt's next tokens.
 
-        With a pool: the last one, once for each label.
+        If it generates nothing: the last one, once for each label.
         """
-        if self.pool is not None:
-            return [*self.pool.scheduled(self)] * len(self.pool.labels)
+        if not self.generates:
+            return [*self.keeper.scheduled(self)] * len(self.keeper.labels)
         end = self.num_cached_tokens + self.num_scheduled_tokens
         start = max(self.num_cached_tokens, self.num_reported_tokens - 1)
         return range(start, min(end, self.num_prompt_tokens - 1))

@@ -5,15 +5,15 @@ import pickle
 import numpy as np
 import pytest
 
-from nanovllm.vectors.kept_states import POOLINGS, Pool, Pooling
-from nanovllm.vectors.states import States
+from nanovllm.vectors.generated_states import GeneratedStates
+from nanovllm.vectors.kept_states import POOLINGS, KeptStates, Pooling
 
 STATES = np.random.default_rng(0).standard_normal((5, 3), np.float32)
 
 
-def filled(pooling: Pooling) -> Pool:
+def filled(pooling: Pooling) -> KeptStates:
     """A pool of five tokens whose states have arrived in two parts."""
-    pool = Pool(pooling, 5)
+    pool = KeptStates(pooling, 5)
     for tokens in (range(2), range(2, 5)):
         wanted = range(max(tokens.start, pool.wanted.start), min(tokens.stop, pool.wanted.stop))
         if wanted:
@@ -38,7 +38,7 @@ def test_a_pool_is_sent_without_tensors(pooling: Pooling) -> None:
 
 
 def test_states_of_tokens_are_sent_without_tensors() -> None:
-    states = States(3, keeps_prompt=True)
+    states = GeneratedStates(3, keeps_prompt=True)
     states.add_states(range(2), STATES[:2])
     for index in (3, 4):
         states.add_drawn(index, STATES[index - 1 : index])

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.vectors.kept_states import Pool
-from nanovllm.vectors.pooled import (
+from nanovllm.vectors.generated_states import GeneratedStates
+from nanovllm.vectors.hidden_states import (
     DrawnStates,
     InFlight,
     Pooled,
     deliver_drawn,
     deliver_states,
 )
-from nanovllm.vectors.states import States
+from nanovllm.vectors.kept_states import KeptStates
 
 DTYPES = (torch.bfloat16, torch.float32)
 STATES = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
@@ -23,7 +23,7 @@ STATES = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
 class Seq(NamedTuple):
     """A sequence that keeps states."""
 
-    states: States
+    keeper: GeneratedStates
 
 
 def downloaded(dtype: torch.dtype, size: int) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
@@ -36,7 +36,7 @@ def downloaded(dtype: torch.dtype, size: int) -> tuple[torch.Tensor, np.ndarray[
 @pytest.mark.parametrize("sizes", [[1], [1, 1, 1], [2, 1, 3]], ids=str)
 def test_states_go_to_their_pools(dtype: torch.dtype, sizes: list[int]) -> None:
     """As copies: later steps download to the same memory."""
-    pools = [Pool("all", size) for size in sizes]
+    pools = [KeptStates("all", size) for size in sizes]
     states, expected = downloaded(dtype, sum(sizes))
     seq: Any = None
     deliver_states(InFlight([Pooled(seq, pool, pool.wanted) for pool in pools], states))
@@ -50,8 +50,8 @@ def test_states_go_to_their_pools(dtype: torch.dtype, sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_drawn_states_go_to_their_tokens(dtype: torch.dtype) -> None:
-    seqs: list[Any] = [Seq(States(1, keeps_prompt=True)) for _ in range(3)]
+    seqs: list[Any] = [Seq(GeneratedStates(1, keeps_prompt=True)) for _ in range(3)]
     states, expected = downloaded(dtype, 3)
     deliver_drawn(DrawnStates([(seq, 1) for seq in seqs], states))
     states.zero_()
-    assert np.array_equal(torch.cat([seq.states.prompt for seq in seqs]).numpy(), expected)
+    assert np.array_equal(torch.cat([seq.keeper.prompt for seq in seqs]).numpy(), expected)

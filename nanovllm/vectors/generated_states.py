@@ -5,10 +5,10 @@ import torch
 
 from nanovllm.engine.run.transfer import Array
 from nanovllm.engine.schedule.sequence import Sequence
-from nanovllm.vectors.kept_states import Pool
+from nanovllm.vectors.kept_states import KeptStates
 
 
-class States(Pool):
+class GeneratedStates(KeptStates):
     """The states of a prompt, as of a pool of all tokens, and one for each generated token.
 
     The state of a generated token is the one that it was drawn from: that of the token before it.

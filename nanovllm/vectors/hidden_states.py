@@ -1,11 +1,12 @@
-"""Pooled: hidden states that sequences wait for, and their delivery."""
+"""HiddenStates: takes hidden states from steps to the sequences that keep them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.run.transfer import Array, download, upload
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.sequence import Sequence
@@ -23,15 +24,13 @@ def pooled_of(batch: Batch) -> list[Pooled]:
     """What a step reports to sequences that want states, in the order of `pooled_tokens`."""
     if not batch.is_prefill:
         return []
-    keepers = ((seq, seq.pool or seq.states) for seq in batch.seqs[batch.num_decodes :])
+    keepers = ((seq, seq.keeper) for seq in batch.seqs[batch.num_decodes :])
     pooled = (Pooled(s, p, p.scheduled(s)) for s, p in keepers if p is not None and not p.labels)
     return [each for each in pooled if each.tokens]
 
 
-def pooled_tokens(batch: Batch, pooled: list[Pooled], q_ends: Array) -> Array | None:
-    """The tokens of a step whose states are pooled; None if there are none."""
-    if not pooled:
-        return None
+def pooled_tokens(batch: Batch, pooled: list[Pooled], q_ends: Array) -> Array:
+    """The tokens of a step whose states are asked for."""
     starts = dict(zip(batch.seqs, q_ends.tolist(), strict=False))
     firsts = (starts[each.seq] - each.seq.num_cached_tokens for each in pooled)
     places = [
@@ -99,7 +98,7 @@ def drawn_states(
     """The states of the next tokens of those `seqs` that keep them, out of the `hidden` of all."""
     if hidden is None:
         return None
-    rows = [row for row, seq in enumerate(seqs) if seq.states is not None]
+    rows = [row for row, seq in enumerate(seqs) if seq.keeper is not None and seq.generates]
     if not rows:
         return None
     tokens = [(seqs[row], seqs[row].num_tokens + offsets[row]) for row in rows]
@@ -112,4 +111,33 @@ def deliver_drawn(drawn: DrawnStates | None) -> None:
     if drawn is not None:
         rows = _copies(drawn.states, [1] * len(drawn.tokens))
         for (seq, index), row in zip(drawn.tokens, rows, strict=True):
-            seq.states.add_drawn(index, row)
+            seq.keeper.add_drawn(index, row)
+
+
+class HiddenStates:
+    """The engine's `HiddenReader`."""
+
+    def asked(self, batch: Batch) -> list[Pooled]:
+        """The states that sequences want of a prefill's tokens."""
+        return pooled_of(batch)
+
+    def tokens(self, batch: Batch, asked: list[Pooled], q_ends: Array) -> Array:
+        """The tokens of the step whose states are asked for."""
+        return pooled_tokens(batch, asked, q_ends)
+
+    def keeps_drawn(self, seqs: list[Sequence]) -> bool:
+        """Whether some sequences keep the states that their next tokens are drawn from."""
+        return any(seq.keeper is not None and seq.generates for seq in seqs)
+
+    def launch(
+        self, asked: list[Pooled], seqs: list[Sequence], offsets: list[int], computed: Computed
+    ) -> Callable[[], None]:
+        """Start the copies to the host; what is returned hands them to the sequences."""
+        states = states_in_flight(asked, computed.kept)
+        drawn = drawn_states(seqs, offsets, computed.hidden)
+
+        def deliver() -> None:
+            deliver_states(states)
+            deliver_drawn(drawn)
+
+        return deliver
