@@ -4,9 +4,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
-from nanovllm.engine.features import Constraints, DrawMasked, Features, ShardParts
+from nanovllm.engine.features import Features
+from nanovllm.engine.requests.adapters import Adapters
+from nanovllm.engine.requests.parts import Constraints
 from nanovllm.engine.run.graphs import Redraws
 from nanovllm.engine.run.hidden_reader import HiddenReader
+from nanovllm.engine.run.model_runner import ModelRunner
+from nanovllm.engine.start.parts import DrawMasked, ShardParts
 from nanovllm.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -32,6 +36,14 @@ class AllFeatures(Features):
 
             memory = sleep_memory
         return ShardParts(drafting, adapters, memory, masked_draws)
+
+    def adapters(self, runner: ModelRunner) -> Adapters:
+        """The adapters of requests."""
+        if not runner.config.enable_lora:
+            return Adapters()
+        from nanovllm.adapters.engine_adapters import EngineAdapters
+
+        return EngineAdapters(runner)
 
     def constraints(
         self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]

@@ -96,4 +96,4 @@ def _adapted_case(
 def audit_slots(llm: LLM) -> None:
     """Slots and sequences agree."""
     assert llm.adapters is not None
-    llm.adapters.residents.audit(llm.scheduler.running)
+    llm.adapters.slot_table.audit(llm.scheduler.running)

@@ -28,8 +28,6 @@ SCHEDULER_SIDE = (
 
 # What the engine still imports of features' rooms.
 STILL_UPWARD = {
-    "engine.llm_engine imports adapters.engine_adapters",
-    "engine.llm_engine imports adapters.requests",
     "engine.llm_engine imports drafting.measured_costs",
     "engine.llm_engine imports drafting.speculator",
     "engine.remote.controls imports weights.update",
@@ -39,7 +37,6 @@ STILL_UPWARD = {
     "engine.remote.served imports features",
     "engine.remote.served imports weights.sleep_mode",
     "engine.remote.served imports weights.weights",
-    "engine.requests.intake imports adapters.adapter",
     "engine.run.ledger imports drafting.drafted_blocks",
     "engine.run.model_runner imports drafting.step_drafts",
     "engine.run.shard imports drafting.guesser",

@@ -1,44 +1,79 @@
-"""AdapterCalls: an engine's adapters, from requests to slots."""
+"""EngineAdapters: an engine's adapters, from requests to slots."""
 
 import os
+from dataclasses import replace
 
 from nanovllm.adapters.adapter import Adapter
 from nanovllm.adapters.parts import parts_of
 from nanovllm.adapters.place_command import PlaceAdapter
-from nanovllm.adapters.slot_table import Residents
+from nanovllm.adapters.slot_table import AdapterSlotTable
 from nanovllm.adapters.store import AdapterStore
+from nanovllm.engine.errors import NotReadyError
+from nanovllm.engine.requests.adapters import Adapters
+from nanovllm.engine.requests.intake import Accepted
 from nanovllm.engine.run.model_runner import ModelRunner
 from nanovllm.engine.schedule.sequence import SequenceStatus
-from nanovllm.lora_request import named_adapters
+from nanovllm.lora_request import LoRARequest, check_lora_request, named_adapters
 
 WAIT_SECONDS = 0.01
 
 
-class AdapterCalls:
-    """The host's store, and the slots on the devices. `named` are those of `lora_modules`."""
+class EngineAdapters(Adapters):
+    """The host's store, and the slots on the devices."""
 
     def __init__(self, runner: ModelRunner) -> None:
         parts, config = parts_of(runner.shard), runner.config
         self._runner = runner
         self.store = AdapterStore(parts.read, config.max_cpu_loras, parts.tensors)
-        self.residents = Residents(config.max_loras, self.store, self._place)
-        self.named = named_adapters(config.lora_modules)
-        self._kept = [self.store.accept(request) for request in self.named.values()]
+        self.slot_table = AdapterSlotTable(config.max_loras, self.store, self._place)
+        self.admissions = self.slot_table
+        self._named = named_adapters(config.lora_modules)
+        self._kept = [self.store.accept(request) for request in self._named.values()]
 
     def _place(self, adapter: Adapter, slot: int) -> None:
         self._runner.everywhere(PlaceAdapter(slot, adapter.number, adapter.path))
 
+    def adapted(
+        self,
+        accepted: Accepted,
+        lora_request: LoRARequest | None,
+        known: dict[LoRARequest, Adapter] | None = None,
+    ) -> Accepted:
+        """A prompt with the adapter that it is computed with, which is read and checked."""
+        if (asked := check_lora_request(lora_request)) is None:
+            return accepted
+        known = {} if known is None else known
+        if asked not in known:
+            known[asked] = self.store.accept(asked)
+        return replace(accepted, adapter=known[asked])
+
+    def check(self, lora_request: LoRARequest) -> None:
+        """Read an adapter for requests to come; raises if it does not fit the model."""
+        self.store.accept(lora_request)
+
+    def named(self, name: str | None) -> LoRARequest | None:
+        """The adapter of `lora_modules` with this name, if there is one."""
+        return self._named.get(name or "")
+
     def failures(self) -> dict[int, Exception]:
         """Requests that wait for adapters that cannot be read, by id, and why."""
-        failed = self.residents.take_failed().items()
+        failed = self.slot_table.take_failed().items()
         return {s.request_id: e for s, e in failed if s.status is SequenceStatus.WAITING}
+
+    def wait(self) -> None:
+        """Wait a little while adapters are read: nothing else is to be done."""
+        if self.store.is_loading:
+            self.store.wait(WAIT_SECONDS)
+
+    def reset(self) -> None:
+        """Mark all slots as empty. For use after an interrupt; nothing runs."""
+        self.slot_table.reset()
+
+    def refuse(self, reason: NotReadyError | None) -> None:
+        """Read no adapters for this reason; with None, go on."""
+        self.store.refuse(reason)
 
     def close(self) -> None:
         """Read no more, and drop what is in the host's memory. Not in a forked process."""
         if os.getpid() == self._runner.owner:
             self.store.close()
-
-    def wait(self) -> None:
-        """Wait a little while adapters are read, as nothing else is to be done."""
-        if self.store.is_loading:
-            self.store.wait(WAIT_SECONDS)

@@ -1,4 +1,4 @@
-"""Residents: which adapters have slots on the device, and which sequences may run next."""
+"""AdapterSlotTable: which adapters have slots on the device, and which sequences may run next."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -8,7 +8,7 @@ from nanovllm.adapters.store import AdapterStore
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 
 
-class Residents:
+class AdapterSlotTable:
     """The slots' adapters, in the order in which sequences were last admitted with them.
 
     A running sequence holds its adapter's slot. Holds are not counted; they are found from the

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from nanovllm.adapters.requests import Known
 from nanovllm.batch.digests import digest_of
 from nanovllm.batch.envelope import parse_request
 from nanovllm.llm import LLM
+from nanovllm.lora_request import LoRARequest
 from nanovllm.openai.request import CHAT
 from nanovllm.openai.response import response_body
 from nanovllm.openai.vectors import VectorRequest, embedding_entry, embeddings_body
@@ -51,7 +51,7 @@ def submit(
         (turn,) = llm.chat_turns([prompt], request.params, **request.chat_options)
         prompt = turn.prompt
         request = replace(request, params=turn.params, answer=turn.answer)
-    request_id = llm.add_request(prompt, request.params, llm.named_adapter(request.model))
+    request_id = llm.add_request(prompt, request.params, llm.adapters.named(request.model))
 
     def body(name: str, outputs: list[RequestOutput]) -> dict[str, Any]:
         return response_body(name, request, outputs, llm.config.model, llm.tokenizer)
@@ -61,9 +61,9 @@ def submit(
 
 def _submit_vectors(llm: LLM, asked: VectorRequest) -> Submitted:
     plan = llm.vectors.planner.embed(*asked.arguments, **asked.options)
-    adapter = llm.named_adapter(asked.model)
-    known: Known = {}
-    accepted = [llm.adapted(one, adapter, known) for one in plan.accepted]
+    adapter = llm.adapters.named(asked.model)
+    known: dict[LoRARequest, Any] = {}
+    accepted = [llm.adapters.adapted(one, adapter, known) for one in plan.accepted]
     ids = [llm.enqueue(one) for one in accepted]
     requests = [llm.unfinished[request_id] for request_id in ids]
 

@@ -7,14 +7,13 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
-from nanovllm.adapters.engine_adapters import AdapterCalls
-from nanovllm.adapters.requests import AdapterRequests, Known
 from nanovllm.config import Config
 from nanovllm.drafting.measured_costs import costs_of
 from nanovllm.drafting.speculator import speculator_of
 from nanovllm.engine.errors import NotReadyError
-from nanovllm.engine.features import NO_FEATURES, Features, Wanted
+from nanovllm.engine.features import NO_FEATURES, Features
 from nanovllm.engine.requests.intake import Accepted, Intake
+from nanovllm.engine.requests.parts import Wanted
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.engine.run.launched import Begun, Launched
@@ -46,7 +45,7 @@ def exclusive(method: Callable[..., T]) -> Callable[..., T]:
     return run
 
 
-class LLMEngine(AdapterRequests):
+class LLMEngine:
     """An engine for one model. Options are the fields of `Config`.
 
     Step by step: `add_request`, then `step` until `is_finished`. Not safe for several threads.
@@ -82,9 +81,10 @@ class LLMEngine(AdapterRequests):
             in_table=shard.placement.most_drafts > 0, longest=shard.guesser.longest,
             most_forced=most_forced,
         )  # fmt: skip
-        self.adapters = AdapterCalls(self.model_runner) if self.config.enable_lora else None
-        residents = self.adapters.residents if self.adapters else None
-        self.scheduler = Scheduler(self.config, shard.pools.layout, speculator, residents)
+        self.adapters = self.features.adapters(self.model_runner)
+        self.scheduler = Scheduler(
+            self.config, shard.pools.layout, speculator, self.adapters.admissions
+        )
         self.counter = StepCounter()
         self.meter = RequestMeter()
         self.intake = Intake(self.config, self.model_config, self.tokenizer, self.features)
@@ -96,9 +96,7 @@ class LLMEngine(AdapterRequests):
         self._generating = False
         self._close_asked = False
         # What is run before the device's memory is freed, the last one first.
-        self.at_close: list[Callable[[], None]] = []
-        if self.adapters is not None:
-            self.at_close.append(self.adapters.close)
+        self.at_close: list[Callable[[], None]] = [self.adapters.close]
         self.refusal: NotReadyError | None = None  # why no request can be computed now
         self._begun: dict[int, Request] = {}  # scheduled, without a first token yet
         self._launched: Launched | None = None  # a step in flight
@@ -283,8 +281,7 @@ class LLMEngine(AdapterRequests):
         launched = self._launched or self._draw(self._begin())
         self._launched = following = None
         if launched is None:
-            if self.adapters is not None:
-                self.adapters.wait()
+            self.adapters.wait()
             return
         batch = launched.batch
         if self.config.overlap and not self.scheduler.must_wait(batch):
@@ -320,8 +317,7 @@ class LLMEngine(AdapterRequests):
         """Begin the next step, if there is one."""
         now = time.perf_counter()
         batch = self.scheduler.schedule()
-        if self.adapters is not None:
-            self._end_failed()
+        self._end_failed()
         if batch is None:
             return None
         if batch.is_prefill:
@@ -330,7 +326,6 @@ class LLMEngine(AdapterRequests):
 
     def _end_failed(self) -> None:
         """End requests whose adapters cannot be read again, each with an error."""
-        assert self.adapters is not None
         for request_id, error in self.adapters.failures().items():
             request = self.unfinished[request_id]
             unfinished = request.unfinished
@@ -381,8 +376,7 @@ class LLMEngine(AdapterRequests):
             for follower in seq.followers:
                 follower.reset()
         self.model_runner.recover()
-        if self.adapters is not None:
-            self.adapters.residents.reset()
+        self.adapters.reset()
         self.scheduler.restart(seq for r in self.unfinished.values() for seq in r.unfinished)
 
     def claim(self, request_ids: list[int]) -> list[RequestOutput]:
@@ -400,21 +394,25 @@ class LLMEngine(AdapterRequests):
         lora_request: LoRARequest | None = None,
     ) -> Accepted:
         """Encode a prompt, read its adapter; raises if one of them does not fit the model."""
-        return self.adapted(self.intake.accept(prompt, params, wanted), lora_request)
+        return self.adapters.adapted(self.intake.accept(prompt, params, wanted), lora_request)
 
     def accept_all(
         self, asked: list[tuple[Prompt, SamplingParams]], lora_request: LoRARequests
     ) -> list[Accepted]:
         """Accept prompts with their parameters; an error names the prompt that it is about."""
         accepted, adapters = [], lora_requests(lora_request, len(asked))
-        known: Known = {}
+        known: dict[LoRARequest, Any] = {}
         for index, (prompt, params) in enumerate(asked):
             try:
                 one = self.intake.accept(prompt, params)
-                accepted.append(self.adapted(one, adapters[index], known))
+                accepted.append(self.adapters.adapted(one, adapters[index], known))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"prompts[{index}]: {error}") from None
         return accepted
+
+    def check_adapter(self, lora_request: LoRARequest) -> None:
+        """Read an adapter for requests to come; raises if it does not fit the model."""
+        self.adapters.check(lora_request)
 
     def enqueue(self, accepted: Accepted, streams: bool = False) -> int:
         """Queue what `accept` returned and return its id.
@@ -444,8 +442,7 @@ class LLMEngine(AdapterRequests):
     def refuse(self, reason: NotReadyError | None) -> None:
         """Compute no requests for this reason, and read no adapters; with None, go on."""
         self.refusal = reason
-        if self.adapters is not None:
-            self.adapters.store.refuse(reason)
+        self.adapters.refuse(reason)
 
     def check_alive(self) -> None:
         """Raise if the engine is closed, if a rank has ended, or in a forked process."""

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import Any
 
-from nanovllm.adapters.requests import Known
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.requests.intake import Accepted
 from nanovllm.engine.requests.progress import run_until_done
@@ -67,9 +66,9 @@ class Vectors:
         self, plan: Plan[Output], use_tqdm: bool, lora_request: LoRARequests
     ) -> list[Output]:
         adapters = lora_requests(lora_request, len(plan.accepted))
-        known: Known = {}
+        known: dict[LoRARequest, Any] = {}
         pairs = zip(plan.accepted, adapters, strict=True)
-        accepted = [self.engine.adapted(*pair, known) for pair in pairs]
+        accepted = [self.engine.adapters.adapted(*pair, known) for pair in pairs]
         return self._compute(plan, accepted, use_tqdm)
 
     @exclusive

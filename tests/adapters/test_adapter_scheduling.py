@@ -10,7 +10,7 @@ import pytest
 from simulation import Simulation, walk
 
 from nanovllm.adapters.adapter import Adapter
-from nanovllm.adapters.slot_table import Residents
+from nanovllm.adapters.slot_table import AdapterSlotTable
 from nanovllm.adapters.store import AdapterStore
 from nanovllm.config import Config
 from nanovllm.engine.engine_config import EngineConfig
@@ -49,8 +49,8 @@ class AdaptedSimulation(Simulation):
         self.known = [Adapter(number, Path("/a")) for number in range(1, self.choice.randint(2, 6))]
         self.store = RandomStore(self.choice, self.choice.randint(1, 4))
         store: Any = self.store
-        self.residents = Residents(self.choice.randint(1, 3), store, self.place)
-        self.scheduler.adapters = self.residents
+        self.slot_table = AdapterSlotTable(self.choice.randint(1, 3), store, self.place)
+        self.scheduler.admissions = self.slot_table
 
     def place(self, adapter: Adapter, slot: int) -> None:
         """A slot is filled only when no running sequence holds it."""
@@ -64,7 +64,7 @@ class AdaptedSimulation(Simulation):
         return self.store.has_refused
 
     def restart(self) -> None:
-        self.residents.reset()
+        self.slot_table.reset()
         super().restart()
 
     def step(self, tokens: list[int]) -> None:
@@ -78,7 +78,7 @@ class AdaptedSimulation(Simulation):
 
     def check_state(self) -> None:
         super().check_state()
-        self.residents.audit(self.scheduler.running)
+        self.slot_table.audit(self.scheduler.running)
         assert all(adapter.error is None for adapter in self.known)
 
 
@@ -96,14 +96,14 @@ class Queue:
 
     def __init__(self, num_slots: int, max_num_seqs: int = 8) -> None:
         store: Any = AdapterStore(lambda path, number: path, 16)
-        self.residents = Residents(num_slots, store, lambda adapter, slot: None)
+        self.slot_table = AdapterSlotTable(num_slots, store, lambda adapter, slot: None)
         config = Config(
             "m", num_kvcache_blocks=64, kvcache_block_size=4, max_num_seqs=max_num_seqs,
             max_num_batched_tokens=1024, max_model_len=64,
             overlap=False,
         )  # fmt: skip
         settled = EngineConfig.settle(config, 64, 64)
-        self.scheduler = Scheduler(settled, adapters=self.residents)
+        self.scheduler = Scheduler(settled, adapters=self.slot_table)
         self.adapters = {name: store.accept(LoRARequest(name, f"/none/{name}")) for name in "ABCDE"}
         self.started: list[str] = []
         self._seen: set[Sequence] = set()
@@ -118,7 +118,7 @@ class Queue:
         batch = self.scheduler.schedule()
         assert batch is not None, "no progress"
         self.scheduler.postprocess(batch, [1] * len(batch.sampling_seqs))
-        self.residents.audit(self.scheduler.running)
+        self.slot_table.audit(self.scheduler.running)
         names = {id(adapter): name for name, adapter in self.adapters.items()}
         for seq in batch.seqs:
             if seq not in self._seen:
@@ -191,11 +191,11 @@ def test_a_slot_that_cannot_be_filled_ends_the_requests_that_wait_for_it(
         raise kind("no")
 
     queue = Queue(1)
-    queue.residents._place = fail
+    queue.slot_table._place = fail
     seq = queue.add("A")
     assert queue.scheduler.schedule() is None
-    assert [*queue.residents.take_failed()] == [seq]
-    assert not queue.residents.adapters and not queue.residents.take_failed()
+    assert [*queue.slot_table.take_failed()] == [seq]
+    assert not queue.slot_table.adapters and not queue.slot_table.take_failed()
     queue.scheduler.abort(seq)
 
 
@@ -204,7 +204,7 @@ def test_an_error_of_the_device_is_no_error_of_an_adapter() -> None:
         raise RuntimeError("CUDA error")
 
     queue = Queue(1)
-    queue.residents._place = fail
+    queue.slot_table._place = fail
     seq = queue.add("A")
     with pytest.raises(RuntimeError, match="CUDA error"):
         queue.scheduler.schedule()
@@ -251,7 +251,7 @@ def test_the_least_recently_used_adapter_leaves_its_slot() -> None:
         queue.add(name)
         while not queue.scheduler.is_finished():
             queue.step()
-    assert {*queue.residents.adapters} == {queue.adapters["A"], queue.adapters["C"]}
+    assert {*queue.slot_table.adapters} == {queue.adapters["A"], queue.adapters["C"]}
 
 
 def test_nothing_is_read_while_there_is_a_reason() -> None:
@@ -285,9 +285,9 @@ def test_a_thousand_adapters_leave_nothing_behind() -> None:
 
     threads = threading.active_count()
     store = AdapterStore(read, 3)
-    residents = Residents(2, store, lambda adapter, slot: None)
+    slot_table = AdapterSlotTable(2, store, lambda adapter, slot: None)
     queue = Queue(2)
-    queue.residents = queue.scheduler.adapters = residents
+    queue.slot_table = queue.scheduler.adapters = slot_table
     for number in range(1000):
         queue.adapters = {
             "A": store.accept(LoRARequest("a", f"/none/{number}")),
@@ -301,8 +301,8 @@ def test_a_thousand_adapters_leave_nothing_behind() -> None:
                 store.wait(0.1)
                 continue
             queue.scheduler.postprocess(batch, [1] * len(batch.sampling_seqs))
-            residents.audit(queue.scheduler.running)
-        assert len(store.tensors) <= 3 and len(residents.adapters) <= 2
+            slot_table.audit(queue.scheduler.running)
+        assert len(store.tensors) <= 3 and len(slot_table.adapters) <= 2
     batch = None
     queue.adapters.clear()
     assert len(reads) >= 1000

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.features import ShardParts
 from nanovllm.engine.ranks.answers import Answers, Outcome, results
 from nanovllm.engine.ranks.channel import Writer
 from nanovllm.engine.ranks.codec import encode
@@ -34,6 +33,7 @@ from nanovllm.engine.ranks.join import join
 from nanovllm.engine.ranks.life_line import ending, start_process
 from nanovllm.engine.ranks.process_ranks import ProcessRanks
 from nanovllm.engine.run.step_inputs import StepInputs
+from nanovllm.engine.start.parts import ShardParts
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils.cores import allowed_cores
 from nanovllm.utils.interrupts import holding_interrupts

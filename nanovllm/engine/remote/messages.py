@@ -12,7 +12,7 @@ from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # it imports PyTorch
-    from nanovllm.engine.features import Wanted
+    from nanovllm.engine.requests.parts import Wanted
     from nanovllm.vectors.generated_states import GeneratedStates
     from nanovllm.vectors.kept_states import KeptStates
 

@@ -5,11 +5,10 @@ from typing import Any
 
 import xxhash
 
-from nanovllm.adapters.adapter import Adapter
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.features import NO_FEATURES, Constraint, Constraints, Features, Keeper, Wanted
 from nanovllm.engine.requests.logprobs import Logprobs
 from nanovllm.engine.requests.output_text import OutputText
+from nanovllm.engine.requests.parts import Constraint, Constraints, Keeper, RequestParts, Wanted
 from nanovllm.engine.requests.processors import Processors
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.token_counts import TokenCounts
@@ -37,7 +36,7 @@ class Accepted:
     constraint: Constraint | None
     bad_words: tuple[tuple[int, ...], ...] = ()
     keeper: Keeper | None = None
-    adapter: Adapter | None = None
+    adapter: Any = None
 
     @property
     def wanted(self) -> Wanted | None:
@@ -53,9 +52,9 @@ class Intake:
         config: EngineConfig,
         model_config: ModelConfig,
         tokenizer: Any,
-        features: Features = NO_FEATURES,
+        makers: RequestParts,
     ) -> None:
-        self.tokenizer, self._features = tokenizer, features
+        self.tokenizer, self._makers = tokenizer, makers
         self.vocab_size = model_config.vocab_size
         self.max_model_len = config.max_model_len
         self.seed = config.seed
@@ -135,7 +134,7 @@ class Intake:
         """What keeps the hidden states of a sample, if the request asks for them."""
         if not accepted.params.hidden_states:
             return None
-        return self._features.keeper(len(accepted.token_ids), keeps_prompt=index == 0)
+        return self._makers.keeper(len(accepted.token_ids), keeps_prompt=index == 0)
 
     def _check_params(self, params: SamplingParams) -> None:
         """Check what depends on the model and its tokenizer."""
@@ -173,7 +172,7 @@ class Intake:
             return None
         assert isinstance(asked, StructuredOutputs)
         if self._constraints is None:
-            self._constraints = self._features.constraints(
+            self._constraints = self._makers.constraints(
                 self.tokenizer, self.vocab_size, self.eos_token_ids
             )
         return self._constraints.constraint(asked, () if params.ignore_eos else self.eos_token_ids)

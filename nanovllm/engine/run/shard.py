@@ -15,7 +15,6 @@ from nanovllm.drafting.guesser import Guesser, guesser_of
 from nanovllm.engine.cache.groups import CacheGroups, divide
 from nanovllm.engine.cache.kv_pool import KVPool
 from nanovllm.engine.cache.pools import CachePools
-from nanovllm.engine.features import AdapterSlots, MakeRedraws, SleepableMemory
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.run.device_table import DeviceTable, TableLayout
 from nanovllm.engine.run.draw_inputs import DrawInputs
@@ -26,6 +25,7 @@ from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
 from nanovllm.engine.run.transfer import Array, upload, upload_ahead, upload_all
 from nanovllm.engine.schedule.step_size import Size, adapter_sizes, batch_ladder, draft_sizes
 from nanovllm.engine.start.device import computing_on
+from nanovllm.engine.start.parts import AdapterSlots, MakeRedraws, SleepableMemory
 from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.plain.read_table import Decoding, read_groups, read_slots
 from nanovllm.layers.context import Context, StateStep, attending

@@ -19,16 +19,13 @@ from nanovllm.engine.schedule.sequence import PENDING, Sequence, SequenceStatus
 FINISHED = SequenceStatus.FINISHED  # looked up once: a member of an Enum takes 50 ns
 
 
-class Adapters(Protocol):
-    """Which adapters are on the device. Running sequences hold theirs there."""
+class Admissions(Protocol):
+    """Says which waiting sequences may run now. The scheduler asks it before it admits some."""
 
     def admissible(
         self, waiting: Iterable[Sequence], running: Iterable[Sequence]
     ) -> Iterator[Sequence]:
-        """The waiting sequences whose adapters have slots or can get one, in order.
-
-        A sequence that runs when the next one is asked for holds its adapter's slot.
-        """
+        """The waiting sequences that may run, in order, given those that run when it is asked."""
 
 
 class Scheduler:
@@ -42,7 +39,7 @@ class Scheduler:
     A `speculator` adds drafts to steps, which verify them. They take what the step leaves of budget
     and blocks: no other sequence waits for them, and wrong ones leave nothing behind.
 
-    With `adapters`, a sequence whose adapter has no slot yet lets others pass.
+    With `admissions`, a sequence that may not run yet lets others pass.
     """
 
     def __init__(
@@ -50,7 +47,7 @@ class Scheduler:
         config: EngineConfig,
         layout: CacheLayout = CacheLayout(),  # noqa: B008
         speculator: Speculator | None = None,
-        adapters: Adapters | None = None,
+        admissions: Admissions | None = None,
     ) -> None:
         self.num_blocks = config.num_kvcache_blocks
         self.block_size = config.kvcache_block_size
@@ -61,7 +58,7 @@ class Scheduler:
         self.mixes = config.scheduling == "mixed"
         self.lengths = Lengths()
         self.speculator = speculator
-        self.adapters = adapters
+        self.admissions = admissions
         self.num_preemptions = 0
         self.restart([])
 
@@ -337,9 +334,9 @@ class Scheduler:
 
     def _candidates(self) -> Iterator[Sequence]:
         """The sequences to admit, in order; each is asked for when the one before runs."""
-        if self.adapters is None:
+        if self.admissions is None:
             return iter(self.waiting)
-        return self.adapters.admissible(self.waiting, self.running)
+        return self.admissions.admissible(self.waiting, self.running)
 
     def _fork(self, seqs: list[Sequence]) -> list[tuple[Sequence, Sequence]]:
         """Fork the siblings of sequences that complete their prompts in this step.

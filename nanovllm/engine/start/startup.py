@@ -9,11 +9,11 @@ from nanovllm.config import Config
 from nanovllm.drafting.step_times import StepTimes
 from nanovllm.engine.cache.kv_pool import settle_length
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.features import NO_PARTS, ShardParts
 from nanovllm.engine.ranks.workers import Workers, threads_of_rank
 from nanovllm.engine.run.model_runner import ModelRunner, close_ranks
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.start.load import load_part
+from nanovllm.engine.start.parts import NO_PARTS, ShardParts
 from nanovllm.engine.start.placement import Placement, resolve_placement
 from nanovllm.engine.start.prepare import prepare
 from nanovllm.engine.start.sizing import fit_kv_blocks

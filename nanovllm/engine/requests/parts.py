@@ -1,0 +1,55 @@
+"""What features add to requests: constraints, and keepers of hidden states."""
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from nanovllm.engine.schedule.sequence import Follower
+from nanovllm.structured_outputs import StructuredOutputs
+
+
+class Constraint(Follower, Protocol):
+    """A follower that says which tokens may come next."""
+
+    def copy(self) -> "Constraint":
+        """Another one at its start."""
+
+
+class Constraints(Protocol):
+    """Makes constraints over a model's vocabulary."""
+
+    def constraint(
+        self, asked: StructuredOutputs, eos_token_ids: Iterable[int] | None = None
+    ) -> Constraint:
+        """A constraint at its start; a ValueError if what is asked for is wrong."""
+
+
+class Keeper(Protocol):
+    """Keeps hidden states, or the log-probabilities of labels. `wanted` are prompt tokens."""
+
+    wanted: range
+
+    @property
+    def asked(self) -> "Wanted":
+        """What it was made for."""
+
+
+class Wanted(Protocol):
+    """What a request that generates nothing is for."""
+
+    @property
+    def labels(self) -> tuple[int, ...]: ...
+
+    def keeper(self, num_tokens: int) -> Keeper:
+        """What keeps it for a prompt of this length."""
+
+
+class RequestParts(Protocol):
+    """Makes the parts of requests when one is first asked for."""
+
+    def constraints(
+        self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]
+    ) -> Constraints:
+        """What makes constraints of `structured_outputs`."""
+
+    def keeper(self, num_tokens: int, keeps_prompt: bool) -> Any:
+        """What keeps the hidden states of generated tokens, and of a prompt of this length."""

@@ -1,0 +1,60 @@
+"""ShardParts: what features add to every rank's shard."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.run.computed import Computed
+from nanovllm.engine.run.graphs import Redraws
+from nanovllm.kernels.table import Kernels
+from nanovllm.layers.lora import AdapterRows
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM
+
+# From a draw of rows [B] with masks [B, W], the most rows, the size of the vocabulary, the device.
+DrawMasked = Callable[[Computed, torch.Tensor, torch.Tensor], Computed]
+MakeRedraws = Callable[[DrawMasked, int, int, torch.device], Redraws]
+
+
+class SleepableMemory(Protocol):
+    """Memory on a device that can be freed and regained at the same addresses."""
+
+    def take_over(self, models: list[tuple[ModelConfig, CausalLM]]) -> None:
+        """Move the weights of the models into it."""
+
+    def pool(self, num_bytes: int) -> torch.Tensor:
+        """Memory of a KV pool, zeroed."""
+
+    def close(self) -> None:
+        """Free all of it."""
+
+
+class AdapterSlots(Protocol):
+    """The slots for adapters in one rank's layers."""
+
+    def rows(self, slots: torch.Tensor, kernels: Kernels) -> AdapterRows:
+        """The adapters of rows with these slots, in int32; below 0: none."""
+
+    def close(self) -> None:
+        """Drop the model and the slots."""
+
+
+@dataclass(frozen=True)
+class ShardParts:
+    """What features add to every rank's shard. Worker ranks get it, pickled, when they start.
+
+    `drafting` loads what makes drafts on the device. `adapters` makes the slots in the layers of
+    the loaded model. `memory` makes a device's memory that can be freed; None where none can.
+    `redraws` makes what draws a graph's tokens again where constraints apply.
+    """
+
+    drafting: Any = None
+    adapters: Callable[[Config, CausalLM], AdapterSlots] | None = None
+    memory: Callable[[torch.device], SleepableMemory | None] | None = None
+    redraws: MakeRedraws | None = None
+
+
+NO_PARTS = ShardParts()
