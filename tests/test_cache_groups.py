@@ -23,7 +23,7 @@ from reference import (
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.cache.block_manager import most_held
+from nanovllm.engine.cache.windows import most_held
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 

@@ -103,7 +103,7 @@ class Queue:
             overlap=False,
         )  # fmt: skip
         settled = EngineConfig.settle(config, 64, 64)
-        self.scheduler = Scheduler(settled, adapters=self.slot_table)
+        self.scheduler = Scheduler(settled, admissions=self.slot_table)
         self.adapters = {name: store.accept(LoRARequest(name, f"/none/{name}")) for name in "ABCDE"}
         self.started: list[str] = []
         self._seen: set[Sequence] = set()
@@ -287,7 +287,7 @@ def test_a_thousand_adapters_leave_nothing_behind() -> None:
     store = AdapterStore(read, 3)
     slot_table = AdapterSlotTable(2, store, lambda adapter, slot: None)
     queue = Queue(2)
-    queue.slot_table = queue.scheduler.adapters = slot_table
+    queue.slot_table = queue.scheduler.admissions = slot_table
     for number in range(1000):
         queue.adapters = {
             "A": store.accept(LoRARequest("a", f"/none/{number}")),

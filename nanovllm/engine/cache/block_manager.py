@@ -3,47 +3,16 @@
 It knows block numbers and token ids, and no tensors.
 """
 
-import sys
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from typing import NamedTuple
 
-from nanovllm.engine.cache.prefixes import Prefix, Prefixes, block_hashes
+from nanovllm.engine.cache.block_pool import BlockPool
+from nanovllm.engine.cache.prefixes import Prefix, block_hashes, block_tokens, path_of
+from nanovllm.engine.cache.windows import Window, WindowLimits
 from nanovllm.engine.schedule.sequence import Sequence
 
-Window = int | None  # how many tokens back a group's layers attend; None for all
 UNLIMITED = 1 << 40  # blocks, more than any sequence has
 NO_BLOCK = 0  # stands in a table for a block behind the window, which no kernel reads
-
-
-def kept_window(window: int, block_size: int) -> int:
-    """How many tokens back a sequence keeps its blocks, if no layer attends further than `window`.
-
-    At least a little more than a block: the last published block is the next one's parent.
-    """
-    return max(window, block_size + 2)
-
-
-def most_held(window: Window, block_size: int) -> int:
-    """The most blocks that a decoding sequence holds: its window may start within a block."""
-    if window is None:
-        return sys.maxsize
-    return (kept_window(window, block_size) - 2) // block_size + 2
-
-
-def longest_sequence(num_blocks: int, block_size: int, windows: Iterable[Window]) -> int:
-    """How many tokens a sequence may have if it has the whole pool.
-
-    Groups with a window take the blocks of that at most, and those without one share the rest.
-    Unlimited if there is none without.
-    """
-    limits = sorted(most_held(window, block_size) for window in windows)
-    for index, limit in enumerate(limits):
-        num_each = num_blocks // (len(limits) - index)
-        if limit > num_each:
-            return num_each * block_size
-        num_blocks -= limit
-    return sys.maxsize
 
 
 class FreeBlocks(NamedTuple):
@@ -54,18 +23,13 @@ class FreeBlocks(NamedTuple):
     most_held: tuple[int, ...]  # for each cache group, the most blocks that a sequence grows to
 
 
-class BlockManager:
-    """A pool of `num_blocks` blocks of `block_size` tokens with a prefix cache.
+class BlockManager(BlockPool):
+    """Gives sequences blocks of `block_size` tokens, and finds the prefixes that are cached.
 
     Layers that attend equally far back form a group, and a sequence has a block table for each
     group. All groups take blocks from the same pool, so that none is idle.
 
-    A block is free (ref_count 0, in the queue once) or used (ref_count tables hold it). A published
-    block can be found by a later request that has the same tokens up to its end. It keeps its
-    prefix until it is allocated again. The free queue (OrderedDict, a doubly linked list) is in
-    the order of allocation: first the blocks that no request can find, last freed first; then
-    those that were never used, whose memory a CPU does not have yet; then published ones, least
-    recently used first. Of a group's blocks with equal prefixes, one at most is free and published.
+    A later request with the same tokens up to the end of a published block can use that block.
 
     In a group with a window a sequence frees the blocks behind it: the first `num_passed_blocks`
     entries of its table are blocks that it no longer holds and that no kernel reads. There a long
@@ -82,31 +46,13 @@ class BlockManager:
         windows: tuple[Window, ...] = (None,),
         has_states: bool = False,
     ) -> None:
-        self.num_blocks = num_blocks
+        super().__init__(num_blocks, windows)
         self.block_size = block_size
-        self.windows = windows
         self.num_groups = len(windows)  # blocks that a sequence needs for `block_size` tokens
         self.has_states = has_states
         self.has_windows = any(window is not None for window in windows)
-        self._kept = [sys.maxsize if w is None else kept_window(w, block_size) for w in windows]
-        # The most blocks that a decoding sequence holds in each group; and those that a long prompt
-        # gets at once, with a window those of two windows, or of one if there are no more.
-        self.most_held = tuple(most_held(window, block_size) for window in windows)
-        self._most_at_once = [
-            limit if window is None else most_held(2 * kept, block_size)
-            for window, limit, kept in zip(windows, self.most_held, self._kept, strict=True)
-        ]
+        self.limits = WindowLimits(windows, num_blocks, block_size)
         self.enable_prefix_caching = enable_prefix_caching
-        self.ref_counts = [0] * num_blocks
-        self.free_queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.prefixes = Prefixes()
-        self.published: list[Prefix | None] = [None] * num_blocks
-        self.group_of = [0] * num_blocks  # of a published block
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that can be allocated now."""
-        return len(self.free_queue)
 
     def allocate(
         self,
@@ -126,17 +72,17 @@ class BlockManager:
         if not self.free_queue and self.num_groups:  # at least the last token's block is new
             return False
         most_hits = seq.num_skippable_tokens // self.block_size
-        path = self._find(seq, most_hits)
+        path = self.limits.restorable(self._path(seq, most_hits), self.has_states)
         num_hits = len(path)
         if in_progress and self._is_in_progress(seq, num_hits, most_hits, in_progress):
             return False
         num_blocks = -(-seq.num_tokens // self.block_size)
-        passed = self._num_passed(num_hits * self.block_size)
+        passed = self.limits.num_passed(num_hits * self.block_size)
         hits = [
             [prefix.blocks[group][0] for prefix in path[start:]]
             for group, start in enumerate(passed)
         ]
-        num_fresh = [end - num_hits for end in self._first_ends(num_blocks, passed)]
+        num_fresh = [end - num_hits for end in self.limits.first_ends(num_blocks, passed)]
         if sum(num_fresh) + sum(map(self._num_free, hits)) > self.num_free_blocks:
             return False
         if admits and not admits(seq, self._num_taken(seq, hits, passed)):
@@ -239,7 +185,7 @@ class BlockManager:
         Those of a prompt may be found again; those of generated tokens are reused first, so that a
         long answer takes the place of its own beginning.
         """
-        num_passed = self._num_passed(seq.num_cached_tokens)
+        num_passed = self.limits.num_passed(seq.num_cached_tokens)
         if num_passed == seq.num_passed_blocks:
             return
         self.publish(seq, min(seq.num_cached_tokens, seq.num_known_tokens))
@@ -282,7 +228,9 @@ class BlockManager:
             if prefix is None:
                 break
             column = [table[index] for table in seq.block_tables]
-            prefix = self.prefixes.enter(prefix, hashes[index], self._tokens(seq, index), column)
+            prefix = self.prefixes.enter(
+                prefix, hashes[index], block_tokens(seq, index, self.block_size), column
+            )
             for group, block in enumerate(column):
                 self.published[block] = prefix
                 self.group_of[block] = group
@@ -312,66 +260,18 @@ class BlockManager:
                 self._renew([block for prefix in path[:end] for block in prefix.blocks[group][:1]])
         seq.release_cache()
 
-    def clear(self) -> None:
-        """Remove all blocks from the cache. Sequences keep theirs."""
-        for block, prefix in enumerate(self.published):
-            if prefix is not None:
-                self._unpublish(block)
-
     def prefix_of(self, seq: Sequence, num_tokens: int) -> Prefix | None:
         """The cached prefix of the first `num_tokens` of `seq`; None if there is none."""
         path = self._path(seq, num_tokens // self.block_size)
         return path[-1] if path else None
 
-    def audit(self, block_tables: list[list[int]], others: Counter[int] | None = None) -> None:
-        """Assert the pool's invariants, given the held blocks of every block table.
-
-        `others` counts uses of prefixes for other things than blocks, by their `id`.
-        """
-        held = Counter(block for table in block_tables for block in table)
-        for table in block_tables:
-            assert len(set(table)) == len(table), f"a table holds a block twice: {table}"
-        for block, ref_count in enumerate(self.ref_counts):
-            assert ref_count == held[block], f"block {block}: {ref_count} != {held[block]} tables"
-            assert (block in self.free_queue) == (ref_count == 0), f"block {block} is misplaced"
-        self.prefixes.audit(others or Counter())
-        entered = []
-        for prefix in self.prefixes:
-            for group, blocks in enumerate(prefix.blocks):
-                entered += [*blocks]
-                assert all(self.published[block] is prefix for block in blocks)
-                assert all(self.group_of[block] == group for block in blocks)
-                free = [block for block in blocks if block in self.free_queue]
-                assert len(free) <= 1, "a prefix is cached twice"
-                if blocks and self.windows[group] is None:
-                    parent = prefix.parent
-                    assert parent is not None
-                    assert parent.parent is None or parent.blocks[group], "a lost parent"
-        assert sorted(entered) == [b for b, p in enumerate(self.published) if p is not None]
-        order = [self.published[block] is not None for block in self.free_queue]
-        assert order == sorted(order), "a cached block comes before one that cannot be found"
-
-    def _num_passed(self, num_cached_tokens: int) -> list[int]:
-        """For each group, how many blocks end before the window of the first uncached token."""
-        size = self.block_size
-        return [max(0, (num_cached_tokens + 1 - kept) // size) for kept in self._kept]
-
-    def _first_ends(self, num_blocks: int, passed: list[int]) -> list[int]:
-        """For each group, how many of a sequence's `num_blocks` are in its table at first."""
-        ends: list[int] = []
-        for limits in (self._most_at_once, self.most_held):
-            ends = [
-                min(num_blocks, start + limit) for start, limit in zip(passed, limits, strict=True)
-            ]
-            if sum(ends) - sum(passed) <= self.num_blocks:
-                break
-        return ends
-
     def _num_taken(self, seq: Sequence, hits: list[list[int]], passed: list[int]) -> int:
         """The free blocks that `seq` has taken once all its tokens are computed."""
         num_blocks = -(-seq.num_tokens // self.block_size)
         taken = 0
-        for start, blocks, left in zip(passed, hits, self._num_passed(seq.num_tokens), strict=True):
+        for start, blocks, left in zip(
+            passed, hits, self.limits.num_passed(seq.num_tokens), strict=True
+        ):
             end = start + len(blocks)
             taken += num_blocks - max(left, end) + self._num_free(blocks[max(0, left - start) :])
         return taken
@@ -381,96 +281,14 @@ class BlockManager:
         num_blocks = min(map(len, seq.block_tables), default=UNLIMITED)
         seq.room = num_blocks * self.block_size
 
-    def _num_free(self, blocks: list[int]) -> int:
-        return sum(self.ref_counts[block] == 0 for block in blocks)
-
-    def _hold(self, blocks: list[int]) -> None:
-        """Take a reference to each of these cached blocks."""
-        for block in blocks:
-            if self.ref_counts[block] == 0:
-                del self.free_queue[block]
-            self.ref_counts[block] += 1
-
-    def _renew(self, blocks: Iterable[int]) -> None:
-        """Move the free ones to the end of the queue, as if they were freed now."""
-        for block in reversed([*blocks]):
-            if self.ref_counts[block] == 0:
-                self.free_queue.move_to_end(block)
-
-    def _release(self, blocks: list[int]) -> None:
-        """Drop a reference to each, last first; of equal blocks the last in the cache stays."""
-        for block in reversed(blocks):
-            self.ref_counts[block] -= 1
-            if self.ref_counts[block] == 0:
-                self.free_queue[block] = None
-                prefix = self.published[block]
-                if prefix is None:
-                    self.free_queue.move_to_end(block, last=False)
-                elif len(prefix.blocks[group := self.group_of[block]]) > 1:
-                    self._unpublish(block)
-                    self._renew(prefix.blocks[group][:1])
-
-    def _unpublish(self, block: int) -> None:
-        """Remove a block from the cache."""
-        prefix = self.published[block]
-        assert prefix is not None
-        self.prefixes.remove(prefix, self.group_of[block], block)
-        self.published[block] = None
-        if self.ref_counts[block] == 0:
-            self.free_queue.move_to_end(block, last=False)
-
-    def _find(self, seq: Sequence, num_blocks: int) -> list[Prefix]:
-        """The longest prefix of `seq`, of up to `num_blocks` blocks, that all groups have cached.
-
-        A group with a window needs the blocks that the next token attends to, and no others.
-        """
-        path = self._path(seq, num_blocks)
-        for group, window in enumerate(self.windows):
-            if window is None:
-                gap = (index for index, prefix in enumerate(path) if not prefix.blocks[group])
-                path = path[: next(gap, len(path))]
-        if not self.has_windows:
-            while self.has_states and path and path[-1].checkpoint is None:
-                path.pop()
-            return path
-        runs = [0] * self.num_groups  # how many blocks before the end each group has cached
-        longest = 0
-        for length, prefix in enumerate(path, start=1):
-            for group, blocks in enumerate(prefix.blocks):
-                runs[group] = runs[group] + 1 if blocks else 0
-            if self.has_states and prefix.checkpoint is None:
-                continue
-            passed = self._num_passed(length * self.block_size)
-            if all(run >= length - start for run, start in zip(runs, passed, strict=True)):
-                longest = length
-        return path[:longest]
-
     def _path(self, seq: Sequence, num_blocks: int) -> list[Prefix]:
-        """The known prefixes of `seq`, of up to `num_blocks` blocks; hashes one block more."""
-        path: list[Prefix] = []
-        prefix = self.prefixes.roots.get(seq.root)
-        for index in range(num_blocks if self.enable_prefix_caching else 0):
-            value = block_hashes(seq, index + 1, self.block_size)[index]
-            if prefix is not None:
-                prefix = self.prefixes.find(prefix, value, self._tokens(seq, index))
-            if prefix is None:
-                break
-            path.append(prefix)
-        return path
+        """The cached prefixes of `seq`, of up to `num_blocks` blocks."""
+        if not self.enable_prefix_caching:
+            return []
+        return path_of(self.prefixes, seq, num_blocks, self.block_size)
 
     def _prefix_before(self, seq: Sequence, index: int) -> Prefix | None:
         """The prefix that the block at `index` continues; None if it has left the cache."""
         if not index:
             return self.prefixes.root(seq.root)
         return self.published[seq.block_tables[0][index - 1]]
-
-    def _tokens(self, seq: Sequence, index: int) -> tuple[int, ...]:
-        return tuple(seq.token_ids[index * self.block_size : (index + 1) * self.block_size])
-
-    def _take_free(self) -> int:
-        """Allocate the first free block, and remove it from the cache."""
-        block, _ = self.free_queue.popitem(last=False)
-        self.ref_counts[block] = 1
-        if self.published[block] is not None:
-            self._unpublish(block)
-        return block

@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from typing import NamedTuple
 
-from nanovllm.engine.cache.block_manager import BlockManager, FreeBlocks, Window
+from nanovllm.engine.cache.block_manager import BlockManager, FreeBlocks
 from nanovllm.engine.cache.prefixes import Prefix, block_hashes
 from nanovllm.engine.cache.state_slots import StateLayout, StateSlots
+from nanovllm.engine.cache.windows import Window
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.sequence import Sequence
 
@@ -81,7 +82,7 @@ class Caches:
     def free_blocks(self) -> FreeBlocks:
         """What sequences may take now."""
         blocks = self.blocks
-        return FreeBlocks(blocks.num_free_blocks, blocks.block_size, blocks.most_held)
+        return FreeBlocks(blocks.num_free_blocks, blocks.block_size, blocks.limits.most_kept)
 
     def can_grow(self, seqs: list[Sequence]) -> bool:
         """Whether all of these, which have no room for their last token, can get it."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from nanovllm.engine.cache.block_manager import Window, longest_sequence, most_held
 from nanovllm.engine.cache.groups import CacheGroups
+from nanovllm.engine.cache.windows import Window, longest_sequence, most_held
 from nanovllm.kernels.kv_layer import CODES, SCALES
 from nanovllm.utils.sizes import memory_text
 

@@ -164,3 +164,22 @@ class Prefixes:
             assert prefix.num_uses == num_uses + after.get(id(prefix), 0) > 0, prefix
         for root in self.roots.values():
             assert root.num_uses == after.get(id(root), 0) + others[id(root)], root
+
+
+def block_tokens(seq: Sequence, index: int, block_size: int) -> tuple[int, ...]:
+    """The tokens of a full block of `seq`."""
+    return tuple(seq.token_ids[index * block_size : (index + 1) * block_size])
+
+
+def path_of(prefixes: Prefixes, seq: Sequence, num_blocks: int, block_size: int) -> list[Prefix]:
+    """The known prefixes of `seq`, of up to `num_blocks` blocks; hashes one block more."""
+    path: list[Prefix] = []
+    prefix = prefixes.roots.get(seq.root)
+    for index in range(num_blocks):
+        value = block_hashes(seq, index + 1, block_size)[index]
+        if prefix is not None:
+            prefix = prefixes.find(prefix, value, block_tokens(seq, index, block_size))
+        if prefix is None:
+            break
+        path.append(prefix)
+    return path

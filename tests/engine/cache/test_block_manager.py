@@ -7,7 +7,7 @@ import pytest
 import xxhash
 from waiting import little_work
 
-from nanovllm.engine.cache import block_manager, prefixes
+from nanovllm.engine.cache import prefixes, windows
 from nanovllm.engine.cache.block_manager import BlockManager
 from nanovllm.engine.cache.prefixes import hash_block
 from nanovllm.engine.schedule.sequence import PENDING, Sequence
@@ -772,7 +772,7 @@ def test_growing_gives_all_groups_a_block_or_none() -> None:
 
 def test_a_long_prompt_alone_in_the_smallest_pool_is_computed() -> None:
     """It has the blocks of two windows at first, and of one where there is no room for two."""
-    length = block_manager.longest_sequence(18, 2, MIXED)
+    length = windows.longest_sequence(18, 2, MIXED)
     assert length == 24  # twelve blocks, and three for each window
     manager = BlockManager(18, 2, windows=MIXED)
     seq = admit(manager, list(range(length)))
@@ -823,4 +823,4 @@ def test_a_long_prompt_gets_blocks_for_two_windows() -> None:
 def test_longest_sequence(
     num_blocks: int, block_size: int, window: int | None, expected: int
 ) -> None:
-    assert block_manager.longest_sequence(num_blocks, block_size, (window,)) == expected
+    assert windows.longest_sequence(num_blocks, block_size, (window,)) == expected
