@@ -47,7 +47,7 @@ ENGINE = """\
 ## Engine
 
 `LLM(model, **options)`. What `scheduling="mixed"` costs or gains:
-[measurements](tried/admission.md#mixed-steps).
+[measurements](tried/admission.md).
 """
 
 SAMPLING = """\
