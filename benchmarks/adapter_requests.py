@@ -1,4 +1,4 @@
-"""The speed of requests with adapters, beside that of the same requests without.
+"""Compare the speed of requests with adapters and of the same requests without.
 
     python benchmarks/adapter_requests.py [--shape qwen3-8b] [--rank 16] [--rounds 5]
                                           [--loads 256x8,256x1,32x8,1x1]

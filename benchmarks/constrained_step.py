@@ -1,4 +1,4 @@
-"""The host's time in decode steps whose rows have constraints, without a model.
+"""The host's time in decode steps with constrained rows, without a model.
 
     python benchmarks/constrained_step.py [--rows 256] [--vocab 151936] [--steps 60]
 

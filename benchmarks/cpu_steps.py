@@ -1,4 +1,4 @@
-"""Decode steps on a CPU: their time with quiet cores, and beside processes that use cores too.
+"""Decode steps on a CPU: their time with quiet cores, and while other processes use cores.
 
     python benchmarks/cpu_steps.py [--shape qwen3-0.6b] [--num-seqs 1 16] [--threads 4] [--busy 2]
     PYTHONPATH=~/older python benchmarks/cpu_steps.py ...     # of another version

@@ -1,4 +1,4 @@
-"""The speed of `embed` beside that of the same prompts' prefill.
+"""Compare the speed of `embed` and of the same prompts' prefill.
 
     python benchmarks/embed.py [--shape qwen3-0.6b] [--rounds 7] [--loads 64x2000,256x512,...]
 

@@ -1,13 +1,13 @@
-"""How much later than the engine's own the first token of an idle server comes.
+"""Compare the times to the first token of an idle server and of the engine alone.
 
     python benchmarks/first_token.py [--shape qwen3-0.6b] [--rounds 40] [--pauses 0,50,1000]
 
 Three engines of their own, with random weights, take turns: `LLM.stream` in this process,
-`AsyncLLM.generate`, whose engine runs beside it, and `nanovllm serve` in front of a third. Nothing
-else runs, and before each request all of them rest for a pause, as a device that rests is slower at
-first. Every request has a new prompt of `--prompt-len` token ids, and two tokens to generate. A
-line of JSON for each pause has the medians in milliseconds, and those of the differences in a turn.
-Needs Python 3.11.
+`AsyncLLM.generate` with an engine in a process of its own, and `nanovllm serve`. Nothing else runs,
+and before each request all of them rest for a pause, as a device that rests is slower at first.
+Every request has a new prompt of `--prompt-len` token ids, and two tokens to generate. A line of
+JSON for each pause has the medians in milliseconds, and those of the differences in a turn. Needs
+Python 3.11.
 """
 
 import argparse
@@ -109,12 +109,12 @@ def measure(args: argparse.Namespace, model: str, options: dict[str, Any]) -> No
     with (
         LLM(model, **options) as llm,
         asyncio.Runner() as runner,
-        closing(AsyncLLM(model, **options)) as beside,
+        closing(AsyncLLM(model, **options)) as async_llm,
         server(model, options) as connection,
     ):
         cases = {
             "stream": lambda prompt: ask_llm(llm, prompt),
-            "async": lambda prompt: runner.run(ask_async(beside, prompt)),
+            "async": lambda prompt: runner.run(ask_async(async_llm, prompt)),
             "server": lambda prompt: ask_server(connection, prompt),
         }
 

@@ -39,7 +39,7 @@ SEQS = 256
 
 
 def idle_llm(model: str, step_ms: float) -> AsyncLLM:
-    """An AsyncLLM whose engine computes nothing."""
+    """An AsyncLLM with an engine that computes nothing."""
     start = process.start_process
 
     def start_idle(_: str, arguments: tuple[int, ...], fds: tuple[int, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""An engine's process whose steps compute nothing: for benchmarks/front.py."""
+"""An engine's process with steps that compute nothing: for benchmarks/front.py."""
 
 import random
 import time

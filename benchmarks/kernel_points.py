@@ -300,7 +300,7 @@ def experts_point(
 
 
 def quantized_point(kind: str, num_rows: int, size_out: int, size_in: int) -> Point:
-    """A linear layer whose weight has codes; the twin is PyTorch's, with a bf16 weight."""
+    """A linear layer with a weight of codes; the twin is PyTorch's, with a bf16 weight."""
     block = {"e4m3": (128, 128), "int4": (1, 128)}.get(kind, (1, size_in))
     blocks = (-(-size_out // block[0]), -(-size_in // block[1]))
     scales = torch.full(blocks, size_in**-0.5 / (4 if kind == "int4" else 64), device=DEVICE)

@@ -1,4 +1,4 @@
-"""Decode and prefill on the CPU beside llama.cpp, with weights of 16, 8 and 4 bits.
+"""Compare decode and prefill on the CPU with llama.cpp's, with weights of 16, 8 and 4 bits.
 
     python benchmarks/llama.py --llama-python ~/llama/bin/python [--rounds 3] [--threads 4]
 

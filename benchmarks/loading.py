@@ -47,7 +47,7 @@ def make_model(folder: Path, device: str = "cpu") -> CausalLM:
 
 
 def write_checkpoint(folder: Path, gigabytes: float, num_files: int) -> list[Path]:
-    """Write files of random weights, whose sizes differ by a tensor at most."""
+    """Write files of random weights; their sizes differ by at most one tensor."""
     num_layers = max(1, round(gigabytes / LAYER_GB))
     config = json.dumps({**SHAPE, "num_hidden_layers": num_layers})
     (folder / "config.json").write_text(config, encoding="utf-8")

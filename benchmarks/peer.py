@@ -100,7 +100,7 @@ def transformers(job: Job) -> Generate:
         width, longest = max(map(len, prompts)), max(output_lens)
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        # Replaces the model's own, whose filters and stop tokens the other engines do not apply.
+        # Replaces the model's own: other engines do not apply its filters and stop tokens.
         model.generation_config = GenerationConfig(
             do_sample=True, temperature=job["temperature"], top_k=0, top_p=1.0,
             max_new_tokens=longest, pad_token_id=0,

@@ -248,9 +248,7 @@ def print_figures(result: dict[str, Any]) -> None:
     """Print a table of the engines, and their ratios to ours."""
     labels = {name: f"{name} {row.get('version', '')}".strip() for name, row in result.items()}
     width = max(map(len, labels.values()))
-    print(
-        f"  {'':{width}}  output tok/s  median s    least to most  of roofline  nanovllm ahead by"
-    )
+    print(f"  {'':{width}}  output tok/s  median s    least to most  of roofline  nanovllm's speed")
     for name, row in result.items():
         if "median_seconds" not in row:
             print(f"  {labels[name]:{width}}  failed")

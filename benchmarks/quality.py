@@ -135,7 +135,7 @@ def ranges(context: int) -> list[tuple[int, int]]:
 
 
 def accuracy(llm: LLM, problems: list[tuple[str, str]], context: str) -> float:
-    """The share of problems whose answer is right and ends where it should."""
+    """The share of problems with an answer that is right and ends where it should."""
     params = SamplingParams(temperature=0, max_tokens=12)
     outputs = llm.generate([context + prompt for prompt, _ in problems], params, use_tqdm=False)
     pairs = zip(outputs, problems, strict=True)
@@ -144,7 +144,7 @@ def accuracy(llm: LLM, problems: list[tuple[str, str]], context: str) -> float:
 
 
 def texts_of(name: str, llm: LLM, context: int) -> list[list[int]]:
-    """The prompts, as token ids, whose next tokens are compared."""
+    """The prompts, as token ids; their next tokens are compared."""
     if name == EMBEDDED:
         texts = [solved_lines(LINES, skip=LINES * i) for i in range(NUM_TEXTS)]
         return [list(llm.tokenizer.encode(text)) for text in texts]

@@ -4,7 +4,7 @@
 
 Requests of several kinds run through the scheduler on pools that hold only some of them. Output
 lengths are drawn beforehand. A request ends by an EOS, or by `max_tokens` with `ignore_eos`, so
-that its length is known. Three policies: ours, which looks ahead; ours, admitting all that fit now;
+that its length is known. Three policies: ours, with its forecast; ours, admitting all that fit now;
 and, with `--against DIR`, that of a checkout of the nano-vllm project. `work` is the number of
 prefilled tokens divided by the number of prompt tokens.
 
@@ -165,8 +165,8 @@ def main() -> None:
     """Run every workload on every pool; print a table and one JSON line."""
     args = parse_args()
     rival = load_rival(args.against) if args.against else {}
-    policies = ["look ahead", "all that fit", *(["nano-vllm"] if rival else [])]
-    ahead = forecast.WORTHWHILE
+    policies = ["forecast", "all that fit", *(["nano-vllm"] if rival else [])]
+    ours = forecast.WORTHWHILE
     result: dict[str, Any] = {"benchmark": "scheduler", **vars(args), "against": str(args.against)}
     print(f"{'workload':26} blocks policy        steps prefills preempted   work  seconds")
     for name, known, requests in workloads(random.Random(args.seed), args.num_seqs):
@@ -176,7 +176,7 @@ def main() -> None:
                 if policy == "nano-vllm":
                     figures = run_rival(rival, requests, known, num_blocks)
                 else:
-                    worthwhile = ahead if policy == "look ahead" else ADMIT_ALL
+                    worthwhile = ours if policy == "forecast" else ADMIT_ALL
                     figures = run(requests, known, num_blocks, worthwhile)
                 row = (f"{name:26}", f"{num_blocks:6}", f"{policy:12}",
                        f"{figures.prefills + figures.decodes:6}", f"{figures.prefills:8}",

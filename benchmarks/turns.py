@@ -9,7 +9,7 @@ for each number of requests has the median of the other's seconds divided by our
 if this checkout is faster, and the least and the most of it; the last line is JSON.
 
 On a GPU both must fit: `num_kvcache_blocks` gives both the same room. `--layers` makes the model
-shorter, and `--head` adds an EAGLE-3 head, whose drafts are wrong.
+shorter, and `--head` adds an EAGLE-3 head with wrong drafts.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Measure updates of weights and sleep, each beside the copy that bounds it.
+"""Measure updates of weights and sleep, each with the copy that bounds it.
 
     python benchmarks/weights.py [--size 8b] [--device cuda] [--ranks 1] [--quantization fp8]
 

@@ -1,4 +1,4 @@
-"""BeamSearchParams: how a search for the most likely outputs goes."""
+"""BeamSearchParams: parameters of a search for the most likely outputs."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -35,7 +35,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 BATCHED_TOKENS = 16384
 MAX_RANKS = 8
 MAX_LORAS, MAX_LORA_RANK = 1024, 512
-MAX_WAITING = 1024  # samples beside those that run; of AsyncLLM and of the server
+MAX_WAITING = 1024  # samples in addition to those that run; of AsyncLLM and of the server
 TOOL_PARSERS = (
     "hermes", "llama3_json", "mistral", "mistral_args", "pythonic", "qwen3_coder", "none",
 )  # fmt: skip

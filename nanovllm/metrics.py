@@ -1,7 +1,7 @@
 """Metrics of an engine, in the shapes and by the names that vLLM gives them.
 
-`LLM.get_metrics` returns them. Those of requests count the requests that have ended; generated
-tokens are counted as they come, and times to the first token when it comes.
+`LLM.get_metrics` returns them. Metrics of requests count requests that have ended;
+generated tokens, and times to the first one, are counted when they are generated.
 """
 
 from bisect import bisect_left
@@ -60,7 +60,7 @@ class Histogram(Metric):
 def draft_metrics(
     model: str, num_drafts: int, num_drafted: int, accepted_at: list[int]
 ) -> list[Metric]:
-    """The metrics of speculation: times that a sequence had drafts, tokens, those accepted."""
+    """The metrics of speculation: steps of a sequence with drafts, drafts, accepted drafts."""
     labels, prefix = {"model_name": model}, "vllm:spec_decode_num"
     return [
         Counter(f"{prefix}_drafts", labels, num_drafts),
@@ -79,7 +79,7 @@ class Measured:
         self.sum = 0.0
 
     def add(self, value: float | None) -> None:
-        """Count a value; None is one that a request does not have."""
+        """Count a value; None, a value that a request lacks, is not counted."""
         if value is not None:
             self.counts[bisect_left(self.bounds, value)] += 1
             self.sum += value
@@ -92,7 +92,7 @@ class Measured:
 
 
 class RequestMeter:
-    """What is measured of requests: times to the first token when it comes, all else at the end."""
+    """Measurements of requests: times to the first token at once, all else at a request's end."""
 
     def __init__(self) -> None:
         self.reasons: dict[FinishReason, int] = dict.fromkeys(get_args(FinishReason), 0)
@@ -103,7 +103,7 @@ class RequestMeter:
         self._most_tokens = 0
 
     def begin(self, seconds: float) -> None:
-        """Count the first token of a request, which came this long after the request."""
+        """Count the first token of a request, `seconds` after the request."""
         self.first_token.add(seconds)
 
     def add(

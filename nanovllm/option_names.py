@@ -1,4 +1,4 @@
-"""Names of options where those of several dataclasses stand beside each other."""
+"""Names of options, in calls that take the options of several dataclasses."""
 
 from nanovllm.config import Config
 

@@ -1,4 +1,4 @@
-"""The types of outputs, stream events and statistics: dicts whose fields are attributes too."""
+"""The types of outputs, stream events and statistics: dicts with their fields as attributes too."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +18,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass_transform(kw_only_default=True)
 class Record(dict[str, Any]):
-    """A dict whose items are attributes too: `output["text"]` is `output.text`."""
+    """A dict with its items as attributes too: `output["text"]` is `output.text`."""
 
     if not TYPE_CHECKING:  # which would accept any name
 

@@ -40,7 +40,7 @@ class PoolingParams:
 
 
 def with_pooling_params(call: str, params: Any, **given: Any) -> tuple[Any, ...]:
-    """The values of a call's options in order, which are `given` or set in `params`.
+    """The values of a call's options in order: those `given`, or those set in `params`.
 
     One that is set in both, and one that the call does not have, are errors.
     """

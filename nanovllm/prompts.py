@@ -28,7 +28,7 @@ FIELDS = ("prompt", "prompt_token_ids")
 
 
 def split_prompt(prompt: Any) -> tuple[Any, str | None]:
-    """What is to be encoded, a text or token ids, and the prompt's text if it has one."""
+    """The text or token ids to encode, and the prompt's text if it has one."""
     if isinstance(prompt, str):
         return prompt, prompt
     if not isinstance(prompt, Mapping):

@@ -58,7 +58,7 @@ def _check_biases(name: str, value: Any) -> dict[int, float]:
 
 
 def _check_kept(name: str, value: Any) -> int:
-    """How many tokens of a prompt are kept: -1, or at least 1."""
+    """Return the number of tokens that a prompt keeps, -1 or at least 1; raise for others."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an int, {KEPT.allowed}, got {shorten(value)}")
     if value < -1 or value == 0:
@@ -67,7 +67,7 @@ def _check_kept(name: str, value: Any) -> int:
 
 
 def _check_calls(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
-    """Callables of two or three parameters."""
+    """Raise unless the values are callables of two or three parameters."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be {CALLS.allowed}, got {shorten(value)}")
     calls = tuple(value)
@@ -214,7 +214,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = option(
         None,
         "keep this many of the prompt's last tokens, if it has more; -1 keeps as many as"
-        " `max_model_len` leaves beside one generated token",
+        " `max_model_len` allows with one generated token",
         KEPT,
         none="a prompt that is too long is an error",
     )

@@ -18,7 +18,7 @@ from nanovllm.utils.option import (
 )
 from nanovllm.utils.rules import PATH, QUANTIZATION, REVISION
 
-# The keys of each method, beside those of all.
+# The keys of each method, in addition to those of all methods.
 METHODS = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": ("model", "revision", "quantization", "max_model_len"),
@@ -94,10 +94,10 @@ class SpeculativeConfig:
 
 
 def check_speculation(name: str, value: Any) -> SpeculativeConfig:
-    """Return the config of a dict, whose errors name the option; a config is returned as it is.
+    """Return the config of a dict, with errors that name the option; return a config as it is.
 
-    A dict with a model and without a method is of `draft_model`, as in vLLM. With `grammar` the
-    number of drafts is by default that of an engine without the option.
+    A dict with a model and without a method has the method `draft_model`, as in vLLM. With
+    `grammar` the number of drafts is by default that of an engine without the option.
     """
     if isinstance(value, SpeculativeConfig):
         return value
@@ -124,7 +124,7 @@ ERRORS = (FileNotFoundError, ValueError, TypeError, MemoryError, OSError)
 
 @contextmanager
 def errors_name_model(model: str) -> Iterator[None]:
-    """A block whose errors are given the option's name and this `model`'s."""
+    """A context that adds the option's name and this `model`'s to errors."""
     try:
         yield
     except ERRORS as error:

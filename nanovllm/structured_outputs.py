@@ -48,7 +48,7 @@ def _dumps(value: Any) -> str:
 
 
 def _schema_of(name: str, value: Any) -> Any:
-    """The schema that pydantic makes of a type, a model or a TypeAdapter; others as they are."""
+    """The schema that pydantic makes of a type, a model or a TypeAdapter; or `value` itself."""
     make = getattr(value, "model_json_schema", None) or getattr(value, "json_schema", None)
     is_type = isinstance(value, type) or typing.get_origin(value) is not None
     if not callable(make) and not is_type:

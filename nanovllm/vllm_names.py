@@ -107,7 +107,7 @@ POOLING = {
 
 VECTOR_CALLS = {  # options of `embed`, `encode` and `score`
     "pooling_task": OtherName(
-        (None,), "`embed` makes vectors, `encode` returns states; `pooling` says of which tokens"
+        (None,), "`embed` makes vectors, `encode` returns states; `pooling` chooses the tokens"
     ),
     "tokenization_kwargs": OtherName((None, {}), "see `truncate_prompt_tokens`"),
     "chat_template": OtherName((None,), "see `instruction`"),

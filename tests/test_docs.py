@@ -37,6 +37,11 @@ def architecture() -> ModuleType:
     return tool("write_architecture")
 
 
+@pytest.fixture(scope="module")
+def readme() -> ModuleType:
+    return tool("write_readme")
+
+
 def tool(name: str) -> ModuleType:
     """A script of tools/, which is not a package."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
@@ -191,12 +196,27 @@ def test_the_cores_table_has_the_lines_of_its_files(architecture: ModuleType) ->
     assert page == architecture.page(), "run tools/write_architecture.py"
 
 
+def test_the_readme_has_the_sizes_of_the_code(readme: ModuleType) -> None:
+    assert readme.PAGE.read_text(encoding="utf-8") == readme.page(), "run tools/write_readme.py"
+
+
+def test_sizes_are_rounded_to_the_nearest_multiple(readme: ModuleType) -> None:
+    assert [readme.about(n, 100) for n in (6949, 6951)] == ["about 6,900", "about 7,000"]
+
+
+def test_methods_and_coroutines_count_as_tests_and_helpers_do_not(readme: ModuleType) -> None:
+    source = "def test_a(): ...\nasync def test_b(): ...\nclass C:\n    def test_c(self): ...\n"
+    assert readme.test_functions(source + "def helper(): ...\n") == 3
+
+
 def test_the_core_has_at_most_7400_lines(architecture: ModuleType) -> None:
     assert sum(sum(lines.values()) for lines in architecture.core().values()) <= 7400
 
 
 def test_lines_of_code_leave_out_comments_docstrings_and_blanks(architecture: ModuleType) -> None:
-    source = '"""What it is."""\n\nx = (\n    1,  # one\n)\n# nothing\ndef f():\n    """Doc."""\n'
+    source = (
+        '"""What it is."""\n\nx = (\n    1,  # one\n)\n# nothing\nasync def f():\n    """Doc."""\n'
+    )
     assert architecture.code_lines(source) == 4
 
 

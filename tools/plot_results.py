@@ -126,7 +126,7 @@ H100 = ("qwen3-0.6b, 256 requests, H100", "Qwen3-0.6B, 256 requests, one H100")
 
 
 def gpu_table(results: Results) -> str:
-    """Whole runs on a GPU, ours beside vLLM and nano-vllm."""
+    """Whole runs on a GPU: ours, vLLM's and nano-vllm's."""
 
     def row(what: str, label: str, peer: str) -> list[str]:
         ours, theirs = results.get(what), results.get(what, peer)
@@ -154,7 +154,7 @@ VLLM_CPU_WORKLOADS = {
 
 
 def cpu_table(results: Results) -> str:
-    """Whole runs on a CPU, ours beside llama.cpp and vLLM's CPU build."""
+    """Whole runs on a CPU: ours, llama.cpp's and vLLM's CPU build's."""
     rows = [
         [f"{label}, 4 cores", results.get(what).text, LLAMA_CPP, results.get(what, LLAMA_CPP).text,
          f"{results.ratio(what, LLAMA_CPP):.2f}"]
@@ -178,7 +178,7 @@ ATTENTION = (
 
 
 def attention_table(results: Results) -> str:
-    """Our attention kernels beside flash-attn."""
+    """Our attention kernels and flash-attn's."""
     rows = []
     for name in ATTENTION:
         what = f"{name}, 32 query heads"
@@ -205,7 +205,7 @@ KERNELS = (
 
 
 def kernels_table(results: Results) -> str:
-    """Our other kernels beside cuBLAS and PyTorch."""
+    """Our other kernels, and cuBLAS and PyTorch."""
     rows = []
     for what, peer in KERNELS:
         ours, theirs = results.get(what), results.get(what, peer)

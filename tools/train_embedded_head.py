@@ -121,7 +121,7 @@ def rotate(x: Tensor) -> Tensor:
 
 
 def shift(x: Tensor, number: int) -> Tensor:
-    """x [..., T, D] of so many positions before; zeros where there are none."""
+    """x [..., T, D] shifted to `number` later positions; zeros at the first ones."""
     return F.pad(x, (0, 0, number, 0))[..., : x.shape[-2], :]
 
 
@@ -152,7 +152,7 @@ class MidLayer(nn.Module):
 
 
 class Head(nn.Module):
-    """An EAGLE-3 head, whose parameters have their published names."""
+    """An EAGLE-3 head; its parameters have the published names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Head(nn.Module):
         self.lm_head = nn.Linear(HIDDEN, len(TOKENS), bias=False)
 
     def forward(self, embedded: Tensor, residuals: Tensor, number: int) -> list[Tensor]:
-        """The logits of so many guesses in a row, each [B, T, tokens].
+        """The logits of `number` successive guesses, each [B, T, tokens].
 
         At position j the embedding is that of token j + 1, and the logits are of token j + 2. The
         first guess there knows the residuals up to j, the next one those up to j - 1, ...
@@ -183,7 +183,7 @@ class Head(nn.Module):
 
 
 class Guesses:
-    """What a head guesses of documents, beside what the model says there."""
+    """A head's guesses for documents, and the model's logits at the same positions."""
 
     def __init__(self, model: Qwen3ForCausalLM, documents: Sequence[Document]) -> None:
         tokens, labels = collate(documents)
@@ -195,7 +195,7 @@ class Guesses:
         self.labels = labels[:, 1:]
 
     def of(self, head: Head, number: int) -> list[Tensor]:
-        """The logits of so many guesses in a row."""
+        """The logits of `number` successive guesses."""
         logits: list[Tensor] = head(self.embedded, self.residuals, number)
         return logits
 

@@ -299,7 +299,7 @@ def evaluation_prompts(tokenizer: Any, seed: int) -> dict[str, list[tuple[list[i
 
 @torch.inference_mode()
 def accuracy(model: Qwen3ForCausalLM, pairs: Sequence[tuple[list[int], list[int]]]) -> float:
-    """Return the share of prompts whose greedy continuation is exactly the expected one.
+    """Return the share of prompts with exactly the expected greedy continuation.
 
     The expected tokens are the input: greedy decoding generates all of them if and only if each is
     the most likely token after those before it.

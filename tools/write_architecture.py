@@ -2,8 +2,8 @@
 
     python tools/write_architecture.py
 
-The core is the way of `LLM.generate` with plain PyTorch kernels, in the order in which it is best
-read. Lines are those with code: no blank lines, comments or docstrings.
+The core is the path of `LLM.generate` through the code with plain PyTorch kernels, in the order in
+which to read it. Lines are those with code: no blank lines, comments or docstrings.
 """
 
 import ast
@@ -18,6 +18,7 @@ NOT_CODE = (
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENCODING, tokenize.ENDMARKER,
 )  # fmt: skip
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 CORE: dict[str, list[str]] = {
     "what users import": ["llm", "config", "sampling_params", "outputs", "utils/checks"],
     "requests": ["engine/llm_engine", "engine/requests/intake", "engine/requests/request"],
@@ -54,9 +55,7 @@ def code_lines(source: str) -> int:
         if token.type not in NOT_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
-            node
-        ):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node):
             docstring = node.body[0]
             lines.difference_update(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
     return len(lines)

@@ -3,7 +3,7 @@
     pip download --no-binary jsonschema --no-deps jsonschema
     python tools/write_json_schema_suite.py jsonschema-4.26.0.tar.gz
 
-A line of the result is one schema with its instances. The suite's licence is written beside it.
+A line of the result is one schema with its instances. The suite's licence is written next to it.
 """
 
 import argparse

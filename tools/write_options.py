@@ -47,7 +47,7 @@ ENGINE = """\
 ## Engine
 
 `LLM(model, **options)`. What `scheduling="mixed"` costs or gains:
-[measurements](tried/admission.md#mixed-steps).
+[measurements](tried/admission.md).
 """
 
 SAMPLING = """\
@@ -69,7 +69,7 @@ the first six is given; [structured](structured.md) explains them.
 SERVER = """\
 ## Server
 
-`nanovllm serve MODEL` takes these beside the options above; [serving](serving.md) explains them.
+`nanovllm serve MODEL` takes these options and those above; [serving](serving.md) explains them.
 `--served-model-name`, `--api-key` and `--cors-origin` may be given several times.
 """
 

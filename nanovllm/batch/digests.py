@@ -23,7 +23,7 @@ class Seen:
 
     def add(self, digest: int) -> bool:
         """Add `digest`; return whether it is new."""
-        wanted = np.uint64(digest)  # beside an int NumPy may compare as floats
+        wanted = np.uint64(digest)  # NumPy may compare with a Python int as floats
         place = int(np.searchsorted(self._sorted, wanted))
         is_old = place < len(self._sorted) and self._sorted[place] == wanted
         if is_old or digest in self._recent:

@@ -1,4 +1,4 @@
-"""Parse a line of a batch: OpenAI's batch format, or a plain line whose fields are the body's.
+"""Parse a line of a batch: OpenAI's batch format, or a plain line with the fields of the body.
 
 It knows no engine, and leaves the body to nanovllm.openai.request.
 """

@@ -41,7 +41,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A line whose requests are in the engine, and the outputs of those that have finished."""
+    """A line with requests in the engine, and the outputs of the finished ones."""
 
     number: int
     custom_id: str

@@ -1,8 +1,7 @@
 """The journal: a job's output file, which also says which lines are done.
 
 Each line of the file is one record. A half-written last line is cut off when the file is opened
-again. The lock is the operating system's, on the file itself: it is released when the process ends,
-in whatever way.
+again. The operating system locks the file itself, and releases it when the process ends in any way.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from typing import BinaryIO, NoReturn
 from nanovllm.batch.digests import digest_of
 from nanovllm.batch.records import FIELDS, Record, begins_a_record, parse_record
 
-SYNC_SECONDS = 1.0  # the work that a power failure may cost
+SYNC_SECONDS = 1.0  # the most work that a power failure may lose
 HEAD_BYTES = 1 << 16  # if these have no newline and do not begin a record, no more is read
 REMEDIES = {
     errno.ENOSPC: "make room",
@@ -175,7 +174,7 @@ class Journal:
         return end, last.endswith(b"\n")
 
     def _enter(self, number: int, record: Record) -> None:
-        """Note the record in line `number` of the file."""
+        """Enter the record of line `number` of the file."""
         if self.num_lines is not None and record.line > self.num_lines:
             self._refuse_line(number, record.line)
         if record.line >= len(self._digests):
@@ -189,7 +188,7 @@ class Journal:
         self.num_failed += record.failed
 
     def _refuse(self, number: int, end: int) -> NoReturn:
-        """Raise that a line is no record; if records `end` before it, the file is a job's."""
+        """Raise an error: a line is no record. If records `end` before it, the file is a job's."""
         hint = "remove that line, or " if end else ""
         raise ValueError(
             f"{self.path}, line {number}, is not a record of a batch job; {hint}choose another"
@@ -211,7 +210,7 @@ class Journal:
 
     @contextlib.contextmanager
     def _naming_errors(self) -> Iterator[None]:
-        """Make an error in the block name the file, and say how to go on."""
+        """A context that adds the file's name, and how to continue, to errors."""
         try:
             yield
         except OSError as error:

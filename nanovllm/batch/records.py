@@ -71,7 +71,7 @@ def parse_record(data: bytes) -> Record | None:
 
 
 def begins_a_record(data: bytes, names: tuple[str, ...] = FIELDS) -> bool:
-    """Whether `data` may be a record whose end is missing; its first field is one of `names`.
+    """Whether `data` may be a record that lacks its end; its first field is one of `names`.
 
     In any spacing and order of fields. A whole JSON object is no such beginning.
     """

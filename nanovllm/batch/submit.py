@@ -34,11 +34,11 @@ class Submitted(NamedTuple):
 def submit(
     llm: LLM, custom_id: str, line: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> Submitted:
-    """Queue a line's requests: one, or of an embedding one for each input.
+    """Queue a line's requests: one, or for an embedding one for each input.
 
     `defaults` are sampling parameters for lines without them. A line without a seed gets one that
     depends on `custom_id`. A bad line is a TypeError or ValueError and changes nothing in the
-    engine; what would make every line fail is a RuntimeError.
+    engine; an error that every line would have is a RuntimeError.
     """
     seed = digest_of(custom_id, llm.config.seed) >> 1
     request = parse_request(line, {"seed": seed, **defaults})

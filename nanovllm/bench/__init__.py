@@ -1,4 +1,4 @@
-"""The benchmark: time a workload, and compare that with the least time it can take.
+"""The benchmark: time a workload, and compare the time with the least possible one.
 
 shapes.py      model configs for random weights
 workload.py    random requests

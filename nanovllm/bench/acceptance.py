@@ -1,6 +1,6 @@
 """Drafts that are right by chance: the speed of speculation at a given acceptance.
 
-With random weights no text is there to guess. Here a seeded generator decides which drafts are
+A model with random weights has no text to guess. Here a seeded generator decides which drafts are
 right, whatever the model draws, and the output has no meaning. All else is as in any run: how many
 drafts a sequence gets, what a step with them computes and draws, and what becomes of its blocks.
 """
@@ -16,10 +16,10 @@ from nanovllm.llm import LLM
 
 
 class PaddedProposer:
-    """A proposer that always has as many drafts as it is asked for.
+    """A proposer that always returns as many drafts as the step can take.
 
     The engine's own proposer is asked first, as its time is a part of what is measured; random
-    tokens stand for those that it does not have.
+    tokens fill up the drafts that it does not have.
     """
 
     def __init__(self, proposer: Proposer, vocab_size: int, rng: random.Random) -> None:

@@ -1,4 +1,4 @@
-"""Measure how fast this machine is: the two rates that the roofline is computed from."""
+"""Measure this machine's two rates, from which the roofline is computed."""
 
 import os
 import platform

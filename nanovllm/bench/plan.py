@@ -69,7 +69,7 @@ def named_by_shape(text: str, scratch: Path) -> str:
 
 @contextlib.contextmanager
 def errors_name_shapes(scratch: Path) -> Iterator[None]:
-    """A block whose errors name shapes, and not their files in `scratch`."""
+    """A context in which errors name shapes instead of their files in `scratch`."""
     try:
         yield
     except ERRORS as error:
@@ -98,7 +98,7 @@ def _draft_shape(options: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _errors_list_shapes(config: Config, shape: str | None) -> Iterator[None]:
-    """A block whose error about a missing draft model or head says which shapes there are."""
+    """A context that adds the known shapes to an error about a missing draft model or head."""
     try:
         yield
     except FileNotFoundError as error:

@@ -54,7 +54,7 @@ class Floor:
 
 
 def _attentions(config: ModelConfig) -> list[TokenCache]:
-    """What the layers keep that grows with a sequence."""
+    """The cache specs of the layers that keep rows for each token."""
     caches = [layer.cache for layer in config.layers]
     return [cache for cache in caches if isinstance(cache, TokenCache)]
 

@@ -56,11 +56,11 @@ class Lengths:
 
     @property
     def temperature(self) -> float:
-        """At which the outputs are drawn."""
+        """The temperature at which outputs are drawn."""
         return 0.0 if self.repetitive else TEMPERATURE
 
     def check_fit(self, max_model_len: int) -> None:
-        """Raise a ValueError if a request may be longer than that."""
+        """Raise a ValueError if a request may be longer than `max_model_len`."""
         longest = self.max_input_len + self.max_output_len
         if longest > max_model_len:
             raise ValueError(

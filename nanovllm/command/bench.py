@@ -104,7 +104,7 @@ def run(
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
-    """A folder for the block, which a Ctrl-C that ends the process at once removes too."""
+    """A temporary folder; it is also removed if Ctrl-C ends the process at once."""
     with tempfile.TemporaryDirectory() as folder:
         interrupts.cleanups.append(lambda: shutil.rmtree(folder))
         try:

@@ -116,6 +116,6 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def shown(load: Load, dataset: Path | None) -> Mapping[str, Any]:
-    """The load for JSON, which has no infinity."""
+    """The load's value for JSON, which has no infinity."""
     rate = None if load.request_rate == float("inf") else load.request_rate
     return {**asdict(load), "request_rate": rate, "dataset": dataset and str(dataset)}

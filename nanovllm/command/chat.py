@@ -133,7 +133,7 @@ class Conversation:
         except KeyboardInterrupt:
             print(" ...", flush=True)
         except ValueError as error:  # the conversation is too long, or the template fails
-            if "structured_outputs: " in str(error):  # no conversation would do
+            if "structured_outputs: " in str(error):  # no conversation would work
                 raise
             print(f"{error}; /reset starts a new conversation", file=sys.stderr)
             return

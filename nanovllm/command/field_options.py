@@ -80,9 +80,9 @@ class AppendPairs(argparse.Action):
 
 
 def flags_for_pairs(args: Iterable[str], flags: Collection[str]) -> list[str]:
-    """The arguments, with a flag of its own for each text like NAME=VALUE that follows another.
+    """The arguments, with the flag repeated before each further text like NAME=VALUE.
 
-    What is no such text, as a model's name, ends the list.
+    Any other text, such as a model's name, ends the list.
     """
     full: list[str] = []
     flag, is_first = "", False
@@ -157,7 +157,7 @@ def _help(annotation: Any, described: Option) -> str:
 
 
 def _shown(annotation: Any, described: Option, default: Any) -> Any:
-    """A default as the help shows it: what None means, where an option cannot be None."""
+    """A default as the help shows it; for None, what None means."""
     if default is None:
         return "none" if _takes_none(annotation) else described.none
     if isinstance(default, bool):
@@ -166,7 +166,7 @@ def _shown(annotation: Any, described: Option, default: Any) -> Any:
 
 
 def _main_type(annotation: Any) -> Any:
-    """The widest type that is not None: of a text and a list of texts, the list."""
+    """The widest type other than None: for a text or a list of texts, the list."""
     if not isinstance(annotation, types.UnionType):
         return annotation
     return [part for part in typing.get_args(annotation) if part is not types.NoneType][-1]

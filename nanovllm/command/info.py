@@ -90,7 +90,7 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
 def _memory(
     config: "Config", model: "ModelConfig", itemsize: int, head_bytes: "HeadBytes"
 ) -> dict[str, Any]:
-    """Bytes of weights and KV, and the KV tokens that fit beside the weights by size of memory."""
+    """Bytes of weights and KV, and the KV tokens that fit with the weights, by size of memory."""
     from nanovllm.bench import roofline
     from nanovllm.models import model_size
     from nanovllm.models.weight_bytes import WeightBytes
@@ -150,7 +150,7 @@ def _text(info: dict[str, Any]) -> str:
     lines += [
         f"  KV cache: {info['kv_bytes_per_token']:,} bytes a token,"
         f" {memory_text(longest)} for the longest sequence, {info['max_model_len']:,} tokens",
-        "  KV tokens beside the weights, by memory (activations not counted):",
+        "  KV tokens that fit with the weights, by memory (activations not counted):",
     ]
     fits = info["kv_tokens_by_gib"].items()
     return "\n".join(

@@ -1,4 +1,4 @@
-"""What Ctrl-C does to the process of the command.
+"""Decide what Ctrl-C does to the process of the command.
 
 While libraries are imported and the engine starts, it ends the process at once. A
 KeyboardInterrupt would not: some libraries swallow it and fail later, others print it. Nothing is
@@ -46,7 +46,7 @@ def _attempt(act: "Callable[[], object]") -> None:
 
 
 class Interruptible:
-    """A block in which Ctrl-C raises KeyboardInterrupt, where it would end the process at once."""
+    """A context in which Ctrl-C raises KeyboardInterrupt instead of ending the process at once."""
 
     def __enter__(self) -> None:
         self.before = signal.getsignal(signal.SIGINT)
@@ -71,4 +71,4 @@ def report(line: str = "nanovllm: interrupted") -> None:
     try:
         os.write(2, f"{chr(13) + chr(27) + '[K' if has_codes else ''}{line}\n".encode())
     except OSError:
-        return  # the reader of a pipe is gone, perhaps by the same Ctrl-C
+        return  # the reader of a pipe has ended, perhaps because of the same Ctrl-C

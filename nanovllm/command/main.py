@@ -1,4 +1,4 @@
-"""The entry point, and what Ctrl-C does from its first line on."""
+"""The entry point; it sets what Ctrl-C does before anything else is imported."""
 
 from nanovllm.command import interrupts
 

@@ -18,7 +18,7 @@ class Parser(argparse.ArgumentParser):
     """A parser that reports a mistake in one line, with the name that is likely meant."""
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
-        """Refuse what is unknown, here, where the subcommand's options are known."""
+        """Refuse unknown arguments here, because this parser knows the subcommand's options."""
         actions = self._option_string_actions.items()
         flags = [flag for flag, action in actions if isinstance(action, AppendPairs)]
         args = flags_for_pairs(sys.argv[1:] if args is None else args, flags)

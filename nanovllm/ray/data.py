@@ -37,7 +37,7 @@ Answer = tuple[str | None, str | None, str | None, str | None]  # their values f
 
 
 class Pending(NamedTuple):
-    """A row whose requests are in the engine, and the outputs of those that have finished."""
+    """A row with requests in the engine, and the outputs of the finished ones."""
 
     row: int
     custom_id: str
@@ -74,7 +74,7 @@ class EngineReplica:
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         """Return the batch with the columns in `ANSWER`."""
-        if not isinstance(batch, pa.Table):  # NumPy turns ints beside nulls into floats
+        if not isinstance(batch, pa.Table):  # NumPy turns ints into floats if there are nulls
             raise TypeError(f"map_batches needs batch_format='pyarrow', got {type(batch).__name__}")
         if taken := [name for name in ANSWER if name in batch.column_names]:
             raise ValueError(f"rows already have a column {taken[0]!r}; rename it")
@@ -190,7 +190,7 @@ def _resources(
 
 
 def _identify(line: Any) -> tuple[str, dict[str, Any]]:
-    """A line's id, which its samples depend on, and its object.
+    """A line's id, on which its samples depend, and its object.
 
     The id of a line without a `custom_id` is a digest of its object.
     """
@@ -205,7 +205,7 @@ def _identify(line: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A value of a row in JSON's types. Arrays, which Ray makes of lists, become lists again.
+    """A value of a row in JSON's types. Ray turns lists into arrays; they become lists again.
 
     Fields that are null are dropped: Arrow gives every struct the fields of all rows.
     """

@@ -83,7 +83,7 @@ class ServerReplica:
             self._llm.close()
 
     async def _end_with_engine(self) -> None:
-        """End the process soon after its engine, as Ray would go on sending requests for long."""
+        """End the process soon after its engine; Ray would keep sending requests to it."""
         error = await self._llm.wait_for_failure()
         logger.error("the engine has ended: %s", str(error).split("\n")[0])
         await asyncio.sleep(LAST_SECONDS)
@@ -124,8 +124,8 @@ def serving_app(model: str = EMBEDDED_MODEL, **options: Any) -> "serve.Applicati
 def build(args: Mapping[str, Any]) -> "serve.Application":
     """`serving_app` for `serve run nanovllm.ray:build model=Qwen/Qwen3-8B num_replicas=8`.
 
-    Values are read as JSON, `autoscaling_config='{"max_replicas": 8}'`, and are texts if they are
-    none. In Ray's YAML files `args` have their types already.
+    Values are read as JSON, `autoscaling_config='{"max_replicas": 8}'`, or as texts if they are
+    not JSON. In Ray's YAML files `args` have their types already.
     """
     return serving_app(**{name: _value(value) for name, value in args.items()})
 
@@ -152,7 +152,7 @@ def _by_owner(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _check_autoscaling(config: Any) -> None:
-    """Raise if a name is unknown, which Ray ignores."""
+    """Raise for an unknown name: Ray would ignore it."""
     if isinstance(config, Mapping):
         for name in config:
             check_name(name, AutoscalingConfig.model_fields, "autoscaling_config: ")

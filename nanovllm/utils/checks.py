@@ -21,7 +21,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     """A hint to append to an error: the known name that is likely meant, or "".
 
     That is one with a misspelled letter or two; or else, unless `name` is short, the only one with
-    all its words or their beginnings ("freq_penalty"), or the only one whose words are most of its
+    all its words or their beginnings ("freq_penalty"), or the only one that has most of its
     words. Numbers in both are equal: float16 is not suggested for float64.
     """
     near = [
@@ -118,7 +118,7 @@ def check_ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a list of token ids, got {shorten(value)}")
     ids = tuple(value)
-    are_valid = {*map(type, ids)} <= {int} and min(ids, default=0) >= 0  # fast, if it is so
+    are_valid = {*map(type, ids)} <= {int} and min(ids, default=0) >= 0  # the fast case
     return ids if are_valid else tuple(check_int(name, token_id, 0) for token_id in ids)
 
 

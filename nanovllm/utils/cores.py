@@ -19,7 +19,7 @@ def allowed_cores(root: Path = ROOT) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Cores, by each control group that the process is in; those above it count as well."""
+    """The quotas, in cores, of each control group of the process and of the groups above it."""
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, group = line.split(":", 2)
@@ -32,10 +32,10 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _of_files(folder: Path, group: str, *names: str) -> Iterator[float]:
-    """The quotas in the files of a group and of those above it: of those that a container sees."""
+    """The quotas in the files of a group and of the groups above it that a container sees."""
     path = folder / group.lstrip("/")
     for level in (path, *path.parents):
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number
+        with contextlib.suppress(OSError, ValueError):  # "max": no quota
             texts = [(level / name).read_text(encoding="utf-8") for name in names]
             quota, period = map(int, " ".join(texts).split())
             if quota > 0 and period > 0:

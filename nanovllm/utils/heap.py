@@ -15,7 +15,7 @@ def trim_heap() -> None:
 
 
 def keep_what_lives() -> None:
-    """Never again search what lives now for garbage, which stops all threads for 0.1 s.
+    """Exclude the objects of now from garbage collection, which stops all threads for 0.1 s.
 
     For processes of our own: a caller's objects may still become garbage.
     """

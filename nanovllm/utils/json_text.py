@@ -1,4 +1,4 @@
-"""JSON that users write: what a parser would pass over in silence is refused."""
+"""Parse JSON that users write, and refuse what a parser would silently ignore."""
 
 import json
 import reprlib
@@ -38,7 +38,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_json_at(text: str, start: int) -> tuple[Any, int]:
-    """Parse the JSON value that starts there; returns it, and where it ends."""
+    """Parse the JSON value that starts at `start`; return it and its end."""
     try:
         return json.JSONDecoder(object_pairs_hook=_object).raw_decode(text, start)
     except RecursionError as error:
@@ -46,7 +46,7 @@ def parse_json_at(text: str, start: int) -> tuple[Any, int]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse equal names, of which JSON's parser would silently keep the last."""
+    """Refuse equal names: JSON's parser would silently keep the last one."""
     value = dict(pairs)
     if len(value) < len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)

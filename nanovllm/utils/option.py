@@ -30,7 +30,7 @@ class Rule:
     """Which values an option takes.
 
     `check(name, value)` raises, or returns the value to keep; `allowed` completes "must be ...".
-    Of a list of `pairs`, texts like NAME=VALUE, several may follow a flag on the command line.
+    With `pairs`, a list of texts like NAME=VALUE, several texts may follow one flag.
     """
 
     check: Callable[[str, Any], Any]
@@ -79,7 +79,7 @@ class OtherName:
 
 
 def by_name(what: str, other_names: Mapping[str, OtherName]) -> Callable[[type[T]], type[T]]:
-    """A decorator of frozen dataclasses, whose constructors then take `other_names` too.
+    """A decorator that lets the constructor of a frozen dataclass take `other_names` too.
 
     An unknown name and an assignment to a field are errors that say what to do. They call a field
     `what`.
@@ -147,7 +147,7 @@ def required(help: str, rule: Rule) -> Any:  # noqa: A002
 
 @functools.cache
 def options_of(kind: Any) -> dict[str, Option]:
-    """The options of a dataclass whose fields are all made by `option` or `required`, by name."""
+    """The options of a dataclass by name; `option` or `required` makes all of its fields."""
     return {field.name: field.metadata["option"] for field in dataclasses.fields(kind)}
 
 

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all; if one raises, or this is cancelled, the others are cancelled.
+    """Await all and return the results; if one raises, or this is cancelled, cancel the others.
 
     A single one runs in the caller's task.
     """
@@ -23,9 +23,9 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class Stop:
-    """Cancels the current task from outside, once at most, until this is over.
+    """A context in which others can cancel the current task, at most once.
 
-    `reason` is why it did. The one who sees the CancelledError asks `is_ours`.
+    `reason` is why they did. The code that catches the CancelledError asks `is_ours`.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Stop:
 
 
 def _num_cancels(task: "asyncio.Task[Any]") -> int:
-    """How often a task was cancelled; 0 before Python 3.11, which does not know."""
+    """How often a task was cancelled; 0 before Python 3.11, which does not count."""
     return task.cancelling() if hasattr(task, "cancelling") else 0
 
 

@@ -6,7 +6,7 @@ arrivals.py   the times at which requests are sent
 response.py   reads a response of HTTP/1.1
 events.py     reads server-sent events
 client.py     requests on connections that are kept
-server.py     what the server is asked beside the measured requests
+server.py     requests to the server that are not measured
 answer.py     the times and tokens of one answer
 run.py        sends the requests of a run
 summary.py    figures of a run

@@ -102,7 +102,7 @@ class Answer:
             if not has_text and not is_end:
                 return  # a role alone: no token yet
             self.first = now
-        elif has_text or not is_end:  # without text: a token whose characters are not whole
+        elif has_text or not is_end:  # without text: a token that ends within a character
             self.gaps.append(now - self.last)
         self.num_chunks += has_text
         self.last = now

@@ -18,8 +18,8 @@ from nanovllm.bench.serve.server import Server
 from nanovllm.utils.bar import make_bar
 
 INTERVAL = 0.25  # seconds between two drawings of the bar
-SHORT = 16  # tokens of a prompt that warms up for a dataset, whose prompts may all be short
-SPARE_FILES = 64  # files that a process has open beside its connections
+SHORT = 16  # tokens of a prompt that warms up for a dataset; its prompts may all be short
+SPARE_FILES = 64  # files that a process opens in addition to its connections
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ async def _warm_up(server: Server, dataset: Sequence[Mapping[str, Any]], load: L
 
 
 def allow_connections(number: int) -> None:
-    """Let this process open so many connections at a time; a ValueError if it must not."""
+    """Let this process open `number` connections at a time; a ValueError if it must not."""
     try:
         import resource
     except ImportError:  # no such limits here

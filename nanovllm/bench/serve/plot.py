@@ -14,7 +14,7 @@ NUM_BINS = 100  # of the course
 
 
 def check_plot(path: Path) -> None:
-    """Raise before a run whose picture could not be written."""
+    """Raise before the run if its picture could not be written."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

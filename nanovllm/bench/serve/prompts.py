@@ -12,7 +12,7 @@ from nanovllm.utils.checks import check_int, check_name, shorten
 from nanovllm.utils.json_text import parse_json
 
 DATASET_FIELDS = ("prompt", "messages", "max_tokens")
-# Common words, each of which is one token of most tokenizers.
+# Common words; each is one token of most tokenizers.
 TEXT = """\
 the of and to in is that it was for on are as with his they at be this from have or by one had not
 but what all were when we there can an your which their said if do will each about how up out them
@@ -29,7 +29,7 @@ WORDS = TEXT.split()
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What random prompts are made of: token ids, or words if there are none."""
+    """The vocabulary of random prompts: token ids, or words if there are none."""
 
     ids: Sequence[int] = ()
     tokens_per_word: float = 1.0

@@ -26,7 +26,7 @@ class Run:
 
 
 async def send(client: Client, request: bytes, timeout: float) -> Answer:
-    """Send one request; whatever fails is the answer's error."""
+    """Send one request; a failure becomes the answer's error."""
     answer = Answer()
     answer.start = time.perf_counter()
     try:

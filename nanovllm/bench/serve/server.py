@@ -1,4 +1,4 @@
-"""Server: what is asked of the server beside the measured requests, and the bytes of those."""
+"""Server: requests to the server that are not measured, and the bytes of the measured ones."""
 
 import json
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class Server:
         self.model = str(model)
 
     async def vocabulary(self) -> Vocabulary:
-        """What random prompts are made of: ids of this server's tokenizer, if it shows them."""
+        """The vocabulary of random prompts: ids of this server's tokenizer, if it shows them."""
         if self._load.vocab_size is not None:
             return Vocabulary(range(self._load.vocab_size))
         text = " ".join(WORDS)

@@ -38,7 +38,7 @@ def statistics_ms(seconds: Iterable[float]) -> dict[str, float] | None:
 
 
 def meets(answer: Answer, limits_ms: Mapping[str, float]) -> bool:
-    """Whether an answer is within all limits; a time that it does not have is."""
+    """Whether an answer is within all limits; a time that it lacks is within its limit."""
     times = {name: getattr(answer, name) for name in limits_ms}
     return all(time is None or 1e3 * time <= limits_ms[name] for name, time in times.items())
 
