@@ -15,7 +15,7 @@ from nanovllm.engine.requests.generation import (
     stream,
 )
 from nanovllm.features import AllFeatures
-from nanovllm.llm_parts import Parts
+from nanovllm.llm_parts import LLMParts
 from nanovllm.lora_request import LoRARequest, LoRARequests
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.prompts import Prompt
@@ -48,9 +48,9 @@ class LLM(LLMEngine):
     features = AllFeatures()
 
     @functools.cached_property
-    def parts(self) -> Parts:
+    def parts(self) -> LLMParts:
         """The rooms that only some calls need."""
-        return Parts(proxy(self))
+        return LLMParts(proxy(self))
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt],

@@ -1,4 +1,4 @@
-"""Parts: the rooms that only some calls of an LLM need, imported when they are first asked for."""
+"""LLMParts: the rooms that only some calls of an LLM need, imported when they are first asked for."""
 
 import functools
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from nanovllm.weights.weights import Weights
 
 
-class Parts:
+class LLMParts:
     """What an LLM delegates to. `engine` is a weak reference to it, so that `del llm` closes it."""
 
     def __init__(self, engine: "LLMEngine") -> None:
