@@ -1,4 +1,4 @@
-"""LLMParts: the rooms that only some calls of an LLM need, imported when they are first asked for."""
+"""LLMParts: the rooms that only some calls of an LLM need, imported when first asked for."""
 
 import functools
 from typing import TYPE_CHECKING
