@@ -4,7 +4,7 @@ import random
 import time
 from typing import Any, NamedTuple
 
-from nanovllm.engine.remote import loop
+from nanovllm import engine_main
 from nanovllm.engine.run.model_runner import ModelRunner
 from nanovllm.engine.schedule.batch import Batch
 
@@ -47,11 +47,11 @@ class IdleRunner:
 
 
 def main(step_us: int, caller: int, line: int, connection: int) -> None:
-    """Serve, as the loop's `main` does."""
+    """Serve, as `engine_main.main` does."""
     idle = IdleRunner(step_us)
     for name in ("begin", "draw", "wait"):
         setattr(ModelRunner, name, _method(getattr(idle, name)))
-    loop.main(caller, line, connection)
+    engine_main.main(caller, line, connection)
 
 
 def _method(function: Any) -> Any:

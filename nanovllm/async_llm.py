@@ -2,40 +2,42 @@
 
 import contextlib
 import functools
-import os
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import TYPE_CHECKING, Any
+from weakref import proxy
 
-from nanovllm.chat.answers import AnswerReader
-from nanovllm.chat.chat_format import ChatFormat, Turn
-from nanovllm.chat.conversation import has_chat_template
-from nanovllm.config import MAX_WAITING
-from nanovllm.engine.remote.async_engine import params_of
+from nanovllm.engine.remote.async_engine import AsyncEngine, params_of
 from nanovllm.engine.remote.readers import SMALL, prompt_size
 from nanovllm.features import AllFeatures
 from nanovllm.lora_request import LoRARequest
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vectors.async_calls import AsyncVectorCalls
+
+if TYPE_CHECKING:
+    from nanovllm.chat.chat_format import ChatFormat, Turn
+    from nanovllm.pooling_params import PoolingParams
+    from nanovllm.vectors.async_vectors import AsyncVectors
+    from nanovllm.vectors.kept_states import Pooling
+    from nanovllm.vectors.outputs import (
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
+    from nanovllm.vectors.preparer import Prompts
+    from nanovllm.weights.async_weights import AsyncWeights
+    from nanovllm.weights.weights import NamedTensors, Running
 
 
-class AsyncLLM(AsyncVectorCalls):
+class AsyncLLM(AsyncEngine):
     """A model, ready to generate for many callers of one event loop.
 
     `AsyncLLM(model, **options)` takes the options of `LLM`, and blocks until the model is loaded.
-    At most `max_waiting` samples wait beside those that can run: a call beyond is an
+    At most `max_waiting` samples wait in addition to those that can run: a call beyond is an
     EngineFullError. Close it, or use it in an `async with` block.
     """
 
     features = AllFeatures()
-
-    def __init__(
-        self, model: str | os.PathLike[str], *, max_waiting: int = MAX_WAITING, **options: Any
-    ) -> None:
-        super().__init__(model, max_waiting=max_waiting, **options)
-        asked = self._asked
-        self._chat_format = ChatFormat(self.tokenizer, asked.tool_parser, asked.reasoning_parser)
 
     async def generate(
         self,
@@ -50,13 +52,27 @@ class AsyncLLM(AsyncVectorCalls):
 
         A slow caller gets several tokens in an event. Leaving the loop, or cancelling the task,
         aborts the request. `request_id` names it for `abort`, and `priority` replaces that of the
-        parameters. `lora_request` is an adapter, which is read beside the engine's steps. A bad
-        prompt or adapter raises at the first event.
+        parameters. `lora_request` is an adapter, which is read while the engine's steps go on. A
+        bad prompt or adapter raises at the first event.
         """
         asked: Any = dict(request_id=request_id, priority=priority, lora_request=lora_request)
-        async with self.request(prompt, sampling_params, **asked) as call:
-            async for event in call.events():
+        async with self.request(prompt, sampling_params, **asked) as request:
+            async for event in request.events():
                 yield event
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: Any = None,
+        priority: int | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> RequestOutput:
+        """Complete a prompt, and return the whole output. Otherwise as `generate`."""
+        asked: Any = dict(request_id=request_id, priority=priority, lora_request=lora_request)
+        async with self.request(prompt, sampling_params, **asked, is_whole=True) as request:
+            return await request.output()
 
     async def chat(
         self,
@@ -74,32 +90,18 @@ class AsyncLLM(AsyncVectorCalls):
         """
         params = params_of(sampling_params, priority)
         turn = await self.chat_turn(messages, params, **options)
-        readers = [AnswerReader(turn.answer) for _ in range(params.n)]
         asked: Any = dict(request_id=request_id, lora_request=lora_request)
         events = self.generate(turn.prompt, turn.params, **asked)
+        readers = [turn.answer.reader() for _ in range(params.n)]
         async with contextlib.aclosing(events):  # type: ignore[type-var]
             async for event in events:
                 ended = event["finish_reason"] is not None
                 event["delta"] = readers[event["sample"]].feed(event["text"], ended)
                 yield event
 
-    async def complete(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        request_id: Any = None,
-        priority: int | None = None,
-        lora_request: LoRARequest | None = None,
-    ) -> RequestOutput:
-        """Complete a prompt, and return the whole output. Otherwise as `generate`."""
-        asked: Any = dict(request_id=request_id, priority=priority, lora_request=lora_request)
-        async with self.request(prompt, sampling_params, **asked, is_whole=True) as call:
-            return await call.output()
-
     async def chat_turn(
         self, messages: list[Any], params: SamplingParams | None = None, **options: Any
-    ) -> Turn:
+    ) -> "Turn":
         """The prompt of a conversation, its parameters, and how the answer is read."""
         given = params or SamplingParams()
         turns = functools.partial(
@@ -107,13 +109,100 @@ class AsyncLLM(AsyncVectorCalls):
         )
         size = prompt_size(messages) + SMALL * bool(options)  # such as tools
         self.check()
-        (turn,) = await self._readers.run(turns, size)
+        (turn,) = await self.readers.run(turns, size)
         return turn
 
     @property
     def has_chat_template(self) -> bool:
         """Whether there is a chat template for `chat`."""
-        return has_chat_template(self.tokenizer)
+        return self._chat_format.has_template
+
+    async def embed(
+        self, prompts: "Prompts", *, lora_request: LoRARequest | None = None, **options: Any
+    ) -> "list[EmbeddingRequestOutput]":
+        """The vectors of prompts; options are those of `LLM.embed`, without a progress bar.
+
+        At most `2 * max_num_seqs` prompts of a call are queued at a time. A bad prompt raises
+        before any is queued. Leaving the call, or aborting one of its requests, aborts them all.
+        """
+        return await self._vectors.embed(prompts, lora_request, **options)
+
+    async def encode(
+        self,
+        prompts: "Prompts",
+        pooling: "Pooling | PoolingParams | None" = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        **options: Any,
+    ) -> "list[PoolingRequestOutput]":
+        """The hidden states of prompts, by the options of `LLM.encode`. Otherwise as `embed`."""
+        return await self._vectors.encode(prompts, pooling, lora_request, **options)
+
+    async def score(
+        self,
+        queries: "Prompts",
+        documents: "Prompts",
+        *,
+        lora_request: LoRARequest | None = None,
+        **options: Any,
+    ) -> "list[ScoringRequestOutput]":
+        """How well documents fit queries, by the options of `LLM.score`. Otherwise as `embed`."""
+        return await self._vectors.score(queries, documents, lora_request, **options)
+
+    async def update_weights(
+        self, weights: "NamedTensors", *, running: "Running" = "refuse"
+    ) -> None:
+        """Replace weights, as `LLM.update_weights`.
+
+        CUDA tensors are opened by the engine's process; others are sent to it, a few at a time. A
+        bad tensor is found when it is loaded, also in a list. Another call waits for the end of
+        this one. If the task is cancelled, its update is given up.
+        """
+        await self._weights.update_weights(weights, running=running)
+
+    async def reload_weights(self, *, running: "Running" = "refuse") -> None:
+        """Load all weights of the checkpoint again."""
+        await self._weights.reload_weights(running=running)
+
+    async def get_weights(self, names: str | Iterable[str] | None = None) -> dict[str, Any]:
+        """Copies of weights on the host, as `LLM.get_weights`."""
+        return await self._weights.get_weights(names)
+
+    async def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Call a function with every rank's model, as `LLM.apply_model`."""
+        return await self._weights.apply_model(function)
+
+    async def sleep(self, level: int = 1, *, running: "Running" = "refuse") -> None:
+        """Free the device's memory until `wake_up`, as `LLM.sleep`."""
+        await self._weights.sleep(level, running=running)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Get the memory back that `sleep` freed."""
+        await self._weights.wake_up(tags)
+
+    async def is_sleeping(self) -> bool:
+        """Whether memory is freed that `wake_up` gets back."""
+        return await self._weights.is_sleeping()
+
+    # Parts: the rooms that only some calls need, imported when they are first asked for.
+
+    @functools.cached_property
+    def _chat_format(self) -> "ChatFormat":
+        from nanovllm.chat.chat_format import ChatFormat
+
+        return ChatFormat(self.tokenizer, self.asked.tool_parser, self.asked.reasoning_parser)
+
+    @functools.cached_property
+    def _vectors(self) -> "AsyncVectors":
+        from nanovllm.vectors.async_vectors import AsyncVectors
+
+        return AsyncVectors(proxy(self))
+
+    @functools.cached_property
+    def _weights(self) -> "AsyncWeights":
+        from nanovllm.weights.async_weights import AsyncWeights
+
+        return AsyncWeights(self.connection)
 
     async def __aenter__(self) -> "AsyncLLM":
         return self

@@ -570,13 +570,13 @@ def test_an_adapter_that_vanishes_in_a_beam_search_is_named(
     path = shutil.copytree(case.adapters[0].path, tmp_path / "adapter")
     params = BeamSearchParams(beam_width=2, max_tokens=6, ignore_eos=True)
     with adapted_llm(case, max_loras=1, max_cpu_loras=1) as llm:
-        likely_tokens = llm._beams._likely_tokens
+        likely_tokens = llm.parts.beams._likely_tokens
 
         def vanishing(going: Any) -> Any:
             shutil.rmtree(path, ignore_errors=True)
             return likely_tokens(going)
 
-        monkeypatch.setattr(llm._beams, "_likely_tokens", vanishing)
+        monkeypatch.setattr(llm.parts.beams, "_likely_tokens", vanishing)
         lost = LoRARequest("lost", path)
         with pytest.raises(ValueError, match=r"^lora_request: .*adapter"):
             llm.beam_search([PROMPT] * 2, params, [lost, case.adapters[1]])

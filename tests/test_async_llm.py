@@ -20,10 +20,10 @@ from nanovllm import LLM, RankError, SamplingParams
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.engine.errors import EngineFullError, NotReadyError
-from nanovllm.engine.remote import mirror
-from nanovllm.engine.remote.loop import read_vocabulary
+from nanovllm.engine.remote import request_copy
 from nanovllm.engine.remote.readers import LARGE, MESSAGE, SMALL, prompt_size
 from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.engine_main import read_vocabulary
 from nanovllm.vectors import plans
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,7 +76,9 @@ def at_rest(request: pytest.FixtureRequest) -> Iterator[None]:
 
         wait_until("requests go on", is_idle)
         assert stats is not None
-        assert stats.blocks_used == 0 and engine.num_open == 0 and not engine._calls.by_number
+        assert (
+            stats.blocks_used == 0 and engine.num_open == 0 and not engine.open_requests.by_number
+        )
 
 
 async def until_begun(engine: AsyncLLM) -> None:
@@ -128,7 +130,7 @@ def test_large_prompts_do_not_hold_up_others(
     engine: AsyncLLM, run: Run[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three are being read, one after the other, while a small one is answered."""
-    let_go, accept = threading.Event(), engine._intake.accept
+    let_go, accept = threading.Event(), engine.intake.accept
 
     def slow(prompt: Any, params: SamplingParams) -> Any:
         if len(prompt) >= LARGE:
@@ -136,7 +138,7 @@ def test_large_prompts_do_not_hold_up_others(
             raise ValueError("it is too long")
         return accept(prompt, params)
 
-    monkeypatch.setattr(engine._intake, "accept", slow)
+    monkeypatch.setattr(engine.intake, "accept", slow)
 
     async def ask() -> None:
         large = [asyncio.ensure_future(engine.complete("1" * LARGE)) for _ in range(3)]
@@ -177,13 +179,13 @@ def test_what_takes_long_is_read_beside_the_event_loop(
     call: Any, engine: AsyncLLM, run: Run[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where no prompt is long."""
-    threads, accept = set(), engine._intake.accept
+    threads, accept = set(), engine.intake.accept
 
     def noted(*args: Any) -> Any:
         threads.add(threading.current_thread())
         return accept(*args)
 
-    monkeypatch.setattr(engine._intake, "accept", noted)
+    monkeypatch.setattr(engine.intake, "accept", noted)
     run(call(engine))
     assert threads and threading.current_thread() not in threads
 
@@ -363,14 +365,14 @@ def test_vectors_that_have_begun_are_not_refused(model_dir: Path, run: Run[Any])
 def test_an_error_in_one_calls_text_ends_that_call(
     engine: AsyncLLM, run: Run[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    follow = mirror._stop
+    follow = request_copy._stop
 
     def raising(seq: Sequence) -> Any:
         if "never" in (seq.params.stop or ()):
             raise IndexError("this piece is unknown")
         return follow(seq)
 
-    monkeypatch.setattr(mirror, "_stop", raising)
+    monkeypatch.setattr(request_copy, "_stop", raising)
 
     async def ask() -> Any:
         params = [
@@ -402,7 +404,7 @@ def test_an_engine_is_closed_after_its_event_loop() -> None:
     loop.close()
     engine.close()
     assert not waiting.done()
-    for task in (waiting, engine._connection._listening):
+    for task in (waiting, engine.connection._listening):
         task._log_destroy_pending = False
 
 
@@ -412,7 +414,7 @@ def test_a_killed_engine_is_an_error_of_every_call(model_dir: Path, run: Run[Any
         calls = [asyncio.create_task(engine.complete([1], LONG)) for _ in range(5)]
         stats = asyncio.create_task(engine.stats())
         await until_begun(engine)
-        os.kill(engine._connection.process.pid, signal.SIGKILL)
+        os.kill(engine.connection.process.pid, signal.SIGKILL)
         results = await asyncio.gather(*calls, stats, return_exceptions=True)
         with pytest.raises(RankError, match="killed by SIGKILL"):
             engine.check()
@@ -437,18 +439,18 @@ def test_an_engine_that_hangs_does_not_answer_a_ping(
 
     async def hang() -> None:
         await engine.ping(LIMIT)
-        os.kill(engine._connection.process.pid, signal.SIGSTOP)
+        os.kill(engine.connection.process.pid, signal.SIGSTOP)
         monkeypatch.setattr(asyncio, "wait_for", noted)
         try:
             for _ in range(2):
                 pings = (engine.ping(0.1) for _ in range(3))
                 errors = await asyncio.gather(*pings, return_exceptions=True)
                 assert all(isinstance(error, asyncio.TimeoutError) for error in errors)
-            assert len(engine._connection._questions) == 1
+            assert len(engine.connection._questions) == 1
         finally:
-            os.kill(engine._connection.process.pid, signal.SIGCONT)
+            os.kill(engine.connection.process.pid, signal.SIGCONT)
         await engine.ping(LIMIT)
-        assert not engine._connection._questions
+        assert not engine.connection._questions
 
     run(hang())
     assert waits[0] <= 0.1 and waits[3:6] == [0.0] * 3
@@ -458,11 +460,11 @@ def test_a_ping_of_a_dead_engine_raises_why_it_ended(model_dir: Path, run: Run[A
     async def die() -> None:
         async with AsyncLLM(model_dir, **OPTIONS) as engine:
             await engine.ping(LIMIT)
-            os.kill(engine._connection.process.pid, signal.SIGSTOP)
+            os.kill(engine.connection.process.pid, signal.SIGSTOP)
             ping = asyncio.create_task(engine.ping(LIMIT))
-            while not engine._connection._questions:
+            while not engine.connection._questions:
                 await asyncio.sleep(0)
-            os.kill(engine._connection.process.pid, signal.SIGKILL)
+            os.kill(engine.connection.process.pid, signal.SIGKILL)
             for waiting in (ping, engine.ping(LIMIT)):
                 with pytest.raises(RankError, match="killed by SIGKILL"):
                     await waiting
@@ -475,7 +477,7 @@ def test_a_killed_rank_is_an_error_of_every_call(model_dir: Path, run: Run[Any])
         engine = AsyncLLM(model_dir, tensor_parallel_size=2, **OPTIONS)
         call = asyncio.create_task(engine.complete([1], LONG))
         await until_begun(engine)
-        (worker,) = zygote.children(engine._connection.process.pid)
+        (worker,) = zygote.children(engine.connection.process.pid)
         os.kill(worker, signal.SIGKILL)
         (result,) = await asyncio.gather(call, return_exceptions=True)
         engine.close()
@@ -499,7 +501,7 @@ def test_errors_of_starting_keep_their_types(model_dir: Path, tmp_path: Path) ->
 def test_close_ends_waiting_calls_and_the_process(run: Run[Any]) -> None:
     async def closed() -> Any:
         engine = AsyncLLM(EMBEDDED_MODEL, device="cpu")
-        pid = engine._connection.process.pid
+        pid = engine.connection.process.pid
         call = asyncio.create_task(engine.complete("1+1=", LONG))
         await until_begun(engine)
         async with engine:
@@ -521,7 +523,7 @@ def test_a_debugging_loop_closes_it(model_dir: Path) -> None:
     async def main() -> int:
         async with AsyncLLM(model_dir, **OPTIONS) as engine:
             await engine.complete([1], SamplingParams(max_tokens=2))
-            return engine._connection.process.pid
+            return engine.connection.process.pid
 
     pid = asyncio.run(main(), debug=True)
     assert not Path(f"/proc/{pid}").exists()
@@ -544,7 +546,7 @@ def test_a_forked_process_leaves_the_engine_alone(model_dir: Path, run: Run[Any]
         async with AsyncLLM(model_dir, **OPTIONS) as engine:
             child = os.fork()
             if child == 0:
-                engine._connection.process.close()
+                engine.connection.process.close()
                 os._exit(0)
             os.waitpid(child, 0)
             await engine.complete([1], SamplingParams(max_tokens=2))
@@ -570,8 +572,8 @@ def test_open_samples_are_those_that_have_not_ended(engine: AsyncLLM, run: Run[A
 
     async def watch(prompt: Any, params: SamplingParams, leaves: bool) -> None:
         async for _ in engine.generate(prompt, params):
-            calls = engine._calls.by_number.values()
-            assert engine.num_open == sum(len(c.mirror.request.unfinished) for c in calls)
+            calls = engine.open_requests.by_number.values()
+            assert engine.num_open == sum(len(c.copy.request.unfinished) for c in calls)
             seen.add(engine.num_open)
             if leaves:
                 return
@@ -591,7 +593,7 @@ def test_more_samples_than_there_is_room_for(engine: AsyncLLM, run: Run[Any]) ->
 
 def test_a_collected_engine_leaves_no_process(model_dir: Path) -> None:
     engine = AsyncLLM(model_dir, **OPTIONS)
-    pid = engine._connection.process.pid
+    pid = engine.connection.process.pid
     del engine
     gc.collect()
     assert not Path(f"/proc/{pid}").exists()
@@ -715,9 +717,9 @@ def test_cancelled_vectors_end_in_the_engine(engine: AsyncLLM, run: Run[Any]) ->
 def test_aborted_vectors_raise(engine: AsyncLLM, run: Run[Any]) -> None:
     async def aborted() -> None:
         task = asyncio.ensure_future(engine.encode([[1] * 400] * 8, "mean"))
-        while not engine._calls.by_number:
+        while not engine.open_requests.by_number:
             await asyncio.sleep(0)
-        await engine.abort(next(iter(engine._calls.by_number.values())).name)
+        await engine.abort(next(iter(engine.open_requests.by_number.values())).name)
         with pytest.raises(NotReadyError, match="a request was aborted before"):
             await task
 
@@ -728,9 +730,9 @@ def test_an_aborted_prompt_ends_the_others_of_its_call(engine: AsyncLLM, run: Ru
     async def finished() -> int:
         before = (await engine.stats()).num_finished
         task = asyncio.ensure_future(engine.encode([[1] * 400] * 300, "mean"))
-        while not engine._calls.by_number:
+        while not engine.open_requests.by_number:
             await asyncio.sleep(0)
-        await engine.abort(next(iter(engine._calls.by_number.values())).name)
+        await engine.abort(next(iter(engine.open_requests.by_number.values())).name)
         with pytest.raises(NotReadyError, match="a request was aborted before"):
             await task
         assert engine.num_open == 0

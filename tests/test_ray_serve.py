@@ -75,7 +75,7 @@ class Cluster(NamedTuple):
 
     def engines(self) -> set[int]:
         """The processes of engines."""
-        return processes("nanovllm.engine.remote")
+        return processes("nanovllm.engine_main")
 
     def logs(self, application: str = "default") -> list[str]:
         """The log of each replica that there has been."""
@@ -401,11 +401,11 @@ def test_a_replica_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None
 
     async def live(kills: bool) -> None:
         engine = dict(model=EMBEDDED_MODEL, **OPTIONS)
-        before = processes("nanovllm.engine.remote")
+        before = processes("nanovllm.engine_main")
         replica = ServerReplica(engine, ServerOptions(), {})
         await replica.__serve_build_asgi_app__()
         await replica.check_health()
-        (pid,) = processes("nanovllm.engine.remote") - before
+        (pid,) = processes("nanovllm.engine_main") - before
         if kills:
             os.kill(pid, signal.SIGKILL)
             while not statuses:
@@ -424,10 +424,10 @@ def test_a_replica_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_replica_whose_engine_hangs_is_not_healthy() -> None:
     async def live() -> None:
         engine = dict(model=EMBEDDED_MODEL, **OPTIONS)
-        before = processes("nanovllm.engine.remote")
+        before = processes("nanovllm.engine_main")
         replica = ServerReplica(engine, ServerOptions(health_seconds=0.2), {})
         await replica.__serve_build_asgi_app__()
-        (pid,) = processes("nanovllm.engine.remote") - before
+        (pid,) = processes("nanovllm.engine_main") - before
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(asyncio.TimeoutError):
             await replica.check_health()

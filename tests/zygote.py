@@ -54,7 +54,7 @@ NAME = b"zygote"  # in /proc/PID/comm
 PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 15, 36
 ENDS = (
     "nanovllm.engine.ranks.worker",
-    "nanovllm.engine.remote.loop",
+    "nanovllm.engine_main",
 )  # modules that start no others
 FIRST_FD = 500  # where the zygote keeps files, above those that children get
 

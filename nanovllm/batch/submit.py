@@ -60,7 +60,7 @@ def submit(
 
 
 def _submit_vectors(llm: LLM, asked: VectorRequest) -> Submitted:
-    plan = llm.vectors.planner.embed(*asked.arguments, **asked.options)
+    plan = llm.parts.vectors.planner.embed(*asked.arguments, **asked.options)
     adapter = llm.adapters.named(asked.model)
     known: dict[LoRARequest, Any] = {}
     accepted = [llm.adapters.adapted(one, adapter, known) for one in plan.accepted]

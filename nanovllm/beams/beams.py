@@ -7,10 +7,11 @@ from typing import Any
 
 from nanovllm.beam_search_params import BeamSearchParams
 from nanovllm.beams.outputs import BeamSearchOutput, BeamSearchSequence
-from nanovllm.beams.search import Ended, Search
+from nanovllm.beams.search import FinishedBeam, Search
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
+from nanovllm.engine.requests.generation import check_call, run_until_done
 from nanovllm.engine.requests.intake import Accepted
-from nanovllm.engine.requests.progress import progress_bar, run_until_done
+from nanovllm.engine.requests.progress import progress_bar
 from nanovllm.engine.requests.request import check_no_error
 from nanovllm.lora_request import LoRARequests
 from nanovllm.prompts import Prompt, prompt_list
@@ -35,6 +36,7 @@ class Beams:
         concurrency_limit: int | None,
     ) -> list[BeamSearchOutput]:
         """The `beam_width` most likely outputs of every prompt."""
+        check_call(self.engine, use_tqdm)
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be a BeamSearchParams, got {shorten(params)}")
         if concurrency_limit is not None:
@@ -100,7 +102,7 @@ class Beams:
         )
 
     def _sequence(
-        self, prompt: list[int], ended: Ended, params: BeamSearchParams
+        self, prompt: list[int], ended: FinishedBeam, params: BeamSearchParams
     ) -> BeamSearchSequence:
         kept = ended.token_ids
         if ended.reason == "stop" and not params.include_stop_str_in_output:

@@ -13,7 +13,7 @@ class Beam(NamedTuple):
     logprob: float
 
 
-class Ended(NamedTuple):
+class FinishedBeam(NamedTuple):
     """A sequence that has ended. The score is its log-probability with the length penalty."""
 
     token_ids: list[int]
@@ -43,7 +43,7 @@ class Search:
         self._early = params.early_stopping if self.width > 1 else True
         self._may_improve = True
         self.running = [Beam([], 0.0)]
-        self.ended: list[Ended] = []  # the best one first
+        self.ended: list[FinishedBeam] = []  # the best one first
         self.is_over = False
 
     def advance(self, likely: Iterable[Iterable[tuple[int, float]]]) -> None:
@@ -82,7 +82,7 @@ class Search:
             if has_stopped or at_end:
                 score = self.score(logprob, length)
                 reason: Literal["stop", "length"] = "stop" if has_stopped else "length"
-                self.ended.append(Ended(token_ids, logprob, score, reason))
+                self.ended.append(FinishedBeam(token_ids, logprob, score, reason))
         self.ended = sorted(self.ended, key=lambda one: -one.score)[: self.width]
 
     def _decide(self, length: int, at_end: bool) -> None:

@@ -12,12 +12,16 @@ from nanovllm.outputs import RequestOutput
 class AnswerFormat(NamedTuple):
     """How an answer is read: without reasoning or tools, None, all of it is content.
 
-    `offered` are the tools whose calls it may have.
+    The answer may call the tools `offered`.
     """
 
     reasoning: Reasoning | None = None
     tools: ToolFormat | None = None
     offered: tuple[Tool, ...] = ()
+
+    def reader(self) -> "AnswerReader":
+        """Reads one answer of this format piece by piece."""
+        return AnswerReader(self)
 
     def message(self, text: str) -> dict[str, Any]:
         """The message of a whole answer, as OpenAI writes it, with `reasoning_content`."""

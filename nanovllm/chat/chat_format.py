@@ -3,17 +3,19 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.chat.answers import AnswerFormat
-from nanovllm.chat.conversation import chat_prompts, given_template
+from nanovllm.chat.conversation import chat_prompts, given_template, has_chat_template
 from nanovllm.chat.reasoning import END, START, reasoning_of
 from nanovllm.chat.tool_formats.base import ToolFormat
 from nanovllm.chat.tool_formats.grammar import answer_grammar
 from nanovllm.chat.tool_formats.table import FORMATS, shown_format
 from nanovllm.chat.tools import ToolChoice, described_tools, tool_choice_of
+from nanovllm.outputs import StreamEvent
 from nanovllm.prompts import TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputs
@@ -40,6 +42,11 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return has_chat_template(self._tokenizer)
+
     def turns(
         self,
         messages: Any,
@@ -53,7 +60,7 @@ class ChatFormat:
     ) -> list[Turn]:
         """What to generate for one conversation or several; `keywords` go to the template.
 
-        `params_list` makes the parameters of so many prompts.
+        `params_list(n)` returns the parameters of n prompts.
         """
         tools = described_tools(tools)
         choice = tool_choice_of(tools, tool_choice, parallel_tool_calls)
@@ -66,6 +73,18 @@ class ChatFormat:
             self._turn(prompt, params, choice, template)
             for prompt, params in zip(prompts, params_list(len(prompts)), strict=True)
         ]
+
+    @staticmethod
+    def with_deltas(
+        turns: list[Turn], source: Generator[StreamEvent, None, None]
+    ) -> Generator[StreamEvent, None, None]:
+        """Add the `delta` to each event of a stream of turns. Closing it closes `source`."""
+        readers = [[turn.answer.reader() for _ in range(turn.params.n)] for turn in turns]
+        with closing(source) as events:
+            for event in events:
+                reader = readers[event["index"]][event["sample"]]
+                event["delta"] = reader.feed(event["text"], event["finish_reason"] is not None)
+                yield event
 
     def _turn(
         self, prompt: TokensPrompt, params: SamplingParams, choice: ToolChoice, template: str

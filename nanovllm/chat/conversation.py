@@ -17,7 +17,7 @@ from nanovllm.utils.checks import (
 from nanovllm.utils.json_text import parse_json
 from nanovllm.utils.option import options_of
 
-# What transformers' `apply_chat_template` takes beside the template's own variables.
+# What transformers' `apply_chat_template` takes in addition to the template's own variables.
 TEMPLATE_OPTIONS = ("chat_template", "continue_final_message", "documents")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CHAT_OPTIONS = (
@@ -113,7 +113,7 @@ def _for_template(name: str, message: Mapping[str, Any], template: str) -> Mappi
 
 
 def _call(name: str, call: Any) -> Any:
-    """A tool call whose arguments, JSON text in OpenAI's API, are an object."""
+    """A tool call with its arguments, JSON text in OpenAI's API, as an object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(

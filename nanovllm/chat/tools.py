@@ -41,7 +41,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """The tools that may be called. `required`: the answer is a call, of `several` if it likes.
+    """The tools that may be called. If `required`, the answer is a call, or `several` calls.
 
     If not `asked`, calls are read only where it is known how the model writes them.
     """

@@ -16,7 +16,7 @@ _running: dict[int, profile] = {}  # of this process, by the id of a shard; one 
 
 
 @dataclass(frozen=True)
-class Start:
+class StartProfile:
     """Begin to record on a rank."""
 
     directory: str
@@ -43,7 +43,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Cancel:
+class CancelProfile:
     """Drop the recording of a rank, if it has begun one."""
 
     def run(self, shard: Shard) -> None:
@@ -54,7 +54,7 @@ class Cancel:
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopProfile:
     """End the recording of a rank, and write its trace."""
 
     directory: str
@@ -102,10 +102,10 @@ class Profiles:
     @exclusive
     def _start_recording(self, directory: str) -> None:
         try:
-            self.engine.model_runner.everywhere(Start(str(Path(directory).absolute())))
+            self.engine.model_runner.everywhere(StartProfile(str(Path(directory).absolute())))
         except Exception:
             if self.engine.model_runner.failure is None:
-                self.engine.model_runner.everywhere(Cancel())  # ranks that had begun
+                self.engine.model_runner.everywhere(CancelProfile())  # ranks that had begun
             raise
         self._is_profiling = True
 
@@ -115,7 +115,7 @@ class Profiles:
         self._num_profiles += 1
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{self._num_profiles}"
         paths: list[Path] = self.engine.model_runner.everywhere(
-            Stop(str(Path(directory).absolute()), name)
+            StopProfile(str(Path(directory).absolute()), name)
         )
         return paths
 

@@ -10,7 +10,7 @@ Logprobs = Sequence[list[TokenLogprob] | None]  # None: the first token of a pro
 
 
 def chat_logprobs(tokens: Logprobs | None, top: int | None, tokenizer: Any) -> Any:
-    """Those of a chat's tokens, each with the `top` likeliest ones; None if there are none."""
+    """Log-probabilities of a chat's tokens, each with the `top` likeliest ones; or None."""
     if tokens is None:
         return None
     content = [
@@ -34,9 +34,9 @@ def completion_logprobs(
     first_token_id: int,
     offset: int = 0,
 ) -> Any:
-    """Those of a completion's tokens, whose text begins at `offset`.
+    """The log-probabilities of a completion's tokens. Their text begins at `offset`.
 
-    `first_token_id` is the prompt's first token, of which only the text is known.
+    `first_token_id` is the prompt's first token, which has a text and no log-probability.
     """
     if tokens is None:
         return None
@@ -57,7 +57,7 @@ def completion_logprobs(
 
 
 def _by_text(tokens: list[TokenLogprob]) -> dict[str, float]:
-    """Log-probabilities by text; of tokens with equal texts (parts of characters) the first's."""
+    """Log-probabilities by text; of equal texts (parts of characters) the first one counts."""
     by_text: dict[str, float] = {}
     for token in tokens:
         by_text.setdefault(token["text"], token["logprob"])

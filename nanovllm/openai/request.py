@@ -47,7 +47,7 @@ KNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class APIRequest:
-    """What a body asks for. `prompts` are conversations, just one, if `url` is CHAT.
+    """What a body asks for. If `url` is CHAT, `prompts` is a list of one conversation.
 
     `chat_options` are further keywords of `LLM.chat`. `answer` says how a chat's answer is read.
     With `echo` a completion's text begins with the prompt.

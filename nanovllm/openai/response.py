@@ -1,6 +1,6 @@
 """Make the body that answers a request, as OpenAI's API has it.
 
-`stop_reason`, `token_ids` and `prompt_logprobs` are additions, of which vLLM has the same.
+`stop_reason`, `token_ids` and `prompt_logprobs` are additions, the same as vLLM's.
 """
 
 import time
@@ -53,7 +53,7 @@ def response_body(
 
 
 def response_id(name: str, request: APIRequest) -> str:
-    """The id of a response, of which `name` is a part."""
+    """The id of a response; `name` is a part of it."""
     return f"{'chatcmpl' if request.url == CHAT else 'cmpl'}-{name}"
 
 
@@ -117,7 +117,7 @@ def _completion_choice(
 
 
 def _echoed_logprobs(output: RequestOutput, likely: Logprobs | None) -> Logprobs | None:
-    """The log-probabilities of the prompt, and behind them those of a sample."""
+    """The log-probabilities of the prompt, followed by those of a sample."""
     if likely is None or output["prompt_logprobs"] is None:
         return likely
     return [*output["prompt_logprobs"], *likely]

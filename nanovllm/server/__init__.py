@@ -1,7 +1,7 @@
 """An HTTP server that speaks OpenAI's API: Starlette in front of an AsyncLLM.
 
 options.py   what the command line can set
-app.py       the routes, and what holds for all of them
+app.py       the routes, and what is common to all of them
 adapters.py  the names that a body's model may have: the model's, and those of adapters
 answering.py chats and completions, whole and streamed
 bodies.py    reading a request's body

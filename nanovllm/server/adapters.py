@@ -42,7 +42,7 @@ class ServedModels:
         return self._adapters[name]
 
     def descriptions(self) -> list[dict[str, Any]]:
-        """What is known of the model by all its names, and of all adapters."""
+        """The descriptions of the model, by each of its names, and of all adapters."""
         return [self.description(name) for name in (*self.names, *self._adapters)]
 
     def description(self, name: str) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class ServedModels:
         }
 
     async def load(self, request: Request) -> Response:
-        """Offer an adapter in a directory of the server's by a name, when it has been checked."""
+        """Check an adapter in a directory on the server, and offer it by a name."""
         body = await self._body(request, LOAD_FIELDS)
         path = _text(body, "lora_path")
         adapter = LoRARequest(_text(body, "lora_name"), path)

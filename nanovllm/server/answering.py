@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.chat.conversation import given_template
-from nanovllm.engine.remote.call import Call
+from nanovllm.engine.remote.open_request import OpenRequest
 from nanovllm.openai.chunks import ChunkWriter
 from nanovllm.openai.request import CHAT, APIRequest, parse_body
 from nanovllm.openai.response import echoed_text, response_body
@@ -35,7 +35,7 @@ Work = Response | Coroutine[Any, Any, dict[str, Any]]  # a response, or the body
 
 
 class Answering:
-    """Answers bodies by an engine. `defaults` are sampling parameters for each URL."""
+    """Answers requests' bodies with an engine. `defaults` are sampling parameters for each URL."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Answering:
         return asked
 
     def _check_logprobs(self, asked: APIRequest) -> None:
-        """Raise for more than the server gives, and for those of a prompt in a stream."""
+        """Raise for too many log-probabilities, and for those of a prompt in a stream."""
         most = self._options.max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             number = getattr(asked.params, name)
@@ -103,7 +103,7 @@ class Answering:
             _named(prompts, place, complete(prompt, asked.params))
             for place, prompt in enumerate(prompts)
         )
-        _note_first_token(line, [output.metrics for output in outputs])
+        _record_first_token(line, [output.metrics for output in outputs])
         samples = [sample for output in outputs for sample in output["outputs"]]
         if all(sample["finish_reason"] == "error" for sample in samples):
             raise APIError(400, str(samples[0]["stop_reason"]))
@@ -118,55 +118,57 @@ class Answering:
         adapter = self._models.adapter(asked.model)
         request = functools.partial(self._llm.request, lora_request=adapter)
         async with AsyncExitStack() as stack:
-            calls = [
+            requests = [
                 await _named(
                     prompts, place, stack.enter_async_context(request(prompt, asked.params))
                 )
                 for place, prompt in enumerate(prompts)
             ]
-            writers = self._writers(line.name, asked, calls)
+            writers = self._writers(line.name, asked, requests)
             begun: set[int] = set()
             num_open, last = len(writers), b""
-            async for place, event in _merged(calls):
+            async for place, event in _merged(requests):
                 if event["finish_reason"] == "error" and not begun:
                     raise APIError(400, str(event["stop_reason"]))
                 index = place * asked.params.n + event["sample"]
                 if asked.echo and index not in begun:
-                    yield _sse(writers[index].echo(self._prompt_text(calls[place]))), False
+                    yield _sse(writers[index].echo(self._prompt_text(requests[place]))), False
                 begun.add(index)
                 chunk = writers[index].chunk(event)
                 num_open -= event["finish_reason"] is not None
-                if not num_open and calls[place].is_over:  # the end leaves with the last event
+                if not num_open and requests[place].is_over:  # the end leaves with the last event
                     last = b"" if chunk is None else _sse(chunk)
                 elif chunk is not None:
                     yield _sse(chunk), False
                 line.reason = event["finish_reason"]
             counts = (
-                sum(call.num_prompt_tokens for call in calls),
+                sum(request.num_prompt_tokens for request in requests),
                 sum(writer.num_tokens for writer in writers),
-                sum(call.num_cached_tokens for call in calls),
+                sum(request.num_cached_tokens for request in requests),
             )
         usage = writers[0].usage_chunk(*counts)
         line.count(usage["usage"], line.reason)
         yield last + (_sse(usage) if asked.includes_usage else b"") + DONE, True
 
-    def _writers(self, name: str, asked: APIRequest, calls: Sequence[Call]) -> list[ChunkWriter]:
+    def _writers(
+        self, name: str, asked: APIRequest, requests: Sequence[OpenRequest]
+    ) -> list[ChunkWriter]:
         """A writer for each sample of each prompt."""
         n, model, tokenizer = asked.params.n, self._models.names[0], self._llm.tokenizer
         return [
-            ChunkWriter(name, asked, place * n + sample, model, tokenizer, call.first_token_id)
-            for place, call in enumerate(calls)
+            ChunkWriter(name, asked, place * n + sample, model, tokenizer, request.first_token_id)
+            for place, request in enumerate(requests)
             for sample in range(n)
         ]
 
-    def _prompt_text(self, call: Call) -> str:
-        request = call.mirror.request
-        ids = request.seqs[0].token_ids[: call.num_prompt_tokens]
-        return echoed_text(request.prompt, ids, request.seqs[0].params, self._llm.tokenizer)
+    def _prompt_text(self, request: OpenRequest) -> str:
+        copied = request.copy.request
+        ids = copied.seqs[0].token_ids[: request.num_prompt_tokens]
+        return echoed_text(copied.prompt, ids, copied.seqs[0].params, self._llm.tokenizer)
 
 
 async def _named(prompts: Sequence[Any], place: int, work: Coroutine[Any, Any, T]) -> T:
-    """What the work for one of the prompts returns; its errors name the prompt among several."""
+    """Do the work for one prompt. If there are several, an error names the prompt."""
     try:
         return await work
     except (TypeError, ValueError) as error:
@@ -175,15 +177,15 @@ async def _named(prompts: Sequence[Any], place: int, work: Coroutine[Any, Any, T
         raise type(error)(f"prompt[{place}]: {error}") from None
 
 
-def _note_first_token(line: RequestLine, times: Sequence[RequestMetrics]) -> None:
-    """Note when whole outputs, which have just ended, had their first token."""
+def _record_first_token(line: RequestLine, times: Sequence[RequestMetrics]) -> None:
+    """Log when whole outputs, which have just ended, had their first token."""
     since = [
         one.end_to_end_time - one.time_to_first_token
         for one in times
         if one.time_to_first_token is not None
     ]
     if since:
-        line.note_first_token(max(since))
+        line.record_first_token(max(since))
 
 
 def refuse_templates(asked: APIRequest) -> None:
@@ -195,9 +197,9 @@ def refuse_templates(asked: APIRequest) -> None:
 
 
 class EventStream(Response):
-    """A response whose events are sent as they come, and which ends when the client leaves.
+    """A response that sends events as they come, and ends when the client leaves.
 
-    Its status is only sent with the first event, so that errors before it have their own.
+    Its status is sent with the first event, so that an error before it can have another one.
     """
 
     def __init__(
@@ -223,7 +225,7 @@ class EventStream(Response):
         async with aclosing(self._chunks) as chunks:  # type: ignore[type-var]
             async for chunk, is_last in chunks:
                 if not self._begun:
-                    self._line.note_first_token()
+                    self._line.record_first_token()
                     await self._begin(send)
                 await send({"type": "http.response.body", "body": chunk, "more_body": not is_last})
         return True
@@ -249,21 +251,21 @@ def _sse(value: Any) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
-async def _merged(calls: Sequence[Call]) -> AsyncIterator[tuple[int, StreamEvent]]:
+async def _merged(requests: Sequence[OpenRequest]) -> AsyncIterator[tuple[int, StreamEvent]]:
     """The events of several requests as they come, each with its request's place."""
-    if len(calls) == 1:
-        async for event in calls[0].events():
+    if len(requests) == 1:
+        async for event in requests[0].events():
             yield 0, event
         return
     queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=1)
 
-    async def follow(place: int, call: Call) -> None:
-        async for event in call.events():
+    async def follow(place: int, request: OpenRequest) -> None:
+        async for event in request.events():
             await queue.put((place, event))
 
     async def follow_all() -> None:
         try:
-            await all_of(follow(place, call) for place, call in enumerate(calls))
+            await all_of(follow(place, request) for place, request in enumerate(requests))
             await queue.put(None)
         except Exception as error:
             await queue.put(error)
@@ -283,7 +285,7 @@ async def answered(
     options: ServerOptions,
     work: Callable[[RequestLine, Mapping[str, Any]], Work],
 ) -> Response:
-    """The response to a request, by what `work` makes of its body.
+    """Answer a request by what `work` makes of its body.
 
     If the client leaves before it is complete, the work is cancelled.
     """
@@ -295,7 +297,7 @@ async def answered(
 
 
 def json_response(value: Any) -> Response:
-    """A whole answer. A number that is not finite is null, in streams too: JSON has none."""
+    """A whole answer. Numbers that are not finite become null, in streams too: JSON has none."""
     return Response(orjson.dumps(value), media_type="application/json")
 
 
@@ -304,8 +306,8 @@ async def unless_gone(
 ) -> T | None:
     """What `work` returns; None, and it is cancelled, if the client leaves before.
 
-    It runs in this task: one of its own would begin when all other tasks that are ready have run,
-    and of many requests at once the engine would get the first when all have been read.
+    The work runs in this task. A new task would begin after all other tasks that are ready: of many
+    requests that come at once, the engine would get the first when all have been read.
     """
     stop = Stop()
     gone = asyncio.ensure_future(_disconnected(receive))

@@ -1,4 +1,4 @@
-"""The application: its routes, and what holds for all of them."""
+"""The application: its routes, and what is common to all of them."""
 
 import asyncio
 import contextlib
@@ -27,8 +27,8 @@ from nanovllm.server.guard import Guard
 from nanovllm.server.metrics import metrics_text
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.sleeping import Sleeping
-from nanovllm.server.tokens import Tokens
-from nanovllm.server.vectors import Vectors
+from nanovllm.server.tokens import TokenAnswering
+from nanovllm.server.vectors import VectorAnswering
 
 PAGE = Path(__file__).with_name("page.html")
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
@@ -44,9 +44,9 @@ def make_app(
     names = tuple(options.served_model_name or (llm.config.model,))
     models = ServedModels(llm, names, options)
     answering = Answering(llm, models, options, defaults)
-    vectors = Vectors(llm, models, options)
-    tokens = Tokens(llm, models, options)
-    server = Server(llm, models, options.health_seconds)
+    vectors = VectorAnswering(llm, models, options)
+    tokens = TokenAnswering(llm, models, options)
+    server = ServerEndpoints(llm, models, options.health_seconds)
     routes = [
         Route(CHAT, answering.handle, methods=["POST"]),
         Route(COMPLETIONS, answering.handle, methods=["POST"]),
@@ -68,14 +68,14 @@ def make_app(
     origins = list(options.cors_origin or ())
     guard = Guard(tuple(options.api_key or ()), origins)
     around: Any = [Middleware(guard.around)]
-    if origins:  # outside, so that a page on another site can also read errors
+    if origins:  # outermost, so that a page on another site can also read errors
         allowed: Any = dict(allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         around.insert(0, Middleware(CORSMiddleware, **allowed))
     handlers: Any = {HTTPException: raise_own}
     return Starlette(routes=routes, middleware=around, exception_handlers=handlers), guard
 
 
-class Server:
+class ServerEndpoints:
     """The endpoints that describe the server."""
 
     def __init__(self, llm: AsyncLLM, models: ServedModels, health_seconds: float) -> None:
@@ -112,7 +112,7 @@ class Server:
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
-        """Turn what the engine refuses into status 400, except errors that mean it has ended."""
+        """Answer the errors of an engine with status 400, unless it has ended."""
         try:
             yield
         except (NotReadyError, EngineEndedError, RankError):

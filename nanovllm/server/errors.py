@@ -69,9 +69,9 @@ def error_response(error: APIError) -> JSONResponse:
 
 
 async def raise_own(request: Request, error: HTTPException) -> Response:
-    """Raise what Starlette has raised as an error of ours.
+    """Raise an error of Starlette as an APIError.
 
-    It says what is wrong with the path or the method; Starlette's message does not say it.
+    Its message says what is wrong with the path or the method; Starlette's does not.
     """
     path = request.scope["line"].url
     if error.status_code == 405:

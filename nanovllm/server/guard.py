@@ -19,7 +19,7 @@ class Guard:
     """Passes requests on to an application, or refuses them.
 
     Each request has an id, in a header of the response, and a line in the log. What the application
-    raises becomes the response here. `origins` are those of web pages that may use the server.
+    raises becomes the response here. Web pages of these `origins` may use the server.
     """
 
     def __init__(self, keys: Sequence[str], origins: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""RequestLine: the line that the log has of each request. It never has prompts or answers."""
+"""RequestLine: the line that the log gets for each request, without prompts and answers."""
 
 import logging
 import re
@@ -10,7 +10,7 @@ from typing import Any
 from starlette.types import Scope
 
 logger = logging.getLogger("nanovllm.server")
-CLIENT_LEFT = 499  # the status of a request whose client has gone, as nginx writes it
+CLIENT_LEFT = 499  # the status if the client has left, as in nginx's logs
 # What follows one of these in a message may be part of a prompt.
 VALUE = re.compile(r"\n|, got |['\"{]|(?<=template fails): ")
 MOST_SHOWN = 200  # characters
@@ -30,17 +30,17 @@ class RequestLine:
         self.reason: str | None = None
         self._tokens = ""
 
-    def note_first_token(self, seconds_ago: float = 0.0) -> None:
-        """The first token has come: now, or some time ago."""
+    def record_first_token(self, seconds_ago: float = 0.0) -> None:
+        """Record that the first token has come, now or some time ago."""
         self.first = time.perf_counter() - self.start - seconds_ago
 
     def count(self, usage: Mapping[str, Any], reason: str | None) -> None:
-        """Take the numbers of tokens, and how the first sample ended."""
+        """Record the numbers of tokens, and how the first sample ended."""
         self._tokens = f" {usage['prompt_tokens']}+{usage['completion_tokens']} tokens"
         self.reason = reason
 
     def fail(self, status: int, message: str, code: str | None) -> None:
-        """Take an error: its code, or its message without the values in it."""
+        """Record an error: its code, or its message without the values in it."""
         self.status = status
         self.reason = code or _shown(VALUE.split(message, maxsplit=1)[0].rstrip())
 
@@ -64,5 +64,5 @@ def path_of(scope: Scope) -> str:
 
 
 def _shown(text: str) -> str:
-    """A text of a client, which may be long and may have control characters."""
+    """A client's text as the log shows it: shortened, without control characters."""
     return repr(text[:MOST_SHOWN])[1:-1]

@@ -15,7 +15,7 @@ from nanovllm.metrics import Counter, Gauge, Histogram, Metric, Vector
 
 
 class Collected(Collector):
-    """Metrics that were read at one time, of a model by the name that clients know."""
+    """Metrics that were read at one time, with the model's name that clients know."""
 
     def __init__(self, metrics: Iterable[Metric], model_name: str) -> None:
         self._metrics, self._model_name = list(metrics), model_name

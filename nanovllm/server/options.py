@@ -1,4 +1,4 @@
-"""ServerOptions: what `nanovllm serve` takes beside the options of the engine."""
+"""ServerOptions: what `nanovllm serve` takes in addition to the engine's options."""
 
 import os
 import re
@@ -87,7 +87,7 @@ class ServerOptions:
     )
     max_waiting: int = option(
         MAX_WAITING,
-        "most samples that wait beside those that run; the next get status 429",
+        "most samples that wait, in addition to those that run; the next get status 429",
         int_range(0),
     )
     timeout: float | None = option(
@@ -114,7 +114,7 @@ class ServerOptions:
         int_range(0),
     )
     cors_origin: Iterable[str] | None = option(
-        None, "web sites whose pages may use the server; `*` is all", ORIGINS, none=NOTHING
+        None, "web sites with pages that may use the server; `*` is all", ORIGINS, none=NOTHING
     )
     trust_request_chat_template: bool = option(
         False,

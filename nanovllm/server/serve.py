@@ -26,11 +26,11 @@ from nanovllm.utils.option import options_of
 
 logger = logging.getLogger("nanovllm.server")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-CHECK_SECONDS = 0.05  # between looks at what still runs
+CHECK_SECONDS = 0.05  # between checks for requests that still run
 LAST_SECONDS = 1.0  # for responses to leave when the engine has ended
 BACKLOG = 4096  # connections that wait to be accepted
 KEEP_ALIVE_SECONDS = 75  # longer than a proxy's: it must not reuse a connection as that closes
-MAX_TOKENS = {CHAT: None, COMPLETIONS: 16}  # where a body does not say, as in OpenAI's API
+MAX_TOKENS = {CHAT: None, COMPLETIONS: 16}  # of bodies that do not set it, as in OpenAI's API
 
 
 def serve(
@@ -98,7 +98,7 @@ def _check_certificate(options: ServerOptions) -> None:
 
 @contextlib.contextmanager
 def _listening(options: ServerOptions) -> Iterator[socket.socket]:
-    """The socket, which listens: one that is only bound could share its port with another."""
+    """A socket that listens already: one that is only bound could share its port with another."""
     if options.uds is not None:
         place: Any = options.uds
         _remove_unused(options.uds)
@@ -122,7 +122,7 @@ def _listening(options: ServerOptions) -> Iterator[socket.socket]:
 
 
 def _remove_unused(place: str) -> None:
-    """Remove a Unix socket that a server which was killed has left."""
+    """Remove the Unix socket of a server that was killed."""
     with socket.socket(socket.AF_UNIX) as client:
         try:
             client.connect(place)

@@ -1,4 +1,4 @@
-"""The endpoints for sleep, with vLLM's paths: only if the server's options say so."""
+"""The endpoints for sleep, with vLLM's paths. They exist if the server's options say so."""
 
 from typing import Any
 

@@ -20,7 +20,7 @@ TEXT_FIELDS = ("prompt", "add_special_tokens")
 IDS_FIELDS = ("tokens",)
 
 
-class Tokens:
+class TokenAnswering:
     """The tokenizer of an engine, for clients."""
 
     def __init__(self, llm: AsyncLLM, models: ServedModels, options: ServerOptions) -> None:
@@ -57,7 +57,7 @@ class Tokens:
         return json_response({"prompt": await asyncio.to_thread(self._llm.tokenizer.decode, ids)})
 
     def _given(self, body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-        """The fields of a body, whose model must be one of the server's."""
+        """The fields of a body. Its model must be one of the server's."""
         given = given_fields(body, names)
         self._models.adapter(given.get("model"))
         return given

@@ -27,8 +27,8 @@ from nanovllm.server.options import ServerOptions
 from nanovllm.vectors.outputs import EmbeddingRequestOutput
 
 
-class Vectors:
-    """Answers bodies by an engine, which offers these models."""
+class VectorAnswering:
+    """Answers requests' bodies with an engine that offers these models."""
 
     def __init__(self, llm: AsyncLLM, models: ServedModels, options: ServerOptions) -> None:
         self._llm, self._models, self._options = llm, models, options

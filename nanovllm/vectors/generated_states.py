@@ -1,4 +1,4 @@
-"""States: the hidden states that a request asks for beside its tokens."""
+"""States: the hidden states that a request asks for in addition to its tokens."""
 
 import numpy as np
 import torch

@@ -24,7 +24,7 @@ from nanovllm.vectors.outputs import (
     ScoringRequestOutput,
     common_fields,
 )
-from nanovllm.vectors.preparer import Plan, Preparer, Prompts, prompt_params, vectors_of
+from nanovllm.vectors.preparer import Preparer, Prompts, VectorPlan, prompt_params, vectors_of
 from nanovllm.vectors.scores import Scores
 from nanovllm.vllm_names import VECTOR_CALLS
 
@@ -32,7 +32,7 @@ from nanovllm.vllm_names import VECTOR_CALLS
 class Planner:
     """Plans the calls of one model. Errors name the prompt or the option, and change nothing.
 
-    `name` is how the user calls the model, whose files are in `path`.
+    `name` is how the user calls the model; its files are in `path`.
     """
 
     def __init__(self, intake: Intake, model_config: ModelConfig, path: Path, name: str) -> None:
@@ -51,8 +51,8 @@ class Planner:
         pooling_params: PoolingParams | None = None,
         name: str = "prompts",
         **others: Any,
-    ) -> Plan[EmbeddingRequestOutput]:
-        """Plan `LLM.embed`, whose options these are. `name` is what errors call the prompts."""
+    ) -> VectorPlan[EmbeddingRequestOutput]:
+        """Plan a call of `LLM.embed` with these options. `name` is what errors call the prompts."""
         _check_others(self.embed, others)
         size, normalizes, kept = with_pooling_params(
             "embed", pooling_params, dimensions=dimensions, normalize=normalize,
@@ -67,7 +67,7 @@ class Planner:
         check_bool("normalize", normalizes)
         prefix = preparer.prefix(prompt_name, instruction)
         accepted = preparer.accept_all(name, prompts, kind, prefix, prompt_params(kept))
-        return Plan(accepted, lambda requests: _embeddings(requests, size, normalizes))
+        return VectorPlan(accepted, lambda requests: _embeddings(requests, size, normalizes))
 
     def encode(
         self,
@@ -77,8 +77,8 @@ class Planner:
         truncate_prompt_tokens: int | None = None,
         pooling_params: PoolingParams | None = None,
         **others: Any,
-    ) -> Plan[PoolingRequestOutput]:
-        """Plan `LLM.encode`, whose options these are."""
+    ) -> VectorPlan[PoolingRequestOutput]:
+        """Plan a call of `LLM.encode` with these options."""
         _check_others(self.encode, others)
         if isinstance(pooling, PoolingParams) and pooling_params is None:  # vLLM's order
             pooling, pooling_params = None, pooling
@@ -87,7 +87,9 @@ class Planner:
         )
         kind = self._preparer.pooling(pooling, POOLINGS)
         params = prompt_params(kept)
-        return Plan(self._preparer.accept_all("prompts", prompts, kind, params=params), _states)
+        return VectorPlan(
+            self._preparer.accept_all("prompts", prompts, kind, params=params), _states
+        )
 
     def score(
         self,
@@ -99,8 +101,8 @@ class Planner:
         truncate_prompt_tokens: int | None = None,
         pooling_params: PoolingParams | None = None,
         **others: Any,
-    ) -> Plan[ScoringRequestOutput]:
-        """Plan `LLM.score`, whose options these are."""
+    ) -> VectorPlan[ScoringRequestOutput]:
+        """Plan a call of `LLM.score` with these options."""
         _check_others(self.score, others)
         (kept,) = with_pooling_params(
             "score", pooling_params, truncate_prompt_tokens=truncate_prompt_tokens

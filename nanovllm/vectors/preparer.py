@@ -28,7 +28,7 @@ Prompts = Prompt | Iterable[Prompt]
 Output = TypeVar("Output")
 
 
-class Plan(NamedTuple, Generic[Output]):
+class VectorPlan(NamedTuple, Generic[Output]):
     """Requests to compute, and what makes outputs of them when they are complete, in order.
 
     `is_by_one`: whether an output is that of one request, so that a part of them can be made.
@@ -53,7 +53,7 @@ def check_complete(request: Request) -> None:
         raise NotReadyError("a request was aborted before its whole prompt was computed")
 
 
-class Prefix(NamedTuple):
+class PromptPrefix(NamedTuple):
     """A text before prompts. It is an error for token ids, if the caller asked for it."""
 
     text: str
@@ -72,7 +72,7 @@ class Prefix(NamedTuple):
 class Preparer:
     """Prepares prompts for one model. Errors name the prompt or the option, and change nothing.
 
-    `name` is how the user calls the model, whose files are in `path`.
+    `name` is how the user calls the model; its files are in `path`.
     """
 
     def __init__(self, intake: Intake, model_config: ModelConfig, path: Path, name: str) -> None:
@@ -91,20 +91,20 @@ class Preparer:
         check_choice("pooling", asked, tuple(allowed))
         return asked  # type: ignore[no-any-return]
 
-    def prefix(self, prompt_name: Any, instruction: Any) -> Prefix:
+    def prefix(self, prompt_name: Any, instruction: Any) -> PromptPrefix:
         """What comes before texts: the model's prompt of this name, or an instruction."""
         if instruction is None:
-            return Prefix(self.conventions.prefix(prompt_name), prompt_name is not None)
+            return PromptPrefix(self.conventions.prefix(prompt_name), prompt_name is not None)
         if prompt_name is not None:
             raise ValueError("prompt_name and instruction exclude each other, got both")
-        return Prefix(query_prefix(text_of("instruction", instruction)), True)
+        return PromptPrefix(query_prefix(text_of("instruction", instruction)), True)
 
     def accept_all(
         self,
         name: str,
         prompts: Any,
         pooling: Pooling,
-        prefix: Prefix | None = None,
+        prefix: PromptPrefix | None = None,
         params: SamplingParams = PROMPT_ONLY,
     ) -> list[Accepted]:
         """Check and encode all prompts, before anything is queued."""
@@ -118,7 +118,7 @@ class Preparer:
         name: str,
         prompt: Prompt,
         wanted: Wanted,
-        prefix: Prefix | None = None,
+        prefix: PromptPrefix | None = None,
         params: SamplingParams = PROMPT_ONLY,
     ) -> Accepted:
         """Check and encode a prompt, which an error calls `name`."""

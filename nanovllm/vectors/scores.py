@@ -11,15 +11,22 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_choice, check_int
 from nanovllm.vectors.kept_states import Wanted
 from nanovllm.vectors.outputs import ScoringOutput, ScoringRequestOutput, common_fields
-from nanovllm.vectors.preparer import Plan, Preparer, Prompts, prompt_params, text_of, vectors_of
+from nanovllm.vectors.preparer import (
+    Preparer,
+    Prompts,
+    VectorPlan,
+    prompt_params,
+    text_of,
+    vectors_of,
+)
 from nanovllm.vectors.rerank import INSTRUCTION, rerank_prompt, yes_and_no
 
 METHODS = ("yes_no", "cosine")
-ScorePlan = Plan[ScoringRequestOutput]
+ScorePlan = VectorPlan[ScoringRequestOutput]
 
 
 class Scores:
-    """Plans scores of one model, whose prompts `preparer` makes."""
+    """Plans scores of one model; `preparer` makes its prompts."""
 
     def __init__(self, preparer: Preparer) -> None:
         self._preparer = preparer
@@ -32,7 +39,7 @@ class Scores:
         method: str | None,
         truncate_prompt_tokens: int | None,
     ) -> ScorePlan:
-        """Plan `LLM.score`, whose options these are."""
+        """Plan a call of `LLM.score` with these options."""
         params = prompt_params(truncate_prompt_tokens)
         if method is None:
             method = "yes_no" if self._ranks_documents else "cosine"
@@ -71,7 +78,7 @@ class Scores:
             texts = text_of(f"queries[{index}]", query), text_of(f"documents[{index}]", document)
             prompt = rerank_prompt(tokenizer, task, *texts)
             accepted.append(preparer.accept(f"documents[{index}]", prompt, Wanted("last", labels)))
-        return Plan(accepted, _answers)
+        return VectorPlan(accepted, _answers)
 
     def _by_cosine(
         self,
@@ -92,7 +99,9 @@ class Scores:
         asked = preparer.accept_all("queries", queries, pooling, prefix, params)
         prefix = preparer.prefix(document_name, None)._replace(is_asked=False)
         found = preparer.accept_all("documents", documents, pooling, prefix, params)
-        return Plan(asked + found, lambda requests: _cosines(requests, len(asked)), is_by_one=False)
+        return VectorPlan(
+            asked + found, lambda requests: _cosines(requests, len(asked)), is_by_one=False
+        )
 
 
 def _pairs(queries: Prompts, documents: Prompts) -> tuple[list[Any], list[Any]]:

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
+from nanovllm.engine.requests.generation import check_call, run_until_done
 from nanovllm.engine.requests.intake import Accepted
-from nanovllm.engine.requests.progress import run_until_done
 from nanovllm.lora_request import LoRARequest, LoRARequests, check_lora_request, lora_requests
 from nanovllm.pooling_params import PoolingParams
 from nanovllm.vectors.kept_states import Pooling
@@ -15,13 +15,13 @@ from nanovllm.vectors.outputs import (
     ScoringRequestOutput,
 )
 from nanovllm.vectors.plans import Planner
-from nanovllm.vectors.preparer import Output, Plan, Prompts
+from nanovllm.vectors.preparer import Output, Prompts, VectorPlan
 
 
 class Vectors:
-    """`embed`, `encode` and `score`, whose options a `Planner` takes.
+    """`embed`, `encode` and `score`, by the options of a `Planner`.
 
-    Their prompts run beside requests that generate.
+    Their prompts may share steps with requests that generate.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -35,6 +35,7 @@ class Vectors:
         self, prompts: Prompts, use_tqdm: bool, lora_request: LoRARequests, **options: Any
     ) -> list[EmbeddingRequestOutput]:
         """The vector of every prompt."""
+        check_call(self.engine, use_tqdm)
         return self._carry_out(self.planner.embed(prompts, **options), use_tqdm, lora_request)
 
     def encode(
@@ -46,6 +47,7 @@ class Vectors:
         **options: Any,
     ) -> list[PoolingRequestOutput]:
         """The hidden states of every prompt."""
+        check_call(self.engine, use_tqdm)
         plan = self.planner.encode(prompts, pooling, **options)
         return self._carry_out(plan, use_tqdm, lora_request)
 
@@ -58,12 +60,13 @@ class Vectors:
         **options: Any,
     ) -> list[ScoringRequestOutput]:
         """How well documents fit queries."""
+        check_call(self.engine, use_tqdm)
         check_lora_request(lora_request)  # one for all
         plan = self.planner.score(queries, documents, **options)
         return self._carry_out(plan, use_tqdm, lora_request)
 
     def _carry_out(
-        self, plan: Plan[Output], use_tqdm: bool, lora_request: LoRARequests
+        self, plan: VectorPlan[Output], use_tqdm: bool, lora_request: LoRARequests
     ) -> list[Output]:
         adapters = lora_requests(lora_request, len(plan.accepted))
         known: dict[LoRARequest, Any] = {}
@@ -73,7 +76,7 @@ class Vectors:
 
     @exclusive
     def _compute(
-        self, plan: Plan[Output], accepted: list[Accepted], use_tqdm: bool
+        self, plan: VectorPlan[Output], accepted: list[Accepted], use_tqdm: bool
     ) -> list[Output]:
         """Compute the prompts and make the outputs: of a step's prompts during the next step."""
         ids = [self.engine.enqueue(one) for one in accepted]

@@ -8,7 +8,7 @@ import torch
 
 from nanovllm import RankError
 from nanovllm.engine.errors import AsleepError, EngineEndedError, EngineFullError, NotReadyError
-from nanovllm.engine.remote.connection import Connection
+from nanovllm.engine.remote.connection import EngineConnection
 from nanovllm.server.errors import TYPES, APIError, as_api_error, error_response
 
 
@@ -48,7 +48,7 @@ def test_clients_repeat_what_may_succeed_and_not_what_takes_long() -> None:
 
 @pytest.mark.parametrize("failure", [RuntimeError("lost"), ValueError("lost"), RankError("lost")])
 def test_what_ends_an_engine_is_known_as_that(failure: Exception) -> None:
-    connection = Connection.__new__(Connection)
+    connection = EngineConnection.__new__(EngineConnection)
     connection.failure, connection._ended = None, asyncio.Event()
     connection._on_end, connection._questions = (lambda _: None), {}
     connection._loop = None

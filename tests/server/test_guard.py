@@ -12,7 +12,7 @@ import pytest
 from waiting import FOREVER
 
 from nanovllm.server.answering import Answering
-from nanovllm.server.app import Server, make_app
+from nanovllm.server.app import ServerEndpoints, make_app
 from nanovllm.server.guard import Guard
 from nanovllm.server.options import ServerOptions
 
@@ -164,7 +164,7 @@ def test_an_internal_error_is_logged_once(
     async def fail(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(Server, "version", fail)
+    monkeypatch.setattr(ServerEndpoints, "version", fail)
     response = App().ask("GET", "/version")
     assert response.status_code == 500 and response.headers["x-should-retry"] == "false"
     message = f"internal server error: {type(error).__name__}: {error}"

@@ -334,7 +334,7 @@ def test_bad_input_is_a_named_error(llm: LLM, call: Callable[[LLM], Any], messag
 def test_no_vector_is_made_of_a_part_of_a_prompt(model_dir: Path) -> None:
     """Its request is aborted while weights are replaced."""
     with make_llm(model_dir, max_num_batched_tokens=16) as llm:
-        plan = llm.vectors.planner.encode([[1] * 40], "mean")
+        plan = llm.parts.vectors.planner.encode([[1] * 40], "mean")
         request = llm.unfinished[llm.enqueue(plan.accepted[0])]
         llm.step()
         llm.reload_weights(running="abort")

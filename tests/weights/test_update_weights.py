@@ -276,7 +276,7 @@ def test_an_update_that_does_not_begin_leaves_the_weights(
         llm.update_weights(new)
         before = generate(llm)
         with monkeypatch.context() as patch:
-            patch.setattr(llm._weights, "stop_all", lambda: signal.raise_signal(signal.SIGINT))
+            patch.setattr(llm.parts.weights, "stop_all", lambda: signal.raise_signal(signal.SIGINT))
             with pytest.raises(KeyboardInterrupt):
                 llm.update_weights(new)
         assert generate(llm) == before
@@ -337,7 +337,7 @@ def test_few_layers_are_filled_at_the_same_time(
     monkeypatch.setattr("nanovllm.weights.live.MOST_STAGED", most)
     new = tensors_of(models("plain", 1))
     with make_llm(models("plain", 0), dtype="bfloat16") as llm:
-        staged = llm._weights.held._staged
+        staged = llm.parts.weights.held._staged
         llm.begin_update()
         for layer in range(2):
             for name in (Q, Q.replace("self_attn.q_proj", "mlp.up_proj")):
@@ -363,7 +363,7 @@ def test_after_an_update_that_failed_all_weights_are_needed(
 
         with pytest.raises(KeyError, match="mine"):
             llm.update_weights(failing())
-        assert not llm._weights.held._staged, "they take memory"
+        assert not llm.parts.weights.held._staged, "they take memory"
         for call in (
             lambda: generate(llm),
             lambda: llm.add_request([1]),

@@ -53,7 +53,7 @@ class ToolFormat:
     markers: ClassVar[tuple[str, ...]] = ()  # which may be special tokens: the text needs them
 
     def read(self, source: Source, tools: Sequence[Tool]) -> Reading:
-        """Read calls from `source`, whose place is that of the marker or the first character.
+        """Read calls from `source`, which is at the marker or at the first character.
 
         In some formats the schemas of `tools` say how a value is written. What it returns has no
         meaning: calls count as far as `WHOLE` was yielded.
@@ -63,7 +63,7 @@ class ToolFormat:
     def grammar(
         self, tools: Sequence[Tool], several: bool, literal: Callable[[str], str]
     ) -> list[str]:
-        """Rules in Lark, of which `calls` is a call of one of `tools`, or `several`.
+        """Rules in Lark. The rule `calls` is a call of one of `tools`, or `several`.
 
         `literal` makes a rule's literal of a text, which may be a special token.
         """

@@ -14,7 +14,7 @@ REFUSED = (
     "allOf", "anyOf", "oneOf", "const", "enum", "maxProperties", "minProperties",
     "patternProperties",
 )  # fmt: skip
-WHOLE = ("properties", "required")  # beside a reference
+WHOLE = ("properties", "required")  # next to a reference
 ANYTHING = frozenset(("string", "integer", "number", "boolean", "null", "array", "object"))
 FIRSTS = {
     '"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null",

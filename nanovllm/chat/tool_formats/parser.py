@@ -29,7 +29,7 @@ class ToolParser:
     """Takes an answer in pieces. What the deltas join to does not depend on the pieces.
 
     A call is reported when all of it is there and well-formed. Other text is content, except white
-    space beside a call. If `early`, a call is reported as soon as its name and the start of its
+    space next to a call. If `early`, a call is reported as soon as its name and the start of its
     arguments are there; if it then breaks off it stays a call, and only the rest is content.
     Where a call breaks off at the end of the answer, no other one is looked for behind its marker.
     """
@@ -107,17 +107,17 @@ class ToolParser:
 
         Returns whether they break off at the end of the answer.
         """
-        source, held = self._source, list[Part]()
+        source, waiting = self._source, list[Part]()
         reported = source.at
         for part in self._format.read(source, self._tools):
             if part is None:
                 yield None
                 continue
             if not part.is_whole:
-                held.append(part)
+                waiting.append(part)
             if self._early or part.is_whole:
-                yield from map(self._report, held)
-                held.clear()
+                yield from map(self._report, waiting)
+                waiting.clear()
                 reported = source.at
         is_at_end = source.ended and source.at == len(source.text)
         source.at, broke_off = reported, is_at_end and reported < source.at

@@ -56,7 +56,7 @@ def _pattern(pattern: str) -> str:
 
 
 def _anywhere(pattern: str) -> str:
-    """A pattern that matches whole texts of which `pattern`, without a bar, matches a part."""
+    """A pattern for whole texts in which `pattern`, without a bar, matches a part."""
     before, after = "(?s:.*)", "(?s:.*)"
     if pattern.startswith("^"):
         before, pattern = "", pattern[1:]

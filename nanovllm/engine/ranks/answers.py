@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.engine.ranks.command import Command
 from nanovllm.engine.ranks.errors import ExchangeError, RankError
-from nanovllm.engine.remote.frames import frame, receive
+from nanovllm.engine.ranks.frames import frame, receive
 
 if TYPE_CHECKING:
     from nanovllm.engine.run.shard import Shard

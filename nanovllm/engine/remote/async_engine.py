@@ -6,58 +6,64 @@ import dataclasses
 import functools
 import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 from nanovllm.config import MAX_WAITING, Config
 from nanovllm.engine.errors import EngineEndedError
 from nanovllm.engine.features import NO_FEATURES, Features
-from nanovllm.engine.remote.call import Call
-from nanovllm.engine.remote.calls import Calls, pickled_processors
-from nanovllm.engine.remote.connection import Connection
-from nanovllm.engine.remote.controls import Controls
+from nanovllm.engine.remote.connection import EngineConnection
 from nanovllm.engine.remote.messages import Event
-from nanovllm.engine.remote.mirror import Mirror
+from nanovllm.engine.remote.open_request import OpenRequest
 from nanovllm.engine.remote.readers import Readers, params_size, prompt_size
+from nanovllm.engine.remote.request_copy import RequestCopy
+from nanovllm.engine.remote.request_table import RequestTable, pickled_processors
 from nanovllm.engine.requests.intake import Accepted, Intake, check_whole
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.lora_request import NOT_ENABLED, LoRARequest, check_lora_request
+from nanovllm.metrics import Metric
 from nanovllm.models.generation_config import recommended_params
 from nanovllm.models.loader import resolve_model
+from nanovllm.outputs import EngineStats
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int, shorten
 
 
-class AsyncEngine(Controls):
+class AsyncEngine:
     """Queues requests of callers, and hands the engine's events on to them.
 
     Options are those of `AsyncLLM`. Prompts are read, and texts and stops are followed, in this
-    process; the engine's process only steps.
+    process; the engine's process, the `main` of the module `PROCESS`, only steps. It answers
+    questions between two steps.
     """
 
     features: Features = NO_FEATURES
+    PROCESS = "nanovllm.engine_main"
 
     def __init__(
         self, model: str | os.PathLike[str], *, max_waiting: int = MAX_WAITING, **options: Any
     ) -> None:
-        asked = self._asked = Config(model=model, **options)  # type: ignore[arg-type]
+        asked = self.asked = Config(model=model, **options)  # type: ignore[arg-type]
         self.max_waiting = check_int("max_waiting", max_waiting, 0)
         self.model_path = path = resolve_model(
             asked.model, revision=asked.revision, download_dir=asked.download_dir
         )
-        super().__init__(Connection(asked.model, options, self._take, self._end_calls))
+        self.connection = EngineConnection(
+            self.PROCESS, asked.model, options, self._take, self._end_requests
+        )
         try:
             has_meaning = asked.load_format != "dummy"
             self.tokenizer = load_tokenizer(
                 asked.tokenizer, path, download_dir=asked.download_dir, warns=has_meaning
             )
-            self.config, self.model_config = self._connection.wait_until_ready()
+            self.config, self.model_config = self.connection.wait_until_ready()
         except BaseException:
-            self._connection.process.close()
+            self.connection.process.close()
             raise
-        self._calls = Calls(self._connection, self.config.max_num_seqs, max_waiting)
-        self._intake = Intake(self.config, self.model_config, self.tokenizer, self.features)
-        self._readers = Readers()
+        self.open_requests = RequestTable(self.connection, self.config.max_num_seqs, max_waiting)
+        self.intake = Intake(self.config, self.model_config, self.tokenizer, self.features)
+        self.readers = Readers()
 
     @contextlib.asynccontextmanager
     async def request(
@@ -69,55 +75,55 @@ class AsyncEngine(Controls):
         priority: int | None = None,
         lora_request: LoRARequest | None = None,
         is_whole: bool = False,
-    ) -> AsyncIterator[Call]:
+    ) -> AsyncIterator[OpenRequest]:
         """Queue a request for the time of the block; what is not finished then is aborted.
 
         Of one that `is_whole` only the output is asked for, at the end.
         """
         params = params_of(sampling_params, priority)
-        self._check_adapter(lora_request)
+        self.check_lora(lora_request)
         if not is_whole:
             check_whole(params)
         pickled_processors(params)
-        self._calls.check_room(params.n)
-        accept = functools.partial(self._intake.accept, prompt, _unconstrained(params))
+        self.open_requests.check_room(params.n)
+        accept = functools.partial(self.intake.accept, prompt, _unconstrained(params))
         self.check()
-        accepted = await self._readers.run(accept, prompt_size(prompt) + params_size(params))
-        queued = self._queued(
+        accepted = await self.readers.run(accept, prompt_size(prompt) + params_size(params))
+        queued = self.queued(
             accepted, params, name=request_id, is_whole=is_whole, lora_request=lora_request
         )
-        async with queued as call:
-            yield call
+        async with queued as request:
+            yield request
 
     @contextlib.asynccontextmanager
-    async def _queued(
+    async def queued(
         self, accepted: Accepted, params: SamplingParams, is_whole: bool = True, **options: Any
-    ) -> AsyncIterator[Call]:
-        """Queue what was accepted for the time of the block. Options are those of `Calls.open`."""
-        await self._connection.open()
-        mirror = Mirror(self._intake.request(accepted, streams=not is_whole), self.tokenizer)
-        call = self._calls.open(accepted, mirror, params, is_whole=is_whole, **options)
+    ) -> AsyncIterator[OpenRequest]:
+        """Queue an accepted request for the time of the block; options of `RequestTable.open`."""
+        await self.connection.open()
+        copy = RequestCopy(self.intake.request(accepted, streams=not is_whole), self.tokenizer)
+        request = self.open_requests.open(accepted, copy, params, is_whole=is_whole, **options)
         try:
-            yield call
+            yield request
         finally:
-            self._calls.close(call)
+            self.open_requests.close(request)
 
     @property
     def num_open(self) -> int:
         """The samples that callers wait for."""
-        return self._calls.num_open
+        return self.open_requests.num_open
 
     async def abort(self, request_id: Any) -> None:
         """End the request of this name; its caller gets a last event, with "abort"."""
         self.check()
-        call = self._calls.find(request_id)
-        if call is None:
+        request = self.open_requests.find(request_id)
+        if request is None:
             raise ValueError(f"request_id must be that of a request, got {shorten(request_id)}")
-        self._calls.drop(call)
+        self.open_requests.drop(request)
 
     def end_all(self, error: BaseException) -> None:
         """End all requests; their callers get this error."""
-        self._calls.drop_all(error)
+        self.open_requests.drop_all(error)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters that the model's `generation_config.json` recommends."""
@@ -125,45 +131,74 @@ class AsyncEngine(Controls):
 
     async def check_adapter(self, lora_request: LoRARequest) -> None:
         """Read an adapter for requests to come; raises if it does not fit the model."""
-        self._check_adapter(lora_request)
-        await self._connection.ask("check_adapter", lora_request, beside=True)
+        self.check_lora(lora_request)
+        await self.connection.ask("check_adapter", lora_request, between_steps=False)
 
-    def _check_adapter(self, lora_request: Any) -> None:
+    def check_lora(self, lora_request: Any) -> None:
+        """Raise if this is no adapter, or the engine takes none. None is no adapter to use."""
         if check_lora_request(lora_request) is not None and not self.config.enable_lora:
             raise ValueError(NOT_ENABLED)
 
+    async def stats(self) -> EngineStats:
+        """Counts of what the engine has done and is doing."""
+        stats: EngineStats = await self.connection.ask("stats")
+        return stats
+
+    async def get_metrics(self) -> list[Metric]:
+        """The metrics of `LLM.get_metrics`."""
+        metrics: list[Metric] = await self.connection.ask("get_metrics")
+        return metrics
+
+    async def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache."""
+        done: bool = await self.connection.ask("reset_prefix_cache")
+        return done
+
+    async def start_profile(self) -> None:
+        """Begin to record what the engine does, as `LLM.start_profile`."""
+        await self.connection.ask("start_profile")
+
+    async def stop_profile(self) -> list[Path]:
+        """End the recording; returns the traces."""
+        paths: list[Path] = await self.connection.ask("stop_profile")
+        return paths
+
+    async def ping(self, seconds: float) -> None:
+        """Raise an asyncio.TimeoutError if the engine's process has not answered for this long."""
+        await self.connection.ping(seconds)
+
     async def wait_for_failure(self) -> BaseException:
         """Wait until the engine has ended; returns why."""
-        return await self._connection.wait_for_end()
+        return await self.connection.wait_for_end()
 
     def check(self) -> None:
         """Raise if the engine has ended."""
-        self._connection.check()
+        self.connection.check()
 
     def close(self) -> None:
         """End the engine after its step, and free what it used. Idempotent.
 
-        Calls that still wait get a RuntimeError. It blocks for the time of a step or two, and is
-        for the event loop's thread, or when that has ended.
+        Callers that still wait get a RuntimeError. It blocks for the time of a step or two. Call it
+        in the event loop's thread, or when that has ended.
         """
         self._disconnect()
-        self._connection.process.close()
+        self.connection.process.close()
 
     async def aclose(self) -> None:
         """`close`, without blocking the event loop."""
         self._disconnect()
-        await asyncio.to_thread(self._connection.process.close)
+        await asyncio.to_thread(self.connection.process.close)
 
     def _disconnect(self) -> None:
-        """End all calls, and listen no more."""
-        self._connection.disconnect(EngineEndedError("this AsyncLLM is closed; make a new one"))
-        self._readers.close()
+        """End all requests, and listen no more."""
+        self.connection.disconnect(EngineEndedError("this AsyncLLM is closed; make a new one"))
+        self.readers.close()
 
     def _take(self, event: Event) -> None:
-        self._calls.take(event)
+        self.open_requests.take(event)
 
-    def _end_calls(self, failure: BaseException) -> None:
-        self._calls.end_all(failure)
+    def _end_requests(self, failure: BaseException) -> None:
+        self.open_requests.end_all(failure)
 
 
 def params_of(given: Any, priority: int | None) -> SamplingParams:

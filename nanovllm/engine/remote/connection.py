@@ -1,4 +1,4 @@
-"""Connection: an engine's process as an event loop sees it. It knows no request and no text."""
+"""EngineConnection: an engine's process, for an event loop. It knows no requests and no text."""
 
 import asyncio
 import contextlib
@@ -11,16 +11,16 @@ from typing import Any
 from nanovllm.engine.errors import EngineEndedError
 from nanovllm.engine.ranks.command import by_value
 from nanovllm.engine.ranks.errors import RankError
-from nanovllm.engine.remote.frames import HEAD, frame
+from nanovllm.engine.ranks.frames import HEAD, frame
 from nanovllm.engine.remote.messages import (
-    Answer,
     Ask,
     Command,
-    Ended,
+    EngineAnswer,
+    EngineFailed,
+    EngineReady,
     Event,
-    Failed,
     Question,
-    Ready,
+    RequestEnd,
 )
 from nanovllm.engine.remote.process import EngineProcess
 
@@ -30,22 +30,23 @@ from nanovllm.engine.remote.process import EngineProcess
 TOGETHER = 32
 
 
-class Connection:
+class EngineConnection:
     """Sends commands to an engine's process and hands on its events, until either end closes.
 
-    `failure`, a RankError or an EngineEndedError, says why it has ended, once it has. Then `on_end`
-    has been called with it, and all that is sent or asked raises it. It belongs to the event loop
-    of the first `open`.
+    When it has ended, `failure` says why: a RankError or an EngineEndedError. `on_end` is called
+    with it, and later calls of `send` and `ask` raise it. A connection belongs to the event loop of
+    the first `open`. `module` has the process's `main`.
     """
 
     def __init__(
         self,
+        module: str,
         model: str,
         options: Mapping[str, Any],
         on_event: Callable[[Event], None],
         on_end: Callable[[BaseException], None],
     ) -> None:
-        self.process = EngineProcess(model, options)
+        self.process = EngineProcess(module, model, options)
         self.failure: BaseException | None = None
         self._on_event, self._on_end = on_event, on_end
         self._ended = asyncio.Event()
@@ -58,7 +59,7 @@ class Connection:
         self._writer: asyncio.StreamWriter | None = None
         self._unsent, self._num_unsent = b"", 0  # commands
 
-    def wait_until_ready(self) -> Ready:
+    def wait_until_ready(self) -> EngineReady:
         """Wait for the model to be loaded; raises what the process raised."""
         return self.process.wait_until_ready()
 
@@ -91,36 +92,36 @@ class Connection:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send what was collected: at once as far as the socket takes it, else by the writer."""
-        data = memoryview(self._unsent)  # of which a part is no copy: weights are large
+        """Send the collected commands: what the socket takes at once, the rest by the writer."""
+        data = memoryview(self._unsent)  # slices are no copies: weights are large
         self._unsent, self._num_unsent = b"", 0
         if not data or self.failure is not None:
             return
         assert self._writer is not None
         if self._writer.transport.get_write_buffer_size() == 0:
-            with contextlib.suppress(OSError):  # it is full, or closed, which the writer notices
+            with contextlib.suppress(OSError):  # it is full, or closed: the writer notices that
                 data = data[self.process.link.send(data, socket.MSG_DONTWAIT) :]
         if data:
             self._writer.write(data)
 
     def send_question(self, question: Question) -> None:
-        """Ask, after all that was asked before, and wait for no answer."""
+        """Ask after all earlier questions, and wait for no answer."""
         if self.failure is None and self._writer is not None:
             self.send(Ask(next(self._numbers), question))
 
     async def ask(
-        self, question: Question, *args: Any, beside: bool = False, **options: Any
+        self, question: Question, *args: Any, between_steps: bool = True, **options: Any
     ) -> Any:
-        """The engine's answer, or what it raises, between two of its steps.
+        """The engine's answer; raises what the engine raises.
 
-        Or if it is asked `beside`, while they go on.
+        The engine answers between two of its steps, or else in a thread, while steps go on.
         """
         arguments = by_value((args, options))
         await self.open()
         number = next(self._numbers)
         answer = self._questions[number] = asyncio.get_running_loop().create_future()
         try:
-            self.send(Ask(number, question, arguments, beside))
+            self.send(Ask(number, question, arguments, between_steps))
             return await answer
         finally:
             del self._questions[number]
@@ -161,22 +162,22 @@ class Connection:
             while True:
                 (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
                 message = pickle.loads(await reader.readexactly(length))
-                if isinstance(message, Failed):
+                if isinstance(message, EngineFailed):
                     self._end(message.error)
                     return
                 ends = 0
                 for event in message:
                     self._take(event)
-                    if isinstance(event, Ended) and (ends := ends + 1) % TOGETHER == 0:
+                    if isinstance(event, RequestEnd) and (ends := ends + 1) % TOGETHER == 0:
                         await asyncio.sleep(0)
         except (EOFError, OSError):
             self._end(await asyncio.to_thread(self.process.failure))
         except Exception as error:
             self._end(error)
 
-    def _take(self, event: Event | Answer) -> None:
+    def _take(self, event: Event | EngineAnswer) -> None:
         """Answer a question, or hand the event on."""
-        if not isinstance(event, Answer):
+        if not isinstance(event, EngineAnswer):
             self._on_event(event)
         elif (answer := self._questions.get(event.number)) is not None and not answer.done():
             error, value = event.error, None
@@ -191,7 +192,7 @@ class Connection:
                 answer.set_result(value)
 
     def _end(self, failure: BaseException) -> None:
-        """Nothing more comes from the process."""
+        """Record why nothing more comes from the process, and end what waits for it."""
         if self.failure is None:
             self.failure = failure
             if not isinstance(failure, RankError | EngineEndedError):

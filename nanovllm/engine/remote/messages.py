@@ -1,47 +1,43 @@
 """The messages between an engine's process and its caller."""
 
 import pickle
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.requests.logprobs import LikelyToken
+from nanovllm.engine.requests.parts import Keeper, Wanted
 from nanovllm.engine.requests.timing import RequestTimes
 from nanovllm.lora_request import LoRARequest
 from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
-if TYPE_CHECKING:  # it imports PyTorch
-    from nanovllm.engine.requests.parts import Wanted
-    from nanovllm.vectors.generated_states import GeneratedStates
-    from nanovllm.vectors.kept_states import KeptStates
-
 NO_ARGUMENTS = pickle.dumps(((), {}))
 NOTHING = pickle.dumps(None)
 
 
-class Submit(NamedTuple):
-    """Queue a request. `number` is the caller's name for it; stop strings are left to the caller.
+class SubmitRequest(NamedTuple):
+    """Queue a request, which the caller calls `number`. The caller finds its stop strings itself.
 
-    `token_ids` are 32-bit integers, which travel faster than a list. With `wanted` nothing is
-    generated. `processors` are `logits_processors`, pickled: loading them may fail.
+    `token_ids` are 32-bit integers, which travel faster than a list. `wanted` is that of
+    `Intake.accept`. `processors` are `logits_processors`, pickled: loading them may fail.
     """
 
     number: int
     token_ids: bytes
     params: SamplingParams
-    wanted: "Wanted | None" = None
+    wanted: Wanted | None = None
     lora_request: LoRARequest | None = None
     processors: bytes | None = None
 
 
-class Drop(NamedTuple):
+class DropRequest(NamedTuple):
     """End a request: its caller has gone."""
 
     number: int
 
 
-class Stop(NamedTuple):
+class StopSample(NamedTuple):
     """End one sample: the caller has found a stop in its text."""
 
     number: int
@@ -57,40 +53,40 @@ Question = Literal[
 
 
 class Ask(NamedTuple):
-    """A question to the engine, which answers between two steps.
+    """A question to the engine.
 
     `arguments` are positional and keyword arguments of the call that answers it, pickled by value.
-    If it is asked `beside`, that is called in a thread, while steps go on.
+    If it is not answered `between_steps`, a thread answers it while steps go on.
     """
 
     number: int
     question: Question
     arguments: bytes = NO_ARGUMENTS
-    beside: bool = False
+    between_steps: bool = True
 
 
 class Quit(NamedTuple):
     """End the process: the caller has closed its end of the socket."""
 
 
-class Ready(NamedTuple):
+class EngineReady(NamedTuple):
     """The engine has started."""
 
     config: EngineConfig
     model_config: ModelConfig
 
 
-class Failed(NamedTuple):
+class EngineFailed(NamedTuple):
     """The engine has ended, or has not started."""
 
     error: BaseException
     traceback: str
 
 
-class Tokens(NamedTuple):
-    """A token of each of these samples, whose requests have these numbers: most of what comes.
+class NewTokens(NamedTuple):
+    """One new token for each of these samples, given by its request's number and its own.
 
-    Nothing else is new of these samples.
+    Nothing else is new of these samples. Most events are of this kind.
     """
 
     numbers: list[int]
@@ -98,7 +94,7 @@ class Tokens(NamedTuple):
     token_ids: list[int]
 
 
-class Progress(NamedTuple):
+class SampleProgress(NamedTuple):
     """New tokens of a sample, with their log-probabilities if asked for, and how it has ended."""
 
     number: int
@@ -109,29 +105,27 @@ class Progress(NamedTuple):
     stop_reason: int | str | None
 
 
-class Ended(NamedTuple):
-    """All samples of a request have ended: what is known of it as a whole.
+class RequestEnd(NamedTuple):
+    """All samples of a request have ended. It has what belongs to the request as a whole.
 
-    `pool` has what was wanted of a prompt that generates nothing, and `states` the hidden states of
-    each sample, where they were asked for.
+    `keepers` are those of its sequences, if it asked for hidden states.
     """
 
     number: int
     times: RequestTimes
     num_hit_tokens: int
     prompt_logprobs: list[list[LikelyToken]] | None
-    pool: "KeptStates | None" = None
-    states: "list[GeneratedStates] | None" = None
+    keepers: list[Keeper] | None = None
 
 
-class Refused(NamedTuple):
+class RequestRefused(NamedTuple):
     """A request was not queued."""
 
     number: int
     error: Exception
 
 
-class Answer(NamedTuple):
+class EngineAnswer(NamedTuple):
     """The answer to `Ask`: a value, pickled, or the error that the method has raised."""
 
     number: int
@@ -139,5 +133,5 @@ class Answer(NamedTuple):
     error: Exception | None = None
 
 
-Command = Submit | Drop | Stop | Ask | Quit
-Event = Tokens | Progress | Ended | Refused
+Command = SubmitRequest | DropRequest | StopSample | Ask | Quit
+Event = NewTokens | SampleProgress | RequestEnd | RequestRefused

@@ -10,24 +10,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.engine.ranks.errors import RankError
+from nanovllm.engine.ranks.frames import frame, receive
 from nanovllm.engine.ranks.life_line import ending, start_process
-from nanovllm.engine.remote.frames import frame, receive
-from nanovllm.engine.remote.messages import Failed, Ready
+from nanovllm.engine.remote.messages import EngineFailed, EngineReady
 from nanovllm.models.registry import registered
 
 END_SECONDS = 10.0  # for the process to end by itself
 
 
 class EngineProcess:
-    """The process, and our end of the socket, `link`. Its messages are lists of events."""
+    """A process that runs the `main` of `module`, and the caller's end of the socket, `link`.
 
-    def __init__(self, model: str, options: Mapping[str, Any]) -> None:
+    Its messages are lists of events.
+    """
+
+    def __init__(self, module: str, model: str, options: Mapping[str, Any]) -> None:
         self.line, its_line = socket.socketpair()
         self.link, its_link = socket.socketpair()
         with its_line, its_link:
             fds = (its_line.fileno(), its_link.fileno())
             arguments = (os.getpid(), *fds)
-            self._process = start_process("nanovllm.engine.remote.loop", arguments, fds)
+            self._process = start_process(module, arguments, fds)
         self._finalizer = weakref.finalize(
             self, _end, os.getpid(), self._process, self.line, self.link
         )
@@ -39,7 +42,7 @@ class EngineProcess:
         """The process's number."""
         return self._process.pid
 
-    def wait_until_ready(self) -> Ready:
+    def wait_until_ready(self) -> EngineReady:
         """Wait for the model to be loaded; raises what the process raised."""
         try:
             message = receive(self.link)
@@ -47,10 +50,10 @@ class EngineProcess:
             error = self.failure()
             self.close()
             raise error from None
-        if isinstance(message, Failed):
+        if isinstance(message, EngineFailed):
             self.close()
             raise message.error
-        assert isinstance(message, Ready)
+        assert isinstance(message, EngineReady)
         return message
 
     def failure(self) -> RankError:
@@ -65,10 +68,10 @@ class EngineProcess:
 def _end(
     owner: int, process: "subprocess.Popen[bytes]", line: socket.socket, link: socket.socket
 ) -> None:
-    if os.getpid() != owner:  # in a forked process, whose sockets are those of the caller
+    if os.getpid() != owner:  # in a forked process, which has the caller's sockets
         return
     with contextlib.suppress(OSError):
-        link.shutdown(socket.SHUT_WR)  # which the engine takes for Quit
+        link.shutdown(socket.SHUT_WR)  # the engine reads it as Quit
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_SECONDS)
     for one in (link, line):

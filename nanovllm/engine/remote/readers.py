@@ -1,4 +1,4 @@
-"""Readers: threads that tokenize prompts and apply chat templates, beside an event loop."""
+"""Readers: threads that tokenize prompts and apply chat templates, while an event loop goes on."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ NUM_THREADS = 2
 # Characters or token ids of a prompt. A prompt below SMALL is read on the event loop: a change of
 # threads would take longer. Prompts from LARGE on share one thread, and do not delay others.
 SMALL, LARGE = 1 << 11, 1 << 17
-MESSAGE, PROMPT = 64, 8  # what a message, or a prompt of several, takes beside its text
+MESSAGE, PROMPT = 64, 8  # added to the text's size for a message, or for a prompt of several
 
 
 class Readers:
@@ -38,8 +38,8 @@ class Readers:
 def prompt_size(prompt: Any) -> int:
     """The token ids of a prompt, or the characters of its text or of a conversation's messages.
 
-    A message, or a part of one, counts `MESSAGE` more. One with tool calls counts `SMALL` more, so
-    that a thread reads it.
+    `MESSAGE` is added for a message or a part of one, and `SMALL` for tool calls, so that a thread
+    reads them.
     """
     if isinstance(prompt, Mapping):
         parts = ("prompt", "prompt_token_ids", "content", "text")
@@ -51,7 +51,7 @@ def prompt_size(prompt: Any) -> int:
 
 
 def all_size(prompts: Any) -> int:
-    """The size of one prompt or several, and of what each costs beside its text."""
+    """The size of one prompt or several, each with what it costs in addition to its text."""
     texts = prompts if isinstance(prompts, list | tuple) else [prompts]
     return sum(PROMPT + prompt_size(text) for text in texts)
 

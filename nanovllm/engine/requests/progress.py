@@ -48,31 +48,6 @@ def progress_bar(
         draw(refresh=False)  # the end of the bar draws it
 
 
-def run_until_done(
-    engine: LLMEngine,
-    ids: list[int],
-    use_tqdm: bool,
-    description: str,
-    when_done: Callable[[set[int]], None] | None = None,
-) -> None:
-    """Step until all of `ids` are finished; other requests' outputs are kept for `step()`.
-
-    `when_done` is called with those that a step finished, while the device computes the next step.
-    """
-    pending = set(ids)
-    shows = use_tqdm and bool(ids)
-    bar_of = progress_bar(engine, len(ids), description) if shows else contextlib.nullcontext()
-    with bar_of as bar:
-        while pending:
-            engine.advance()
-            done = pending & engine.finished.keys()
-            pending -= done
-            if done and when_done is not None:
-                when_done(done)
-            if bar is not None:
-                bar.n = len(ids) - len(pending)
-
-
 class Activity:
     """What an engine does, in notes. Rates are measured over the last `WINDOW` drawings."""
 

@@ -1,4 +1,4 @@
-"""Connection, without an engine: what many requests at once, and many ends at once, become."""
+"""EngineConnection, without an engine: many requests at once, and many ends at once."""
 
 import asyncio
 import socket
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from waiting import LIMIT
 
-from nanovllm.engine.remote.connection import TOGETHER, Connection
-from nanovllm.engine.remote.frames import HEAD, Outbox, frame, receive
-from nanovllm.engine.remote.messages import Drop, Ended
+from nanovllm.engine.ranks.frames import HEAD, Outbox, frame, receive
+from nanovllm.engine.remote.connection import TOGETHER, EngineConnection
+from nanovllm.engine.remote.messages import DropRequest, RequestEnd
 from nanovllm.engine.requests.timing import RequestTimes
 
 
@@ -26,7 +26,7 @@ class Ends:
             "nanovllm.engine.remote.connection.EngineProcess", lambda *_: self.process
         )
         self.events: list[Any] = []
-        self.connection = Connection("m", {}, self.events.append, lambda _: None)
+        self.connection = EngineConnection("module", "m", {}, self.events.append, lambda _: None)
 
     def run(self, work: Any, kind: str = "asyncio") -> Any:
         """Run on a loop of this kind: each sends what is written at another time."""
@@ -71,14 +71,14 @@ def test_the_engine_gets_the_first_of_many_requests_before_the_last_is_read(
     async def send_many() -> None:
         await ends.connection.open()
         for number in range(TOGETHER - 1):
-            ends.connection.send(Drop(number))
+            ends.connection.send(DropRequest(number))
         assert ends.waiting() == 0, "few commands are sent together"
-        ends.connection.send(Drop(TOGETHER - 1))
-        assert ends.waiting() == TOGETHER * len(frame(Drop(0)))
-        ends.connection.send(Drop(TOGETHER))
+        ends.connection.send(DropRequest(TOGETHER - 1))
+        assert ends.waiting() == TOGETHER * len(frame(DropRequest(0)))
+        ends.connection.send(DropRequest(TOGETHER))
         await asyncio.sleep(0.05)
         assert [receive(ends.its) for _ in range(TOGETHER + 1)] == [
-            Drop(number) for number in range(TOGETHER + 1)
+            DropRequest(number) for number in range(TOGETHER + 1)
         ]
 
     ends.run(send_many(), kind)
@@ -87,7 +87,7 @@ def test_the_engine_gets_the_first_of_many_requests_before_the_last_is_read(
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 def test_commands_keep_their_order_when_the_socket_is_full(ends: Ends, kind: str) -> None:
     number, text = 40 * TOGETHER, "x" * 4000
-    sent: Any = [Drop((place, text)) for place in range(number)]  # type: ignore[arg-type]
+    sent: Any = [DropRequest((place, text)) for place in range(number)]  # type: ignore[arg-type]
 
     async def send_much() -> None:
         await ends.connection.open()
@@ -104,7 +104,7 @@ def test_commands_keep_their_order_when_the_socket_is_full(ends: Ends, kind: str
 def test_what_is_sent_last_before_the_end_reaches_no_closed_socket(ends: Ends) -> None:
     async def send_and_close() -> None:
         await ends.connection.open()
-        ends.connection.send(Drop(0))
+        ends.connection.send(DropRequest(0))
         ends.connection.disconnect(RuntimeError("closed"))
         await asyncio.sleep(0.01)
 
@@ -117,7 +117,7 @@ def test_other_tasks_run_between_many_ends_of_one_step(ends: Ends) -> None:
 
     async def receive_many() -> list[int]:
         await ends.connection.open()
-        ended = [Ended(number, RequestTimes(), 0, None) for number in range(3 * TOGETHER + 1)]
+        ended = [RequestEnd(number, RequestTimes(), 0, None) for number in range(3 * TOGETHER + 1)]
         data = frame(ended)
         assert len(data) > HEAD.size
         ends.its.sendall(data)

@@ -1,4 +1,4 @@
-"""EngineLoop, in this process: what it does between steps, and what beside them."""
+"""EngineLoop, in this process: what it does between steps, and what in threads meanwhile."""
 
 import pickle
 import queue
@@ -7,7 +7,7 @@ import threading
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from reference import make_llm
@@ -15,10 +15,19 @@ from waiting import LIMIT
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.ranks.errors import RankError
-from nanovllm.engine.remote.frames import Outbox, receive
+from nanovllm.engine.ranks.frames import Outbox, receive
 from nanovllm.engine.remote.loop import EngineLoop
-from nanovllm.engine.remote.messages import Answer, Ask, Drop, Ended, Quit, Submit, Tokens
-from nanovllm.engine.remote.served import answers_of
+from nanovllm.engine.remote.messages import (
+    Ask,
+    DropRequest,
+    EngineAnswer,
+    NewTokens,
+    Question,
+    Quit,
+    RequestEnd,
+    SubmitRequest,
+)
+from nanovllm.engine_main import answers_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,7 +57,7 @@ class Running:
     def stats(self, number: int) -> tuple[list[Any], Any]:
         """What has come before the answer, and the statistics."""
         self.commands.put(Ask(number, "stats"))
-        *before, answer = self.until(Answer, number)
+        *before, answer = self.until(EngineAnswer, number)
         return before, pickle.loads(answer.value)
 
     def end(self) -> None:
@@ -67,7 +76,7 @@ def llm(model_dir: Path) -> Iterator[LLM]:
 
 def _numbers(events: list[Any]) -> set[int]:
     """The requests that events are of."""
-    numbers = (e.numbers if isinstance(e, Tokens) else [e.number] for e in events)
+    numbers = (e.numbers if isinstance(e, NewTokens) else [e.number] for e in events)
     return {number for some in numbers for number in some}
 
 
@@ -89,17 +98,17 @@ def test_constraints_compile_beside_the_steps(llm: LLM, monkeypatch: pytest.Monk
     running = Running(llm)
     try:
         for number in (0, 1):
-            running.commands.put(Submit(number, PROMPT, CONSTRAINED))
+            running.commands.put(SubmitRequest(number, PROMPT, CONSTRAINED))
             assert compiling.acquire(timeout=LIMIT)
-        running.commands.put(Submit(2, PROMPT, PLAIN))
-        assert _numbers(running.until(Ended, 2)) == {2}
-        running.commands.put(Drop(0))
+        running.commands.put(SubmitRequest(2, PROMPT, PLAIN))
+        assert _numbers(running.until(RequestEnd, 2)) == {2}
+        running.commands.put(DropRequest(0))
         before, stats = running.stats(3)
         assert not before
         assert (stats.num_finished, stats.num_running, stats.num_waiting) == (1, 0, 0)
     finally:
         let_go.set()
-    assert _numbers(running.until(Ended, 1)) == {1}
+    assert _numbers(running.until(RequestEnd, 1)) == {1}
     running.loop._compilers.shutdown()  # both have been compiled
     before, stats = running.stats(4)
     assert not before and (stats.num_finished, stats.num_aborted) == (2, 0)
@@ -117,9 +126,14 @@ def test_a_rank_that_ends_beside_the_steps_ends_the_loop(
     with ours, its, monkeypatch.context() as patch:
         patch.setattr(llm.model_runner, "check", check)
         patch.setattr(llm, "stats", check)
-        commands.put(Ask(1, "stats", beside=True))
+        commands.put(Ask(1, "stats", between_steps=False))
         end = threading.Timer(LIMIT, commands.put, [Quit()])
         end.daemon = True
         end.start()
         with pytest.raises(RankError, match="rank 1 was killed"):
             EngineLoop(llm, answers_of(llm), commands, Outbox(its)).run()
+
+
+def test_every_question_has_an_answer(model_dir: Path) -> None:
+    with make_llm(model_dir) as llm:
+        assert answers_of(llm).keys() == set(get_args(Question))

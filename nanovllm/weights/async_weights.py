@@ -1,47 +1,26 @@
-"""Controls: what callers ask of an engine in another process, beside requests."""
+"""AsyncWeights: reads, replaces and frees the weights of an engine in another process."""
 
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
-from nanovllm.engine.remote.connection import Connection
-from nanovllm.metrics import Metric
-from nanovllm.outputs import EngineStats
+from nanovllm.engine.remote.connection import EngineConnection
 from nanovllm.weights.update import pairs, sendable_weight
 from nanovllm.weights.weights import NamedTensors, Running
 
 TENSORS_SENT = 8  # in a message, as they are copied for it
 
 
-class Controls:
-    """Statistics, weights, sleep and profiles, each by the engine's method of that name.
+class AsyncWeights:
+    """The calls of `Weights` and `SleepMode`, each answered by the engine between two steps."""
 
-    The engine answers between two steps.
-    """
-
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: EngineConnection) -> None:
         self._connection = connection
         self._updating = asyncio.Lock()
 
-    async def stats(self) -> EngineStats:
-        """Counts of what the engine has done and is doing."""
-        stats: EngineStats = await self._connection.ask("stats")
-        return stats
-
-    async def get_metrics(self) -> list[Metric]:
-        """The metrics of `LLM.get_metrics`."""
-        metrics: list[Metric] = await self._connection.ask("get_metrics")
-        return metrics
-
     async def update_weights(self, weights: NamedTensors, *, running: Running = "refuse") -> None:
-        """Replace weights, as `LLM.update_weights`.
-
-        CUDA tensors are opened by the engine's process; others are sent to it, a few at a time.
-        What is wrong with a tensor is found when it is loaded, also in a list. Another call waits
-        for the end of this one. A task that is cancelled gives its update up.
-        """
+        """Replace weights: see `AsyncLLM.update_weights`."""
         items = iter(pairs(weights))
         async with self._updating:
             try:
@@ -69,11 +48,6 @@ class Controls:
         results: list[Any] = await self._connection.ask("apply_model", function)
         return results
 
-    async def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache."""
-        done: bool = await self._connection.ask("reset_prefix_cache")
-        return done
-
     async def sleep(self, level: int = 1, *, running: Running = "refuse") -> None:
         """Free the device's memory until `wake_up`, as `LLM.sleep`."""
         await self._connection.ask("sleep", level, running=running)
@@ -86,16 +60,3 @@ class Controls:
         """Whether memory is freed that `wake_up` gets back."""
         sleeps: bool = await self._connection.ask("is_sleeping")
         return sleeps
-
-    async def start_profile(self) -> None:
-        """Begin to record what the engine does, as `LLM.start_profile`."""
-        await self._connection.ask("start_profile")
-
-    async def stop_profile(self) -> list[Path]:
-        """End the recording; returns the traces."""
-        paths: list[Path] = await self._connection.ask("stop_profile")
-        return paths
-
-    async def ping(self, seconds: float) -> None:
-        """Raise an asyncio.TimeoutError if the engine's process has not answered for this long."""
-        await self._connection.ping(seconds)

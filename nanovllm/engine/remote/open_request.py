@@ -1,21 +1,21 @@
-"""Call: a request that a caller of an AsyncLLM waits for."""
+"""OpenRequest: a request that a caller of an AsyncLLM waits for."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from nanovllm.engine.remote.mirror import Mirror
+from nanovllm.engine.remote.request_copy import RequestCopy
 from nanovllm.engine.requests.request import Request
 from nanovllm.outputs import RequestOutput, StreamEvent
 
 
-class Call:
-    """A request that a caller waits for, by `events`, or if it `is_whole` by `output`."""
+class OpenRequest:
+    """A request that a caller waits for: by `events`, or by `output` if it `is_whole`."""
 
     def __init__(
-        self, number: int, name: Any, mirror: Mirror, is_whole: bool, num_open: int
+        self, number: int, name: Any, copy: RequestCopy, is_whole: bool, num_open: int
     ) -> None:
-        self.number, self.name, self.mirror = number, name, mirror
+        self.number, self.name, self.copy = number, name, copy
         self._is_whole = is_whole
         self._changed = asyncio.Event()
         self.error: BaseException | None = None
@@ -28,44 +28,44 @@ class Call:
         while not is_over:
             await self._wait()
             is_over = self.is_over
-            for event in self.mirror.events():
+            for event in self.copy.events():
                 event["request_id"] = self.name
                 yield event
 
     async def output(self) -> RequestOutput:
         """The whole output."""
         await self._wait()
-        output = self.mirror.output()
+        output = self.copy.output()
         output["request_id"] = self.name
         return output
 
-    async def request(self) -> Request:
+    async def finished(self) -> Request:
         """The request, when it has finished."""
         await self._wait()
-        return self.mirror.request
+        return self.copy.request
 
     @property
     def num_prompt_tokens(self) -> int:
         """The tokens of the prompt."""
-        return self.mirror.request.seqs[0].num_prompt_tokens
+        return self.copy.request.seqs[0].num_prompt_tokens
 
     @property
     def first_token_id(self) -> int:
         """The first token of the prompt."""
-        return self.mirror.request.seqs[0].token_ids[0]
+        return self.copy.request.seqs[0].token_ids[0]
 
     @property
     def num_cached_tokens(self) -> int:
-        """Those of the prompt's tokens that were in the prefix cache; known at the end."""
-        return self.mirror.request.seqs[0].num_hit_tokens or 0
+        """How many of the prompt's tokens were in the prefix cache; known at the end."""
+        return self.copy.request.seqs[0].num_hit_tokens or 0
 
-    def note_change(self) -> None:
+    def wake(self) -> None:
         """Wake a caller who asks for events."""
         if not self._is_whole:
             self._changed.set()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Nothing more comes."""
+        """Record that nothing more comes, and wake the caller, who gets the error if any."""
         if not self.is_over:
             self.is_over, self.error = True, error
             self._changed.set()

@@ -1,16 +1,16 @@
-"""Mirror: the caller's copy of a request in another process, with the text of its samples."""
+"""RequestCopy: the caller's copy of a request in another process, with the text of its samples."""
 
 from collections.abc import Iterable
 from typing import Any
 
-from nanovllm.engine.remote.messages import Ended, Progress
+from nanovllm.engine.remote.messages import RequestEnd, SampleProgress
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.stream import Stream
 from nanovllm.engine.schedule.sequence import End, Sequence, SequenceStatus
 from nanovllm.outputs import RequestOutput, StreamEvent
 
 
-class Mirror:
+class RequestCopy:
     """A request whose tokens are computed elsewhere.
 
     Stop strings are found here: `apply` says which samples they end.
@@ -28,7 +28,7 @@ class Mirror:
         return not self.request.unfinished
 
     def add(self, sample: int, token_id: int) -> bool:
-        """Add a token. Whether the sample has ended here, and not yet in the engine."""
+        """Add a token. True if the sample has ended here, and not yet in the engine."""
         seq = self.request.seqs[sample]
         if seq.status is SequenceStatus.FINISHED:
             return False
@@ -38,8 +38,8 @@ class Mirror:
         seq.finish(*end)
         return True
 
-    def apply(self, progress: Progress) -> bool:
-        """Add new tokens. Whether the sample has ended here, and not yet in the engine."""
+    def apply(self, progress: SampleProgress) -> bool:
+        """Add new tokens. True if the sample has ended here, and not yet in the engine."""
         seq = self.request.seqs[progress.sample]
         if seq.status is SequenceStatus.FINISHED:
             return False
@@ -56,16 +56,14 @@ class Mirror:
             seq.finish(progress.reason, progress.stop_reason)
         return False
 
-    def end(self, ended: Ended) -> None:
+    def end(self, ended: RequestEnd) -> None:
         """Add what is known at the end."""
         first = self.request.seqs[0]
         self.request.times, first.num_hit_tokens = ended.times, ended.num_hit_tokens
         if ended.prompt_logprobs is not None:
             first.logprobs.prompt = ended.prompt_logprobs
-        if ended.pool is not None:
-            first.keeper = ended.pool
-        for seq, states in zip(self.request.seqs, ended.states or (), strict=False):
-            seq.keeper = states
+        for seq, keeper in zip(self.request.seqs, ended.keepers or (), strict=False):
+            seq.keeper = keeper
 
     def events(self) -> Iterable[StreamEvent]:
         """What is new since the last call, of all samples."""

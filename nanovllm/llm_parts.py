@@ -1,0 +1,63 @@
+"""LLMParts: the rooms that only some calls of an LLM need, imported when first asked for."""
+
+import functools
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nanovllm.beams.beams import Beams
+    from nanovllm.chat.chat_format import ChatFormat
+    from nanovllm.engine.llm_engine import LLMEngine
+    from nanovllm.engine.profile import Profiles
+    from nanovllm.vectors.vectors import Vectors
+    from nanovllm.weights.sleep_mode import SleepMode
+    from nanovllm.weights.weights import Weights
+
+
+class LLMParts:
+    """What an LLM delegates to. `engine` is a weak reference to it, so that `del llm` closes it."""
+
+    def __init__(self, engine: "LLMEngine") -> None:
+        self.engine = engine
+
+    @property
+    def chat_format(self) -> "ChatFormat":
+        """How the model answers chats, by the tokenizer that the LLM has now."""
+        from nanovllm.chat.chat_format import ChatFormat
+
+        asked = self.engine.asked
+        return ChatFormat(self.engine.tokenizer, asked.tool_parser, asked.reasoning_parser)
+
+    @functools.cached_property
+    def vectors(self) -> "Vectors":
+        """Computes prompts and generates nothing."""
+        from nanovllm.vectors.vectors import Vectors
+
+        return Vectors(self.engine)
+
+    @functools.cached_property
+    def beams(self) -> "Beams":
+        """Searches the most likely outputs."""
+        from nanovllm.beams.beams import Beams
+
+        return Beams(self.engine)
+
+    @functools.cached_property
+    def weights(self) -> "Weights":
+        """Reads and replaces weights."""
+        from nanovllm.weights.weights import Weights
+
+        return Weights(self.engine)
+
+    @functools.cached_property
+    def sleep_mode(self) -> "SleepMode":
+        """Frees the device's memory for a while."""
+        from nanovllm.weights.sleep_mode import SleepMode
+
+        return SleepMode(self.weights)
+
+    @functools.cached_property
+    def profiles(self) -> "Profiles":
+        """Records what the ranks do."""
+        from nanovllm.engine.profile import Profiles
+
+        return Profiles(self.engine)
