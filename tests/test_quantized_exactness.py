@@ -24,10 +24,10 @@ from reference import (
 )
 from safetensors.torch import load_file, save_file
 
-from nanovllm.formats.format_choice import format_of
-from nanovllm.formats.quantization import read_quantization
+from nanovllm.formats.choice import format_of
+from nanovllm.formats.methods import read_quantization
 from nanovllm.formats.scheme import ONLINE, Scheme
-from nanovllm.formats.stored import Held
+from nanovllm.formats.stored import RankPart
 from nanovllm.kernels.plain.quantized_linear import dense_matrix
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -111,11 +111,11 @@ def test_on_a_gpu(name: str, shape: dict[str, Any], tmp_path: Path) -> None:
 def rounded(weight: torch.Tensor, online: str, is_head: bool) -> torch.Tensor:
     """What a matrix is after quantizing, in float32."""
     weight_format = format_of(ONLINE[online][is_head])
-    if weight_format.quantize is None:
-        return weight
-    held = Held.whole(*weight.shape)
-    matrix = weight_format.weight(weight_format.quantize(weight), held)
-    assert not isinstance(matrix, torch.Tensor | list)
+    tensors = weight_format.of_plain(weight)
+    matrix = weight_format.weight(tensors, RankPart.whole(*weight.shape))
+    if isinstance(matrix, torch.Tensor):
+        return matrix
+    assert not isinstance(matrix, list)
     return dense_matrix(matrix, weight.shape[1])
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from nanovllm.formats.names import Names
-from nanovllm.formats.stored import Held
+from nanovllm.formats.stored import RankPart
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import LinearBase
@@ -24,7 +24,7 @@ class Module:
 
     name: str
     layer: nn.Module
-    held: Held
+    held: RankPart
     projections: tuple[int, ...]
     matrix: str = ""  # of experts
     expert: int | None = None  # None: all of them, if the layer has experts
@@ -68,21 +68,21 @@ def _modules(model: Model) -> Iterator[Module]:
         if isinstance(layer, Experts):
             yield from _of_experts(name, layer)
         elif isinstance(layer, VocabParallelEmbedding):
-            yield Module(name, layer, layer.held, (0,))
+            yield Module(name, layer, layer.rank_part, (0,))
         elif isinstance(layer, LinearBase) and not isinstance(layer, Router):
             yield from _of_linear(name, layer, model.names)
 
 
 def _of_linear(name: str, layer: LinearBase, names: Names) -> Iterator[Module]:
     above, dot, leaf = name.rpartition(".")
-    yield Module(name, layer, layer.held, tuple(range(len(layer.held.sizes))))
+    yield Module(name, layer, layer.rank_part, tuple(range(len(layer.rank_part.sizes))))
     for index, part in enumerate(names.parts(leaf)):
-        yield Module(f"{above}{dot}{part}", layer, layer.held, (index,))
+        yield Module(f"{above}{dot}{part}", layer, layer.rank_part, (index,))
 
 
 def _of_experts(name: str, layer: Experts) -> Iterator[Module]:
     for matrix, kinds in layer.projections.items():
-        held = layer.held[matrix]
+        held = layer.rank_parts[matrix]
         yield Module(f"{name}.{matrix}", layer, held, tuple(range(len(kinds))), matrix)
         for expert in range(layer.num_experts):
             for index, kind in enumerate(kinds):

@@ -58,7 +58,7 @@ class AdapterSlots:
     def _make_room(self, module: Module, like: torch.Tensor) -> None:
         """Empty slots for this rank's part of a module's matrix: nothing has an adapter."""
         layer, held = module.layer, module.held
-        num_groups = self.num_slots * (layer.num_held if isinstance(layer, Experts) else 1)
+        num_groups = self.num_slots * (layer.num_own if isinstance(layer, Experts) else 1)
         num_parts = len(held.sizes)
         low_rank = LowRank(
             like.new_zeros(num_groups, num_parts * self._max_rank, held.num_columns),
@@ -117,6 +117,6 @@ def _held_experts(module: Module) -> slice | None:
     if not isinstance(module.layer, Experts):
         return slice(0, 1)
     if module.expert is None:
-        return slice(0, module.layer.num_held)
-    place, here = module.expert - module.layer.experts.start, module.layer.num_held
+        return slice(0, module.layer.num_own)
+    place, here = module.expert - module.layer.experts.start, module.layer.num_own
     return slice(place, place + 1) if 0 <= place < here else None

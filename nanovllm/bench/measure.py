@@ -16,7 +16,7 @@ from nanovllm.bench.machine import machine_name, measure_machine
 from nanovllm.bench.plan import Plan
 from nanovllm.bench.workload import Workload
 from nanovllm.engine.start.placement import Placement, resolve_placement
-from nanovllm.formats.format_choice import format_of
+from nanovllm.formats.choice import format_of
 from nanovllm.kernels.kv_layer import head_bytes
 from nanovllm.layers.ranks import Ranks
 from nanovllm.llm import LLM

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from nanovllm.formats.loaded import Loaded
+from nanovllm.formats.stored import Loaded
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.layer import Layer
 

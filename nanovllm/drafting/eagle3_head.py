@@ -10,6 +10,7 @@ from torch import nn
 
 from nanovllm.drafting.draft_vocabulary import DraftVocabulary
 from nanovllm.drafting.eagle3_config import NUM_TAPS, HeadConfig
+from nanovllm.formats.format import PLAIN_FORMATS
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.layers.build import Build
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -19,7 +20,6 @@ from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.self_attention import ROPE, SelfAttention
 from nanovllm.models import parts
 from nanovllm.models.decoder import Model
-from nanovllm.models.formats import PLAIN_FORMATS
 
 
 class MidLayer(nn.Module):

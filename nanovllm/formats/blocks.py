@@ -107,3 +107,13 @@ def _with_padding(blocks: torch.Tensor, unit: int) -> tuple[torch.Tensor, torch.
     place = within + firsts.repeat_interleave(padded)
     kept = place.where(within < counts.repeat_interleave(padded), -1)
     return found.repeat_interleave(padded), kept
+
+
+def check_scales(name: str, scales: torch.Tensor, of_inputs: bool = False) -> torch.Tensor:
+    """Return the scales if they are finite, and above 0 if inputs are divided by them. Syncs."""
+    low_and_high = torch.stack(scales.aminmax()).tolist() if scales.numel() else []  # or NaN
+    for scale in low_and_high:
+        if not math.isfinite(scale) or (of_inputs and scale <= 0):
+            allowed = "finite and above 0" if of_inputs else "finite"
+            raise ValueError(f"{name} must be {allowed}, got {scale}")
+    return scales

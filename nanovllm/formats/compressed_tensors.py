@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from nanovllm.formats.quantization_fields import (
+from nanovllm.formats.quantization import Quantization, Rule
+from nanovllm.formats.rules import (
+    any_of,
     check_block,
     check_kv_cache,
     check_names,
@@ -12,8 +14,8 @@ from nanovllm.formats.quantization_fields import (
     check_only,
     names_in,
     refusal,
+    rule,
 )
-from nanovllm.formats.rules import Quantization, Rule, any_of, rule
 from nanovllm.formats.scheme import Scheme
 from nanovllm.utils.checks import check_bool, check_int
 

@@ -1,33 +1,13 @@
-"""Random values in place of a checkpoint's: weights with a deviation of about 0.02.
+"""Random values for the tensors of quantized formats. A format chooses a function for each one.
 
-A stored tensor has the function that fills it, which its format chooses. Scales are constant;
-columns that a tensor assigns to groups are in order.
+Scales are constant; columns that a tensor assigns to groups are in order.
 """
-
-from collections.abc import Callable
 
 import torch
 
-from nanovllm.formats.loaded import DUMMY_DEVIATION
+from nanovllm.formats.stored import DUMMY_DEVIATION, Fill, constant
 
-# Fills the tensor of a matrix [N, K], or a stack of them; the second argument is (N, K).
-Fill = Callable[[torch.Tensor, tuple[int, int], torch.Generator], object]
 FP8_CODES = 64.0  # the deviation of random codes; those of integers are evenly distributed
-
-
-def normal(deviation: float) -> Fill:
-    """Normally distributed numbers, of those that bfloat16 holds, as in most checkpoints."""
-
-    def fill(values: torch.Tensor, size: tuple[int, int], generator: torch.Generator) -> None:  # noqa: ARG001
-        drawn = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-        values.copy_(drawn.normal_(0.0, deviation, generator=generator).bfloat16())
-
-    return fill
-
-
-def constant(value: float) -> Fill:
-    """One number."""
-    return lambda values, *_: values.fill_(value)
 
 
 def scale_of(bits: int | None) -> Fill:
@@ -50,6 +30,3 @@ def integers(values: torch.Tensor, size: tuple[int, int], generator: torch.Gener
 def matrix_size(values: torch.Tensor, size: tuple[int, int], generator: torch.Generator) -> None:  # noqa: ARG001
     """N and K."""
     values.copy_(torch.tensor(size))
-
-
-plain_weights = normal(DUMMY_DEVIATION)

@@ -1,38 +1,49 @@
-"""WeightFormat: which tensors of a checkpoint describe a matrix, and what matrix that is."""
+"""WeightFormat: how a linear layer's matrix is stored, from its parameters to the matrix.
 
-import math
+Here is the plain format, with which the engine runs alone. Other formats are subclasses, which
+`formats/choice.py` loads when a model is quantized.
+"""
+
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
-from nanovllm.formats.scheme import Scheme
-from nanovllm.formats.stored import Axis, Held, Stored
-from nanovllm.kernels.plain.quantized_linear import dense_matrix
+from nanovllm.formats.names import USUAL_NAMES, Names
+from nanovllm.formats.stored import COLUMNS, ROWS, Loaded, RankPart, Stored, StoredTensor
 from nanovllm.kernels.quantized import QuantizedMatrix
 
-ROWS, COLUMNS = Axis(of_rows=True), Axis(of_rows=False)
+if TYPE_CHECKING:
+    from nanovllm.formats.scheme import Scheme
+
 OF_PROJECTION = "_of_projection_"
 Weight = torch.Tensor | QuantizedMatrix  # what kernels multiply by
+Rename = Callable[[str], str]  # from a tensor's name in the format to its name in the layer
+
+
+def as_it_is(name: str) -> str:
+    """The name of a tensor in a layer of one matrix."""
+    return name
 
 
 class WeightFormat(ABC):
     """How a layer's matrices are stored. A format has no state: layers have the tensors.
 
-    `quantize`, if there is one, makes the tensors of a plain matrix [N, K]: then the checkpoint has
-    a plain `weight`, of which a layer keeps only those. `is_fused` says that the checkpoint has the
-    projections of a fused layer as one tensor, with blocks counted from the start of the first.
+    The tensors are parameters of the layer, which a checkpoint fills. Once the layer has its
+    matrix, they are dropped. `is_fused` says that the checkpoint has the projections of a fused
+    layer as one tensor, with blocks counted from the start of the first.
     """
 
     is_fused = False
-    quantize: Callable[[torch.Tensor], dict[str, torch.Tensor]] | None = None
-    scheme: Scheme | None = None
+    scheme: "Scheme | None" = None  # of quantized weights
 
     @property
     def is_plain(self) -> bool:
         """Whether the checkpoint has plain weights."""
-        return self.scheme is None or self.quantize is not None
+        return self.scheme is None
 
     @property
     @abstractmethod
@@ -40,11 +51,61 @@ class WeightFormat(ABC):
         """The tensors of a matrix by name. A checkpoint in this format has them by these names."""
 
     @abstractmethod
-    def weight(self, tensors: Mapping[str, torch.Tensor], held: Held) -> Weight | list[Weight]:
+    def weight(self, tensors: Mapping[str, torch.Tensor], part: RankPart) -> Weight | list[Weight]:
         """A rank's matrix [N, K], made of its parts of the tensors.
 
         If no single matrix can describe all projections, a list with one for each of them.
         """
+
+    @property
+    def filled(self) -> list[str]:
+        """The names, in the format, of the parameters that a checkpoint fills."""
+        return [*self.tensors]
+
+    def register(
+        self, layer: nn.Module, part: RankPart, stack: tuple[int, ...] = (),
+        rename: Rename = as_it_is,
+    ) -> RankPart:  # fmt: skip
+        """Register the tensors of a matrix, or of a stack of them, in the layer.
+
+        Returns the part, which then says whether the format has the projections as one tensor.
+        """
+        part = replace(part, is_fused=self.is_fused)
+        for name, stored in self.tensors.items():
+            layer.register_parameter(rename(name), part.new(stored, stack))
+        return part
+
+    def registered(self, layer: nn.Module, rename: Rename = as_it_is) -> dict[str, torch.Tensor]:
+        """The layer's tensors by their names in the format."""
+        return {name: getattr(layer, rename(name)) for name in self.tensors}
+
+    def drop(self, layer: nn.Module, rename: Rename = as_it_is) -> None:
+        """Free the tensors, which are not needed once the layer has a matrix."""
+        for name in self.tensors:
+            setattr(layer, rename(name), None)
+
+    def load(
+        self,
+        param: StoredTensor,
+        target: torch.Tensor,
+        loaded: Loaded,
+        projection: int | None,
+        tensors: Mapping[str, torch.Tensor],  # noqa: ARG002
+    ) -> None:
+        """Fill a projection's part of `target`, which is the parameter, or one of its stack.
+
+        `tensors` are the `registered` ones, or those of one of the stack.
+        """
+        try:
+            param.rank_part.load(param.stored, target, loaded, projection)
+        except ValueError as error:
+            if self.scheme is None:
+                raise
+            raise ValueError(f"{error} for {self.scheme.description}") from None
+
+    def of_plain(self, matrix: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """The tensors of a plain matrix [N, K]. Only for formats that are plain in checkpoints."""
+        return {"weight": matrix}
 
 
 class Dense(WeightFormat):
@@ -57,71 +118,44 @@ class Dense(WeightFormat):
     def tensors(self) -> Mapping[str, Stored]:
         return self._tensors
 
-    def weight(self, tensors: Mapping[str, torch.Tensor], held: Held) -> torch.Tensor:  # noqa: ARG002
+    def weight(self, tensors: Mapping[str, torch.Tensor], part: RankPart) -> torch.Tensor:  # noqa: ARG002
         return tensors["weight"]
 
 
-class PerProjection(WeightFormat):
-    """A format for each projection of a fused layer, where a checkpoint treats them differently."""
-
-    def __init__(self, formats: Sequence[WeightFormat]) -> None:
-        self.formats = formats
-        self._tensors = {
-            f"{name}{OF_PROJECTION}{i}": replace(stored, projection=i)
-            for i, each in enumerate(formats)
-            for name, stored in each.tensors.items()
-        }
-
-    @property
-    def tensors(self) -> Mapping[str, Stored]:
-        return self._tensors
-
-    def weight(self, tensors: Mapping[str, torch.Tensor], held: Held) -> list[Weight]:
-        weights = []
-        for i, each in enumerate(self.formats):
-            own = {name: tensors[f"{name}{OF_PROJECTION}{i}"] for name in each.tensors}
-            weight = each.weight(own, held.only(i))
-            weights += weight if isinstance(weight, list) else [weight]
-        return weights
+DENSE = Dense()
 
 
-class Float32(WeightFormat):
-    """Weights of any format, dequantized to float32: for routers, where rounding decides."""
+@dataclass(frozen=True)
+class Formats:
+    """Chooses the format of each layer inside a module. This one is for plain weights."""
 
-    def __init__(self, stored_as: WeightFormat) -> None:
-        self.stored_as = stored_as
+    names: Names = USUAL_NAMES
 
-    @property
-    def tensors(self) -> Mapping[str, Stored]:
-        return self.stored_as.tensors
+    def inside(self, name: str) -> "Formats":  # noqa: ARG002
+        """The formats of a module's layers."""
+        return self
 
-    def weight(self, tensors: Mapping[str, torch.Tensor], held: Held) -> torch.Tensor:
-        return dense(self.stored_as.weight(tensors, held), held.num_columns, torch.float32)
+    def of(self, layer: str) -> WeightFormat:  # noqa: ARG002
+        """The format of a linear layer."""
+        return DENSE
+
+    def in_float32(self, layer: str) -> WeightFormat:  # noqa: ARG002
+        """The format of a small layer that is multiplied in float32."""
+        return Dense(torch.float32)
+
+    def of_experts(self, num_experts: int) -> Mapping[str, WeightFormat]:  # noqa: ARG002
+        """The formats of the experts' matrices; all experts have the same."""
+        return dict.fromkeys(self.names.experts, DENSE)
+
+    def has_kv_scales(self) -> bool:
+        """Whether the files have scales for a quantized KV cache in this module."""
+        return False
 
 
-def dense(weight: Weight | list[Weight], size_in: int, dtype: torch.dtype) -> torch.Tensor:
-    """A layer's weight as a plain matrix, with columns in the order of its inputs."""
-    if isinstance(weight, list):
-        return torch.cat([dense(part, size_in, dtype) for part in weight])
-    if isinstance(weight, torch.Tensor):
-        return weight.to(dtype)
-    return dense_matrix(weight, size_in).to(dtype)
-
-
-def check_scales(name: str, scales: torch.Tensor, of_inputs: bool = False) -> torch.Tensor:
-    """Return the scales if they are finite, and above 0 if inputs are divided by them. Syncs."""
-    low_and_high = torch.stack(scales.aminmax()).tolist() if scales.numel() else []  # or NaN
-    for scale in low_and_high:
-        if not math.isfinite(scale) or (of_inputs and scale <= 0):
-            allowed = "finite and above 0" if of_inputs else "finite"
-            raise ValueError(f"{name} must be {allowed}, got {scale}")
-    return scales
+PLAIN_FORMATS = Formats()
 
 
 def tensor_of(param: str) -> tuple[str, int | None]:
     """A parameter's name in the checkpoint, and its projection if it describes only one."""
     name, _, projection = param.partition(OF_PROJECTION)
     return name, int(projection) if projection else None
-
-
-DENSE = Dense()

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.formats.format import Weight
-from nanovllm.kernels.cpu.packed_linear import can_pack, pack, packed_linear
 from nanovllm.kernels.quantized import Rounding
 from nanovllm.kernels.table import Kernels
 
@@ -58,7 +57,9 @@ class PackedMatrix(Matrix):
     """A copy of a tensor in oneDNN's blocked layout, on the CPU."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self.packed = pack(weight)
+        from nanovllm.kernels.cpu.packed_linear import pack, packed_linear
+
+        self.packed, self._linear = pack(weight), packed_linear
 
     def plain(self) -> torch.Tensor:
         return self.packed.to_dense()
@@ -66,7 +67,7 @@ class PackedMatrix(Matrix):
     def linear(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return _to(out, packed_linear(x, self.packed, bias))
+        return _to(out, self._linear(x, self.packed, bias))
 
 
 class KernelMatrix(Matrix):
@@ -135,5 +136,9 @@ def matrix_of(weight: Weight | list[Weight], kernels: Kernels) -> Matrix:
         return DenseMatrix(weight)
     if (operand := kernels.arrange_plain(weight)) is not None:
         return KernelMatrix(operand, kernels)
-    packs = not kernels.reads_plain and can_pack(weight)
-    return PackedMatrix(weight) if packs else DenseMatrix(weight)
+    if not kernels.reads_plain and weight.device.type == "cpu":
+        from nanovllm.kernels.cpu.packed_linear import can_pack
+
+        if can_pack(weight):
+            return PackedMatrix(weight)
+    return DenseMatrix(weight)

@@ -1,20 +1,82 @@
-"""The rules of a `quantization_config`, by its method."""
+"""Quantization by the method that a `quantization_config` names, or by the option's.
 
+Only JSON is read. A method, a type or a layout that is not supported is a ValueError that names it,
+and what is supported.
+"""
+
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from nanovllm.formats.compressed_tensors import read_compressed_tensors
-from nanovllm.formats.quantization_fields import (
+from nanovllm.formats.quantization import (
+    FIELD,
+    HEAD,
+    NOT_QUANTIZED,
+    OLD_FIELD,
+    Quantization,
+    Rule,
+)
+from nanovllm.formats.rules import (
     check_block,
     check_kv_cache,
     check_object,
     check_only,
+    excluding,
     names_in,
     refusal,
+    rule,
 )
-from nanovllm.formats.rules import Quantization, Rule, excluding, rule
-from nanovllm.formats.scheme import Scheme
-from nanovllm.utils.checks import check_bool, check_choice, check_int
+from nanovllm.formats.scheme import ONLINE, Scheme
+from nanovllm.utils.checks import allowed_choices, check_bool, check_choice, check_int, shorten
+
+
+def read_or_make(raw: Mapping[str, Any], option: str | None) -> Quantization:
+    """The quantization of a checkpoint with this config, or else what the option makes of it.
+
+    It is a ValueError if the two contradict each other.
+    """
+    found = read_quantization(raw)
+    if not option or found.method == option:
+        return found
+    if found.method is not None:
+        raise ValueError(
+            f"quantization={option!r}: the checkpoint is quantized already, by"
+            f" {found.method!r}; leave the option out"
+        )
+    if option not in ONLINE:
+        raise ValueError(
+            f"quantization={option!r}: the checkpoint has plain weights, which can be"
+            f" quantized by {allowed_choices(ONLINE)}"
+        )
+    return _while_loading(option)
+
+
+def _while_loading(method: str) -> Quantization:
+    """Quantize all plain weights, except the routers of experts, which are small and decide."""
+    scheme, of_head = ONLINE[method]
+    schemes = {r".*\.gate$": None, r"model\.": scheme, HEAD: of_head}
+    return Quantization(method, tuple(Rule(re.compile(p), each) for p, each in schemes.items()))
+
+
+def read_quantization(raw: Mapping[str, Any]) -> Quantization:
+    """What a checkpoint's config says; without `quantization_config`, its weights are plain."""
+    config = raw.get(FIELD)
+    config = raw.get(OLD_FIELD) if config is None else config
+    if config is None:
+        return NOT_QUANTIZED
+    if not isinstance(config, dict):
+        raise ValueError(f"{FIELD} must be an object, got {shorten(config)}")
+    default = "compressed-tensors" if "config_groups" in config else None
+    method = config.get("quant_method", default)
+    try:
+        if not isinstance(method, str) or method not in METHODS:
+            raise refusal("quant_method", method, METHODS)
+        return METHODS[method](config)
+    except KeyError as error:
+        raise ValueError(f"{FIELD} has no field {error}") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{FIELD}: {error}") from None
 
 
 def _fp8(config: Mapping[str, Any]) -> Quantization:

@@ -61,3 +61,10 @@ def _renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
 
 
 USUAL_NAMES = Names()
+
+
+def stacked_name(matrix: str, tensor: str) -> str:
+    """The name of the stack of all experts' tensors of a matrix, in files and in our layers."""
+    if tensor.startswith("weight"):
+        return matrix + tensor.removeprefix("weight")
+    return f"{matrix}_{tensor}"

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 
 import torch
 
-from nanovllm.formats.blocks import places, quantized_matrix, take, unpack
+from nanovllm.formats.blocks import check_scales, places, quantized_matrix, take, unpack
 from nanovllm.formats.dummy_values import groups_of, integers, matrix_size, scale_of
-from nanovllm.formats.format import COLUMNS, ROWS, Weight, WeightFormat, check_scales
+from nanovllm.formats.format import Weight, WeightFormat
 from nanovllm.formats.scheme import Scheme
-from nanovllm.formats.stored import Axis, Held, Stored
+from nanovllm.formats.stored import COLUMNS, ROWS, Axis, RankPart, Stored
 from nanovllm.kernels.quantized import QuantizedMatrix
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the codes of a word, in the order of its 8 outputs
@@ -49,31 +49,31 @@ class PackedCodes(WeightFormat):
         """The tensors of the format, except the order of columns."""
 
     @abstractmethod
-    def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
-        """The codes [..., N, K] of the rows and columns held."""
+    def codes(self, tensors: Tensors, part: RankPart) -> torch.Tensor:
+        """The codes [..., N, K] of the rows and columns of the part."""
 
     @abstractmethod
     def scales(self, tensors: Tensors) -> torch.Tensor:
         """The scales [..., N, groups]."""
 
     @abstractmethod
-    def zeros(self, tensors: Tensors, held: Held) -> torch.Tensor:
+    def zeros(self, tensors: Tensors, part: RankPart) -> torch.Tensor:
         """The zero points [..., N, groups]."""
 
-    def weight(self, tensors: Tensors, held: Held) -> Weight | list[Weight]:
+    def weight(self, tensors: Tensors, part: RankPart) -> Weight | list[Weight]:
         if self._orders_differ(tensors):
-            parts = {name: held.split(self.tensors[name], t) for name, t in tensors.items()}
+            split = {name: part.split(self.tensors[name], t) for name, t in tensors.items()}
             return [
                 self._matrix(
                     {
-                        name: part[i] if self.tensors[name].rows_dim is not None else part[i][None]
-                        for name, part in parts.items()
+                        name: own[i] if self.tensors[name].rows_dim is not None else own[i][None]
+                        for name, own in split.items()
                     },
-                    held.only(i),
+                    part.only(i),
                 )
-                for i in range(len(held.sizes))
+                for i in range(len(part.sizes))
             ]
-        return self._matrix(tensors, held)
+        return self._matrix(tensors, part)
 
     def _orders_differ(self, tensors: Tensors) -> bool:
         """Whether projections assign their columns to groups differently."""
@@ -82,30 +82,30 @@ class PackedCodes(WeightFormat):
         orders = tensors[self.order_name]
         return not bool((orders == orders[:1]).all())
 
-    def _matrix(self, tensors: Tensors, held: Held) -> QuantizedMatrix:
+    def _matrix(self, tensors: Tensors, part: RankPart) -> QuantizedMatrix:
         middle = 1 << (self.scheme.bits - 1)
 
         def signed(values: torch.Tensor) -> torch.Tensor:
             return (values ^ middle).view(torch.int8) if middle == 128 else values.char() - middle
 
-        codes = signed(self.codes(tensors, held))
-        zeros = signed(self.zeros(tensors, held)) if self.scheme.zeros else None
-        rows = torch.arange(held.num_rows, device=codes.device)
-        columns = self._groups_of_columns(tensors, held, codes.device)
+        codes = signed(self.codes(tensors, part))
+        zeros = signed(self.zeros(tensors, part)) if self.scheme.zeros else None
+        rows = torch.arange(part.num_rows, device=codes.device)
+        columns = self._groups_of_columns(tensors, part, codes.device)
         scales = _narrowest(check_scales(self.scale_name, self.scales(tensors)))
         return quantized_matrix(codes, scales, zeros, rows, columns, self.scheme.bits)
 
     def _groups_of_columns(
-        self, tensors: Tensors, held: Held, device: torch.device
+        self, tensors: Tensors, part: RankPart, device: torch.device
     ) -> torch.Tensor:
-        """Which scale each of the columns held has."""
+        """Which scale each column of the part has."""
         size = self.scheme.columns
         if size is None:
-            return torch.zeros(held.num_columns, dtype=torch.long, device=device)
+            return torch.zeros(part.num_columns, dtype=torch.long, device=device)
         if not self.scheme.ordered:
-            return places([held.columns], size, device) // size
+            return places([part.columns], size, device) // size
         first = tensors[self.order_name][0].long()
-        num_groups = -(-held.in_features // size)
+        num_groups = -(-part.in_features // size)
         if bool((first < 0).any()) or bool((first >= num_groups).any()):
             raise ValueError(
                 f"{self.order_name} has values from {int(first.min())} to {int(first.max())}, but"
@@ -117,8 +117,8 @@ class PackedCodes(WeightFormat):
 class PackedColumns(PackedCodes):
     """A matrix [N, K] whose codes are packed along K, and its scales [N, groups]."""
 
-    def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
-        return _unpacked(tensors["weight_packed"], self.scheme.bits, -1, [held.columns])
+    def codes(self, tensors: Tensors, part: RankPart) -> torch.Tensor:
+        return _unpacked(tensors["weight_packed"], self.scheme.bits, -1, [part.columns])
 
     def scales(self, tensors: Tensors) -> torch.Tensor:
         return tensors["weight_scale"]
@@ -140,18 +140,18 @@ class CompressedTensors(PackedColumns):
             tensors["weight_zero_point"] = Stored(axes, torch.int32, fill=integers)
         return tensors
 
-    def weight(self, tensors: Tensors, held: Held) -> Weight | list[Weight]:
+    def weight(self, tensors: Tensors, part: RankPart) -> Weight | list[Weight]:
         shapes = tensors["weight_shape"]  # of each projection, or of all in every row
-        sizes = [sum(held.sizes)] if held.is_fused else held.sizes
-        needed = shapes.new_tensor([[size, held.in_features] for size in sizes])
+        sizes = [sum(part.sizes)] if part.is_fused else part.sizes
+        needed = shapes.new_tensor([[size, part.in_features] for size in sizes])
         if not bool((shapes == needed).all()):
             raise ValueError(
                 f"weight_shape is {shapes.tolist()}, the model needs {needed.tolist()}"
             )
-        return super().weight(tensors, held)
+        return super().weight(tensors, part)
 
-    def zeros(self, tensors: Tensors, held: Held) -> torch.Tensor:
-        return _unpacked(tensors["weight_zero_point"], self.scheme.bits, -2, held.stored_rows)
+    def zeros(self, tensors: Tensors, part: RankPart) -> torch.Tensor:
+        return _unpacked(tensors["weight_zero_point"], self.scheme.bits, -2, part.stored_rows)
 
 
 class Int4Packed(PackedColumns):
@@ -164,7 +164,7 @@ class Int4Packed(PackedColumns):
             "weight_zero_point": Stored((ROWS, self.groups), torch.uint8, fill=integers),
         }
 
-    def zeros(self, tensors: Tensors, held: Held) -> torch.Tensor:  # noqa: ARG002
+    def zeros(self, tensors: Tensors, part: RankPart) -> torch.Tensor:  # noqa: ARG002
         return tensors["weight_zero_point"]
 
 
@@ -181,17 +181,17 @@ class Gptq(PackedCodes):
             "scales": Stored((self.groups, ROWS), torch.float32, fill=self.scale),
         }
 
-    def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
-        return _unpacked(tensors["qweight"], self.scheme.bits, -2, [held.columns]).mT
+    def codes(self, tensors: Tensors, part: RankPart) -> torch.Tensor:
+        return _unpacked(tensors["qweight"], self.scheme.bits, -2, [part.columns]).mT
 
     def scales(self, tensors: Tensors) -> torch.Tensor:
         return tensors["scales"].mT
 
-    def zeros(self, tensors: Tensors, held: Held) -> torch.Tensor:
+    def zeros(self, tensors: Tensors, part: RankPart) -> torch.Tensor:
         """The offset is added to whole words: version 1 subtracts it from them, with borrows."""
         ones = sum(1 << shift for shift in range(0, 32, self.scheme.bits))
         words = tensors["qzeros"] + self.scheme.zero_offset * ones
-        return _unpacked(words, self.scheme.bits, -1, held.stored_rows).mT
+        return _unpacked(words, self.scheme.bits, -1, part.stored_rows).mT
 
 
 class Awq(PackedCodes):
@@ -206,14 +206,14 @@ class Awq(PackedCodes):
             "scales": Stored((self.groups, ROWS), torch.float32, fill=self.scale),
         }
 
-    def codes(self, tensors: Tensors, held: Held) -> torch.Tensor:
-        return _awq_unpacked(tensors["qweight"], held).mT
+    def codes(self, tensors: Tensors, part: RankPart) -> torch.Tensor:
+        return _awq_unpacked(tensors["qweight"], part).mT
 
     def scales(self, tensors: Tensors) -> torch.Tensor:
         return tensors["scales"].mT
 
-    def zeros(self, tensors: Tensors, held: Held) -> torch.Tensor:
-        return _awq_unpacked(tensors["qzeros"], held).mT
+    def zeros(self, tensors: Tensors, part: RankPart) -> torch.Tensor:
+        return _awq_unpacked(tensors["qzeros"], part).mT
 
 
 def _unpacked(
@@ -223,10 +223,10 @@ def _unpacked(
     return take(unpack(words, bits, dim), dim, places(parts, 32 // bits, words.device))
 
 
-def _awq_unpacked(words: torch.Tensor, held: Held) -> torch.Tensor:
+def _awq_unpacked(words: torch.Tensor, part: RankPart) -> torch.Tensor:
     mixed = unpack(words, 4, -1).view(*words.shape, 8)
     codes = mixed[..., torch.tensor(AWQ_ORDER, device=words.device)].flatten(-2)
-    return take(codes, -1, places(held.stored_rows, 8, words.device))
+    return take(codes, -1, places(part.stored_rows, 8, words.device))
 
 
 def _narrowest(scales: torch.Tensor) -> torch.Tensor:

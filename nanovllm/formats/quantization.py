@@ -1,67 +1,76 @@
-"""The quantization of a model: what its config says, or what the option makes of plain weights.
+"""Quantization: how each linear layer of a model is quantized, by its name in the checkpoint.
 
-Only JSON is read. A method, a type or a layout that is not supported is a ValueError that names it,
-and what is supported.
+A model's config says so, or the option `quantization` does for plain weights. No PyTorch here, and
+for plain weights no reader of `quantization_config`.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from nanovllm.formats.methods import METHODS
 from nanovllm.formats.names import USUAL_NAMES, Names
-from nanovllm.formats.quantization_fields import refusal
-from nanovllm.formats.rules import FIELD, HEAD, NOT_QUANTIZED, Quantization, Rule
-from nanovllm.formats.scheme import ONLINE
-from nanovllm.utils.checks import allowed_choices, shorten
+
+if TYPE_CHECKING:
+    from nanovllm.formats.scheme import Scheme
+
+HEAD = "lm_head"
+FIELD = "quantization_config"  # of a model's config
+OLD_FIELD = "compression_config"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The scheme of the layers for which `pattern` matches the beginning of the name."""
+
+    pattern: re.Pattern[str]
+    scheme: "Scheme | None"  # None: plain weights
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The rules of a model. The first rule that matches a layer applies.
+
+    A layer that no rule matches has plain weights. `files` says which weights the checkpoint's
+    files have: only "plain" ones; "quantized" ones where the rules say so; or, where they say so,
+    either ("decide"), as the tools that write such checkpoints do not list all plain layers in the
+    config. Rules are for the names that the files have.
+    """
+
+    method: str | None = None
+    rules: tuple[Rule, ...] = ()
+    files: Literal["plain", "quantized", "decide"] = "plain"
+    names: Names = field(default_factory=Names)
+
+    def scheme(self, name: str) -> "Scheme | None":
+        """The scheme of a linear layer, by its usual name; None for plain weights."""
+        name = self.names.theirs(name)
+        return next((rule.scheme for rule in self.rules if rule.pattern.match(name)), None)
+
+    @property
+    def schemes(self) -> "list[Scheme]":
+        """All schemes that occur."""
+        return list(dict.fromkeys(rule.scheme for rule in self.rules if rule.scheme))
+
+    @property
+    def descriptions(self) -> list[str]:
+        """All schemes in words."""
+        return [scheme.description for scheme in self.schemes]
+
+
+NOT_QUANTIZED = Quantization()
 
 
 def choose_quantization(
     raw: Mapping[str, Any], option: str | None, names: Names = USUAL_NAMES
 ) -> Quantization:
-    """The quantization of a checkpoint with this config, or else what the option makes of it.
+    """The quantization that a checkpoint's config describes, else the one that the option names.
 
     It is a ValueError if the two contradict each other.
     """
-    found = read_quantization(raw)
-    if option and found.method not in (None, option):
-        raise ValueError(
-            f"quantization={option!r}: the checkpoint is quantized already, by"
-            f" {found.method!r}; leave the option out"
-        )
-    if option and found.method is None:
-        if option not in ONLINE:
-            raise ValueError(
-                f"quantization={option!r}: the checkpoint has plain weights, which can be"
-                f" quantized by {allowed_choices(ONLINE)}"
-            )
-        found = _while_loading(option)
+    found = NOT_QUANTIZED
+    if option or any(raw.get(field) is not None for field in (FIELD, OLD_FIELD)):
+        from nanovllm.formats.methods import read_or_make
+
+        found = read_or_make(raw, option)
     return replace(found, names=names)
-
-
-def _while_loading(method: str) -> Quantization:
-    """Quantize all plain weights, except the routers of experts, which are small and decide."""
-    scheme, of_head = ONLINE[method]
-    schemes = {r".*\.gate$": None, r"model\.": scheme, HEAD: of_head}
-    return Quantization(method, tuple(Rule(re.compile(p), each) for p, each in schemes.items()))
-
-
-def read_quantization(raw: Mapping[str, Any]) -> Quantization:
-    """What a checkpoint's config says; without `quantization_config`, its weights are plain."""
-    config = raw.get(FIELD)
-    config = raw.get("compression_config") if config is None else config
-    if config is None:
-        return NOT_QUANTIZED
-    if not isinstance(config, dict):
-        raise ValueError(f"{FIELD} must be an object, got {shorten(config)}")
-    default = "compressed-tensors" if "config_groups" in config else None
-    method = config.get("quant_method", default)
-    try:
-        if not isinstance(method, str) or method not in METHODS:
-            raise refusal("quant_method", method, METHODS)
-        return METHODS[method](config)
-    except KeyError as error:
-        raise ValueError(f"{FIELD} has no field {error}") from None
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{FIELD}: {error}") from None

@@ -5,10 +5,18 @@ from functools import wraps
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from nanovllm.formats.format import WeightFormat
-from nanovllm.formats.loaded import Loaded, check_shape
-from nanovllm.formats.stored import Held
+from nanovllm.formats.format import Rename, Weight, WeightFormat, as_it_is
+from nanovllm.formats.stored import (
+    COLUMNS,
+    ROWS,
+    Loaded,
+    RankPart,
+    Stored,
+    StoredTensor,
+    check_shape,
+)
 
 FP8_MAX, INT8_MAX, INT4_MAX = 448.0, 127, 15
 GROUP = 128  # columns that share a 4-bit scale
@@ -132,25 +140,82 @@ QUANTIZERS: dict[str, Quantizer] = {
 }  # fmt: skip
 
 
-def load_quantized(
-    weight_format: WeightFormat,
-    targets: Mapping[str, torch.Tensor],
-    held: Held,
-    loaded: Loaded,
-    projection: int | None,
-) -> None:
-    """Fill the format's tensors from a plain matrix: of one projection, or of all.
+SOURCE = Stored((ROWS, COLUMNS))  # a plain weight that is quantized
 
-    A rank quantizes whole rows, so that the result does not depend on the number of ranks. Peak
-    memory: the rows of a projection, and what the quantizer needs.
+
+class WhileLoading(WeightFormat):
+    """Plain weights that are quantized while they are loaded, to what another format stores.
+
+    The checkpoint fills a `weight` that has no memory: it is quantized into the other format's
+    tensors, which are buffers of the layer.
     """
-    assert weight_format.quantize is not None
-    chosen = range(len(held.sizes)) if projection is None else [projection]
-    check_shape(loaded, (sum(held.sizes[i] for i in chosen), held.in_features))
-    device = next(iter(targets.values())).device
-    for i, rows in zip(chosen, held.rows_in(chosen), strict=True):
-        matrix = loaded[rows].to(device)
-        part = Held.whole(len(matrix), held.in_features, held.columns)
-        for name, tensor in weight_format.quantize(matrix).items():
-            stored = weight_format.tensors[name]
-            part.load(stored, held.split(stored, targets[name])[i], tensor, None)
+
+    def __init__(self, stored_as: WeightFormat, quantize: Quantizer) -> None:
+        self.stored_as, self.quantize = stored_as, quantize
+        self.scheme = stored_as.scheme
+
+    @property
+    def is_plain(self) -> bool:
+        return True
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        return self.stored_as.tensors
+
+    @property
+    def filled(self) -> list[str]:
+        return ["weight"]
+
+    def weight(self, tensors: Mapping[str, torch.Tensor], part: RankPart) -> Weight | list[Weight]:
+        return self.stored_as.weight(tensors, part)
+
+    def register(
+        self, layer: nn.Module, part: RankPart, stack: tuple[int, ...] = (),
+        rename: Rename = as_it_is,
+    ) -> RankPart:  # fmt: skip
+        for name, stored in self.tensors.items():
+            layer.register_buffer(_buffer(rename(name)), part.new(stored, stack).data)
+        with torch.device("meta"):
+            layer.register_parameter(rename("weight"), part.new(SOURCE, stack))
+        return part
+
+    def registered(self, layer: nn.Module, rename: Rename = as_it_is) -> Tensors:
+        return {name: getattr(layer, _buffer(rename(name))) for name in self.tensors}
+
+    def drop(self, layer: nn.Module, rename: Rename = as_it_is) -> None:
+        for name in (rename("weight"), *(_buffer(rename(name)) for name in self.tensors)):
+            setattr(layer, name, None)
+
+    def load(
+        self,
+        param: StoredTensor,
+        target: torch.Tensor,
+        loaded: Loaded,
+        projection: int | None,
+        tensors: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Quantize a plain matrix, of one projection or of all, into `tensors`.
+
+        A rank quantizes whole rows, so that the result does not depend on the number of ranks. Peak
+        memory: the rows of a projection, and what the quantizer needs.
+        """
+        if param.stored is not SOURCE:  # a bias
+            super().load(param, target, loaded, projection, tensors)
+            return
+        part = param.rank_part
+        chosen = range(len(part.sizes)) if projection is None else [projection]
+        check_shape(loaded, (sum(part.sizes[i] for i in chosen), part.in_features))
+        device = next(iter(tensors.values())).device
+        for i, rows in zip(chosen, part.rows_in(chosen), strict=True):
+            matrix = loaded[rows].to(device)
+            own = RankPart.whole(len(matrix), part.in_features, part.columns)
+            for name, tensor in self.quantize(matrix).items():
+                stored = self.tensors[name]
+                own.load(stored, part.split(stored, tensors[name])[i], tensor, None)
+
+    def of_plain(self, matrix: torch.Tensor) -> Tensors:
+        return self.quantize(matrix)
+
+
+def _buffer(name: str) -> str:
+    return f"quantized_{name}"

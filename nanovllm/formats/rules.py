@@ -1,57 +1,68 @@
-"""Quantization: how each linear layer of a model is quantized, by its name in the checkpoint."""
+"""What the readers of a `quantization_config` share: checks of its fields, and rules for layers.
+
+Each check raises an error that names the field.
+"""
 
 import re
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any
 
-from nanovllm.formats.names import Names
+from nanovllm.formats.quantization import HEAD, Rule
 from nanovllm.formats.scheme import Scheme
-from nanovllm.utils.checks import shorten
-
-HEAD = "lm_head"
-FIELD = "quantization_config"  # of a model's config
+from nanovllm.utils.checks import check_int, shorten
 
 
-@dataclass(frozen=True)
-class Rule:
-    """The scheme of the layers for which `pattern` matches the beginning of the name."""
-
-    pattern: re.Pattern[str]
-    scheme: Scheme | None  # None: plain weights
-
-
-@dataclass(frozen=True)
-class Quantization:
-    """The rules of a model. The first rule that matches a layer applies.
-
-    A layer that no rule matches has plain weights. `files` says which weights the checkpoint's
-    files have: only "plain" ones; "quantized" ones where the rules say so; or, where they say so,
-    either ("decide"), as the tools that write such checkpoints do not list all plain layers in the
-    config. Rules are for the names that the files have.
-    """
-
-    method: str | None = None
-    rules: tuple[Rule, ...] = ()
-    files: Literal["plain", "quantized", "decide"] = "plain"
-    names: Names = field(default_factory=Names)
-
-    def scheme(self, name: str) -> Scheme | None:
-        """The scheme of a linear layer, by its usual name; None for plain weights."""
-        name = self.names.theirs(name)
-        return next((rule.scheme for rule in self.rules if rule.pattern.match(name)), None)
-
-    @property
-    def schemes(self) -> list[Scheme]:
-        """All schemes that occur."""
-        return list(dict.fromkeys(rule.scheme for rule in self.rules if rule.scheme))
-
-    @property
-    def descriptions(self) -> list[str]:
-        """All schemes in words."""
-        return [scheme.description for scheme in self.schemes]
+def refusal(name: str, value: Any, supported: Any) -> ValueError:
+    """The error of a value that is not supported, which names those that are."""
+    return ValueError(
+        f"{name}={shorten(value)} is not supported; supported: {', '.join(map(repr, supported))}"
+    )
 
 
-NOT_QUANTIZED = Quantization()
+def check_only(config: Mapping[str, Any], name: str, *supported: Any) -> None:
+    """Raise unless a field, if it is there, has one of these values: 4.0 is not 4."""
+    value = config.get(name, supported[0])
+    if not any(type(value) is type(other) and value == other for other in supported):
+        raise refusal(name, value, supported)
+
+
+def check_object(name: str, value: Any) -> Mapping[str, Any]:
+    """Raise unless it is an object of JSON."""
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must be an object, got {shorten(value)}")
+    return value
+
+
+def names_in(config: Mapping[str, Any], *fields: str) -> list[str]:
+    """The names in those of these fields that are there and not null."""
+    there = [field for field in fields if config.get(field) is not None]
+    return [name for field in there for name in check_names(field, config[field])]
+
+
+def check_names(field: str, value: Any) -> list[str]:
+    """Raise unless it is a list of names."""
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"{field} must be a list of names, got {shorten(value)}")
+    return value
+
+
+def check_kv_cache(config: Mapping[str, Any]) -> None:
+    """Raise unless `kv_cache_scheme`, if it is there, is for scales of keys and values in FP8."""
+    if config.get("kv_cache_scheme") is not None:
+        kv_cache = check_object("kv_cache_scheme", config["kv_cache_scheme"])
+        if (kv_cache.get("num_bits"), kv_cache.get("type")) != (8, "float"):
+            raise refusal("kv_cache_scheme", kv_cache, ["8-bit float"])
+
+
+def check_block(field: str, value: Any) -> tuple[int, int]:
+    """The rows and columns of a block: a list of two numbers, or a text like "128x128"."""
+    sizes = value
+    if isinstance(value, str):
+        sizes = [int(size) if size.isdecimal() else size for size in value.split("x")]
+    if not isinstance(sizes, list) or len(sizes) != 2:
+        raise ValueError(f"{field} must have 2 sizes, got {shorten(value)}")
+    rows, columns = (check_int(f"{field}: size of a block", size, 16) for size in sizes)
+    return rows, columns
 
 
 def rule(field: str, pattern: str, scheme: Scheme | None) -> Rule:

@@ -1,25 +1,73 @@
-"""Stored tensors: how the tensors of a checkpoint describe a matrix, and which part a rank holds.
+"""Stored tensors: how the tensors of a checkpoint describe a matrix, and a rank's part of them.
 
 A tensor has axes. Along one, an element belongs to a number of rows or columns of the matrix: to
 one for plain weights, to 128 for scales of blocks, to 8 for 4-bit codes packed into 32 bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from nanovllm.formats.dummy_values import Fill, plain_weights
-from nanovllm.formats.loaded import Loaded, copy_into
+WHOLE = slice(None)
+DUMMY_DEVIATION = 0.02  # of random weights
+
+# Fills the tensor of a matrix [N, K], or a stack of them; the second argument is (N, K).
+Fill = Callable[[torch.Tensor, tuple[int, int], torch.Generator], object]
+
+
+class Loaded(Protocol):
+    """A checkpoint's tensor: in memory, or in a file, of which only the indexed part is read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+def check_shape(loaded: Loaded, shape: tuple[int, ...]) -> None:
+    """Raise a ValueError if the tensor has another shape. Reads no data."""
+    if tuple(loaded.shape) != shape:
+        raise ValueError(f"shape {tuple(loaded.shape)}, the model needs {shape}")
+
+
+def copy_into(
+    target: torch.Tensor, loaded: Loaded, shape: tuple[int, ...], index: tuple[slice, ...]
+) -> None:
+    """Copy the part `index` of a checkpoint's tensor, which must have the shape `shape`."""
+    check_shape(loaded, shape)
+    target.copy_(loaded[index])
+
+
+def copy_whole(param: torch.Tensor, loaded: Loaded) -> None:
+    """Copy a checkpoint's tensor into a parameter that every rank has whole."""
+    copy_into(param, loaded, tuple(param.shape), (WHOLE,) * param.dim())
+
+
+def normal(deviation: float) -> Fill:
+    """Fill with normally distributed numbers, rounded to bfloat16 as in most checkpoints."""
+
+    def fill(values: torch.Tensor, size: tuple[int, int], generator: torch.Generator) -> None:  # noqa: ARG001
+        drawn = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+        values.copy_(drawn.normal_(0.0, deviation, generator=generator).bfloat16())
+
+    return fill
+
+
+def constant(value: float) -> Fill:
+    """Fill with one number."""
+    return lambda values, *_: values.fill_(value)
+
+
+plain_weights = normal(DUMMY_DEVIATION)
 
 
 class Axis(NamedTuple):
     """A dimension of a stored tensor: an element belongs to `unit` rows (or columns).
 
-    Of an axis that is `whole`, every rank holds all elements.
+    Every rank has all elements of an axis that is `whole`.
     """
 
     of_rows: bool
@@ -27,10 +75,13 @@ class Axis(NamedTuple):
     whole: bool = False
 
     def units(self, part: slice, size: int) -> slice:
-        """The elements that belong to the rows or columns `part` of `size`, if only in part."""
+        """The elements that belong, in part or in full, to the rows or columns `part` of `size`."""
         if self.whole:
             part = slice(0, size)
         return slice(part.start // self.unit, -(-part.stop // self.unit))
+
+
+ROWS, COLUMNS = Axis(of_rows=True), Axis(of_rows=False)
 
 
 @dataclass(frozen=True)
@@ -58,7 +109,7 @@ class Stored:
         return max((a.unit for a in self.axes if isinstance(a, Axis) and a.of_rows), default=1)
 
     def index(self, rows: slice, columns: slice, size: tuple[int, int]) -> tuple[slice, ...]:
-        """Which elements belong to these rows and columns of a matrix [N, K] = `size`."""
+        """The elements that belong to these rows and columns of a matrix [N, K] = `size`."""
         return tuple(
             slice(0, axis) if isinstance(axis, int)
             else axis.units(rows, size[0]) if axis.of_rows
@@ -67,7 +118,7 @@ class Stored:
         )  # fmt: skip
 
     def spelt(self, loaded: Loaded) -> Loaded:
-        """The tensor; some files have scalars as vectors of one element."""
+        """The tensor as a scalar, if it is one: some files have scalars as vectors of length 1."""
         return loaded[0] if not self.axes and tuple(loaded.shape) == (1,) else loaded
 
     def shape(self, size: tuple[int, int]) -> tuple[int, ...]:
@@ -76,12 +127,13 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Held:
-    """The part of a layer's matrix that a rank holds.
+class RankPart:
+    """The part of a layer's matrix that this rank has.
 
-    The matrix has the rows of one or more projections; `sizes` are their numbers, of which the rank
-    holds `rows`. Of all it holds the `columns` of `in_features`. If the checkpoint has the
-    projections as one tensor, its blocks may belong to the end of one and the start of the next.
+    The matrix joins the rows of one or more projections. `sizes` has the number of rows of each,
+    and `rows` says which of them this rank has. The rank has the `columns` of all `in_features`.
+    With `is_fused`, the checkpoint has the projections as one tensor; then a block of it may belong
+    to the end of one projection and to the start of the next.
     """
 
     sizes: tuple[int, ...]
@@ -91,7 +143,7 @@ class Held:
     is_fused: bool = False
 
     @classmethod
-    def whole(cls, out_features: int, in_features: int, columns: slice | None = None) -> "Held":
+    def whole(cls, out_features: int, in_features: int, columns: slice | None = None) -> "RankPart":
         """All rows of a matrix, and all of its columns or some."""
         columns = slice(0, in_features) if columns is None else columns
         return cls((out_features,), (slice(0, out_features),), in_features, columns)
@@ -108,11 +160,11 @@ class Held:
 
     @property
     def stored_rows(self) -> tuple[slice, ...]:
-        """Where each projection's rows are in the matrix that the checkpoint describes."""
+        """The place of each projection's rows in the matrix that the checkpoint describes."""
         return self.rows_in(range(len(self.sizes))) if self.is_fused else self.rows
 
     def rows_in(self, projections: Sequence[int]) -> tuple[slice, ...]:
-        """Where this rank's rows of some projections are in a matrix with all rows of those."""
+        """The place of this rank's rows of some projections in a matrix that joins those."""
         firsts = accumulate((self.sizes[i] for i in projections), initial=0)
         parts = (self.rows[i] for i in projections)
         return tuple(
@@ -121,9 +173,9 @@ class Held:
         )
 
     def shape(self, stored: Stored) -> tuple[int, ...]:
-        """The shape of this rank's tensor: the projections' tensors, joined in their rows.
+        """The shape of this rank's tensor: the projections' tensors, joined along their rows.
 
-        Those without rows are stacked.
+        Tensors without rows are stacked.
         """
         shapes = [tuple(map(_size, self._index(stored, i))) for i in self.projections(stored)]
         dim = stored.rows_dim
@@ -136,7 +188,7 @@ class Held:
         param = StoredTensor(
             torch.empty((*stack, *self.shape(stored)), dtype=stored.dtype), requires_grad=False
         )
-        param.stored, param.held = stored, self
+        param.stored, param.rank_part = stored, self
         return param
 
     def split(self, stored: Stored, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -158,13 +210,13 @@ class Held:
         rows = sum(self.sizes[i] for i in self.projections(stored, projection))
         return rows, self.in_features
 
-    def only(self, projection: int) -> "Held":
-        """The part of one projection."""
+    def only(self, projection: int) -> "RankPart":
+        """The rank's part of one projection."""
         size = sum(self.sizes) if self.is_fused else self.sizes[projection]
-        return Held((size,), (self.stored_rows[projection],), self.in_features, self.columns)
+        return RankPart((size,), (self.stored_rows[projection],), self.in_features, self.columns)
 
     def _index(self, stored: Stored, projection: int) -> tuple[slice, ...]:
-        """Which elements of a projection's tensor, or of the fused one, this rank holds."""
+        """The rank's elements of a projection's tensor, or of the fused one."""
         size = self.sizes[projection], self.in_features
         return stored.index(self.stored_rows[projection], self.columns, size)
 
@@ -191,25 +243,26 @@ class Held:
 
 
 class StoredTensor(nn.Parameter):
-    """A parameter that has this rank's part of a stored tensor, or of a stack of them."""
+    """A parameter with this rank's part of a stored tensor, or of a stack of them."""
 
     stored: Stored
-    held: Held
+    rank_part: RankPart
 
     def whole_shape(self, projection: int | None = None) -> tuple[int, ...]:
-        """The shape of the whole tensors of which this has a rank's part, or of a projection's."""
-        stack = self.shape[: self.dim() - len(self.held.shape(self.stored))]
-        return (*stack, *self.stored.shape(self.held.stored_size(self.stored, projection)))
+        """The shape of all ranks' parts together: of the whole tensor, or of a projection's."""
+        part = self.rank_part
+        stack = self.shape[: self.dim() - len(part.shape(self.stored))]
+        return (*stack, *self.stored.shape(part.stored_size(self.stored, projection)))
 
     def like(self, tensor: torch.Tensor) -> "StoredTensor":
-        """A parameter with the memory of `tensor`, which has the part that this one has."""
+        """A parameter with the memory of `tensor`, for the same part as this one."""
         other = StoredTensor(tensor.data, requires_grad=False)
-        other.stored, other.held = self.stored, self.held
+        other.stored, other.rank_part = self.stored, self.rank_part
         return other
 
     def dummy_values(self, generator: torch.Generator) -> torch.Tensor:
-        """Random values for the whole tensors of which this has a rank's part."""
-        size, shape = self.held.stored_size(self.stored), self.whole_shape()
+        """Random values for the whole tensor, of all ranks."""
+        size, shape = self.rank_part.stored_size(self.stored), self.whole_shape()
         values = torch.empty(shape, dtype=self.dtype, device=generator.device)
         self.stored.fill(values, size, generator)
         return values

@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.formats.format import DENSE, WeightFormat
-from nanovllm.formats.loaded import Loaded, copy_into
-from nanovllm.formats.stored import Held
-from nanovllm.formats.tensors import drop_tensors
+from nanovllm.formats.stored import Loaded, RankPart, copy_into
 from nanovllm.kernels.low_rank import LowRank
 from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.layer import Layer
@@ -56,7 +54,7 @@ class VocabParallelEmbedding(Layer):
             torch.empty(self.shard.num_rows, hidden_size), requires_grad=False
         )
         # Every rank has adapters for all tokens, and adds them to the sum of all ranks.
-        self.held = Held.whole(hidden_size, vocab_size)
+        self.rank_part = RankPart.whole(hidden_size, vocab_size)
         self.low_rank: LowRank | None = None
 
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
@@ -104,8 +102,8 @@ class ParallelLMHead(LinearBase):
     ) -> None:
         shard = VocabularyShard(vocab_size, ranks)
         rows = slice(shard.start, shard.stop)
-        held = Held((vocab_size,), (rows,), hidden_size, slice(0, hidden_size))
-        super().__init__(held, weight_format=weight_format)
+        part = RankPart((vocab_size,), (rows,), hidden_size, slice(0, hidden_size))
+        super().__init__(part, weight_format=weight_format)
         self.ranks, self.shard = ranks, shard
         self.is_tied = False
         self.scale, self.soft_cap = scale, soft_cap
@@ -113,16 +111,14 @@ class ParallelLMHead(LinearBase):
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Use the embedding's table. A layout for the device, or quantizing, makes a copy."""
-        drop_tensors(self, self.weight_format)
+        self.weight_format.drop(self)
         self.weight, self.is_tied = embedding.weight, True
 
     def stored_tensors(self) -> Mapping[str, torch.Tensor]:
         """The tensors that the format reads. An embedding's table has rows of padding."""
         if not self.is_tied:
             return super().stored_tensors()
-        table = self.get_parameter("weight")[: self.held.num_rows]
-        quantize = self.weight_format.quantize
-        return quantize(table) if quantize else {"weight": table}
+        return self.weight_format.of_plain(self.get_parameter("weight")[: self.rank_part.num_rows])
 
     def forward(
         self,

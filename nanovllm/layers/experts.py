@@ -2,23 +2,16 @@
 
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from nanovllm.formats.format import DENSE, Dense, Weight, WeightFormat, dense, tensor_of
-from nanovllm.formats.loaded import Loaded, check_shape
+from nanovllm.formats.format import DENSE, Dense, Rename, Weight, WeightFormat, tensor_of
 from nanovllm.formats.matrix import Matrix, matrix_of
-from nanovllm.formats.names import EXPERTS
-from nanovllm.formats.stored import Held, StoredTensor
-from nanovllm.formats.tensors import (
-    Rename,
-    drop_tensors,
-    load_tensor,
-    register_tensors,
-    tensors_of,
-)
+from nanovllm.formats.names import EXPERTS, stacked_name
+from nanovllm.formats.stored import Loaded, RankPart, StoredTensor, check_shape
 from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.plain.experts import adapted_experts as plain_adapted_experts
 from nanovllm.kernels.plain.experts import experts as plain_experts
@@ -33,16 +26,7 @@ from nanovllm.layers.ranks import ALONE, Ranks
 logger = logging.getLogger("nanovllm")
 
 MATRICES = ("gate_up_proj", "down_proj")  # of each expert
-
-
-def _rename(matrix: str) -> Rename:
-    """From a tensor's name in the format to that of the stack, as files with stacks name it."""
-    return lambda leaf: (
-        matrix + (leaf.removeprefix("weight") if leaf.startswith("weight") else f"_{leaf}")
-    )
-
-
-RENAMES = {matrix: _rename(matrix) for matrix in MATRICES}
+RENAMES: dict[str, Rename] = {matrix: partial(stacked_name, matrix) for matrix in MATRICES}
 
 
 class Experts(Layer):
@@ -79,23 +63,23 @@ class Experts(Layer):
         else:
             inner = ranks.equal_slice(intermediate_size)
         everything = slice(0, hidden_size)
-        self.held = {
-            "gate_up_proj": Held(
+        parts = {
+            "gate_up_proj": RankPart(
                 (intermediate_size, intermediate_size), (inner, inner), hidden_size, everything
             ),
-            "down_proj": Held((hidden_size,), (everything,), intermediate_size, inner),
+            "down_proj": RankPart((hidden_size,), (everything,), intermediate_size, inner),
         }
-        self.formats = formats or dict.fromkeys(self.held, DENSE)
-        self.held = {
-            name: register_tensors(self, self.formats[name], held, (self.num_held,), RENAMES[name])
-            for name, held in self.held.items()
+        self.formats = formats or dict.fromkeys(parts, DENSE)
+        self.rank_parts = {
+            name: self.formats[name].register(self, part, (self.num_own,), RENAMES[name])
+            for name, part in parts.items()
         }
         self.matrices: tuple[list[Matrix], list[Matrix]] | None = None
         self.operands: tuple[Any, Any] | None = None
         self.low_ranks: dict[str, LowRank] = {}  # of adapters, by matrix, if there is room for some
 
     @property
-    def num_held(self) -> int:
+    def num_own(self) -> int:
         """The number of experts of which this rank holds something."""
         return self.experts.stop - self.experts.start
 
@@ -104,7 +88,7 @@ class Experts(Layer):
         matrix, param = next(
             (matrix, leaf)
             for matrix, each in self.formats.items()
-            for leaf in (["weight"] if each.quantize else each.tensors)
+            for leaf in each.filled
             if RENAMES[matrix](leaf) == name
         )
         leaf, projection = tensor_of(param)
@@ -118,46 +102,46 @@ class Experts(Layer):
         The tensor of an expert on another rank is not read; only its shape is checked.
         """
         assert isinstance(param, StoredTensor)
-        stored, held = param.stored, param.held
+        stored, part = param.stored, param.rank_part
         if shard_id is None:
-            check_shape(loaded, (self.num_experts, *stored.shape(held.stored_size(stored))))
+            check_shape(loaded, (self.num_experts, *stored.shape(part.stored_size(stored))))
             for expert in range(self.experts.start, self.experts.stop):
                 self._load_one(param, Item(loaded, expert), expert, None)
             return
-        described = held.projections(stored)
+        described = part.projections(stored)
         expert, number = divmod(shard_id, len(described))
         projection = described[number]
         if self.experts.start <= expert < self.experts.stop:
             self._load_one(param, loaded, expert, projection)
         else:
-            shape = stored.shape(held.stored_size(stored, projection))
+            shape = stored.shape(part.stored_size(stored, projection))
             check_shape(stored.spelt(loaded), shape)
 
     def _load_one(
         self, param: StoredTensor, loaded: Loaded, expert: int, projection: int | None
     ) -> None:
         index = expert - self.experts.start
-        name = next(name for name, held in self.held.items() if held is param.held)
+        name = next(name for name, part in self.rank_parts.items() if part is param.rank_part)
         tensors = {leaf: stack[index] for leaf, stack in self.stored_tensors(name).items()}
-        load_tensor(param, param[index], loaded, projection, self.formats[name], tensors)
+        self.formats[name].load(param, param[index], loaded, projection, tensors)
 
     def whole_shape(self, param: nn.Parameter, shard_id: int | None) -> tuple[int, ...]:
         assert isinstance(param, StoredTensor)
         if shard_id is None:
             return (self.num_experts, *param.whole_shape()[1:])
-        described = param.held.projections(param.stored)
+        described = param.rank_part.projections(param.stored)
         return param.whole_shape(described[shard_id % len(described)])[1:]
 
     def kept(self, name: str) -> torch.Tensor | None:
         if self.operands is None or not isinstance(self.formats.get(name), Dense):
             return super().kept(name)
-        operand: torch.Tensor = self.operands[[*self.held].index(name)]
+        operand: torch.Tensor = self.operands[[*self.rank_parts].index(name)]
         return operand
 
     def unpacked(self, name: str) -> torch.Tensor | None:
         if self.matrices is None or not isinstance(self.formats.get(name), Dense):
             return None
-        stack = [matrix.plain() for matrix in self.matrices[[*self.held].index(name)]]
+        stack = [matrix.plain() for matrix in self.matrices[[*self.rank_parts].index(name)]]
         there = [matrix for matrix in stack if matrix is not None]
         return torch.stack(there) if there and len(there) == len(stack) else None
 
@@ -167,7 +151,7 @@ class Experts(Layer):
 
     def stored_tensors(self, name: str) -> Mapping[str, torch.Tensor]:
         """The tensors of the matrices `name`, stacked, by the format's names."""
-        return tensors_of(self, self.formats[name], RENAMES[name])
+        return self.formats[name].registered(self, RENAMES[name])
 
     def bind(self, backend: Backend) -> None:
         """Replace the checkpoint's tensors with what the kernels read. A second call does nothing.
@@ -189,23 +173,25 @@ class Experts(Layer):
     def _weights(self, name: str) -> Iterator[Weight | list[Weight]]:
         """The weight of each expert. The parameters are dropped."""
         stacks = self.stored_tensors(name)
-        drop_tensors(self, self.formats[name], RENAMES[name])
-        for i in range(self.num_held):
+        self.formats[name].drop(self, RENAMES[name])
+        for i in range(self.num_own):
             tensors = {leaf: stack[i] for leaf, stack in stacks.items()}
-            yield self.formats[name].weight(tensors, self.held[name])
+            yield self.formats[name].weight(tensors, self.rank_parts[name])
 
     def _operand(self, name: str) -> Any:
         """What the kernels read for all experts. The parameters are dropped."""
         if isinstance(self.formats[name], Dense):
             (stack,) = self.stored_tensors(name).values()
-            drop_tensors(self, self.formats[name], RENAMES[name])
+            self.formats[name].drop(self, RENAMES[name])
             return stack
         weights = list(self._weights(name))
         alike = [weight for weight in weights if isinstance(weight, QuantizedMatrix)]
         if len(alike) == len(weights) and same_order(alike):
             return self.kernels.arrange(stacked(alike))
+        from nanovllm.formats.mixed import dense
+
         logger.warning("experts with weights of several kinds are kept in %s", self.dtype)
-        size_in = self.held[name].num_columns
+        size_in = self.rank_parts[name].num_columns
         return torch.stack([dense(weight, size_in, self.dtype) for weight in weights])
 
     def forward(
@@ -234,7 +220,7 @@ class Experts(Layer):
         adapters: AdapterRows,
     ) -> torch.Tensor:
         """As `forward`, with adapters. Ids count from this rank's first expert."""
-        pairs = adapters.of_pairs(expert_ids, self.num_held)
+        pairs = adapters.of_pairs(expert_ids, self.num_own)
         additions = PairAdapters(pairs, *(self.low_ranks[name] for name in MATRICES))
         if self.matrices is not None:
             return plain_adapted_experts(

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from nanovllm.formats.loaded import DUMMY_DEVIATION, Loaded, copy_whole
+from nanovllm.formats.stored import DUMMY_DEVIATION, Loaded, copy_whole
 from nanovllm.layers.backend import Backend
 
 

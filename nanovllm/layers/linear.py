@@ -10,17 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.formats.dummy_values import constant
-from nanovllm.formats.format import DENSE, ROWS, Dense, WeightFormat
-from nanovllm.formats.loaded import Loaded
+from nanovllm.formats.format import DENSE, Dense, WeightFormat
 from nanovllm.formats.matrix import DenseMatrix, Matrix, matrix_of
-from nanovllm.formats.stored import Held, Stored, StoredTensor
-from nanovllm.formats.tensors import (
-    drop_tensors,
-    load_tensor,
-    register_tensors,
-    tensors_of,
-)
+from nanovllm.formats.stored import ROWS, Loaded, RankPart, Stored, StoredTensor, constant
 from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.quantized import Rounding
 from nanovllm.kernels.table import PLAIN
@@ -35,11 +27,13 @@ BIAS = Stored((ROWS,), fill=constant(0.0))
 class LinearBase(Layer):
     """`x @ weight.T + bias`. It holds the checkpoint's tensors until `bind`, then `matrix`."""
 
-    def __init__(self, held: Held, bias: bool = False, weight_format: WeightFormat = DENSE) -> None:
+    def __init__(
+        self, part: RankPart, bias: bool = False, weight_format: WeightFormat = DENSE
+    ) -> None:
         super().__init__()
         self.weight_format = weight_format
-        self.held = register_tensors(self, weight_format, held)
-        self.bias: nn.Parameter | None = held.new(BIAS) if bias else None
+        self.rank_part = weight_format.register(self, part)
+        self.bias: nn.Parameter | None = part.new(BIAS) if bias else None
         if self.bias is not None:
             self.bias.data.zero_()
         self.matrix: Matrix | None = None
@@ -49,7 +43,7 @@ class LinearBase(Layer):
         """Fill the part of projection `shard_id`, or all if the checkpoint has them fused."""
         assert isinstance(param, StoredTensor)
         tensors = self.stored_tensors()
-        load_tensor(param, param, loaded, shard_id, self.weight_format, tensors)
+        self.weight_format.load(param, param, loaded, shard_id, tensors)
 
     def whole_shape(self, param: nn.Parameter, shard_id: int | None) -> tuple[int, ...]:
         assert isinstance(param, StoredTensor)
@@ -71,7 +65,7 @@ class LinearBase(Layer):
 
     def stored_tensors(self) -> Mapping[str, torch.Tensor]:
         """The tensors that the format reads."""
-        return tensors_of(self, self.weight_format)
+        return self.weight_format.registered(self)
 
     def bind(self, backend: Backend) -> None:
         """Replace the checkpoint's tensors with the matrix. A second call does nothing.
@@ -79,8 +73,8 @@ class LinearBase(Layer):
         Peak memory: this layer's weight is held twice while its layout changes.
         """
         if self.matrix is None:
-            weight = self.weight_format.weight(self.stored_tensors(), self.held)
-            drop_tensors(self, self.weight_format)
+            weight = self.weight_format.weight(self.stored_tensors(), self.rank_part)
+            self.weight_format.drop(self)
             self.matrix = matrix_of(weight, backend.kernels)
 
     @property
@@ -114,7 +108,7 @@ class LinearBase(Layer):
         """Multiply by the matrix and add `bias`. Before `bind`, with plain PyTorch."""
         if self.matrix is not None:
             return self.matrix.linear(x, bias, out)
-        weight = self.weight_format.weight(self.stored_tensors(), self.held)
+        weight = self.weight_format.weight(self.stored_tensors(), self.rank_part)
         plain = (
             DenseMatrix(weight) if isinstance(weight, torch.Tensor) else matrix_of(weight, PLAIN)
         )
@@ -131,7 +125,7 @@ class ReplicatedLinear(LinearBase):
         bias: bool = False,
         weight_format: WeightFormat = DENSE,
     ) -> None:
-        super().__init__(Held.whole(out_features, in_features), bias, weight_format)
+        super().__init__(RankPart.whole(out_features, in_features), bias, weight_format)
 
 
 class RowParallelLinear(LinearBase):
@@ -150,7 +144,9 @@ class RowParallelLinear(LinearBase):
         weight_format: WeightFormat = DENSE,
     ) -> None:
         rows, columns = slice(0, out_features), ranks.equal_slice(in_features)
-        super().__init__(Held((out_features,), (rows,), in_features, columns), bias, weight_format)
+        super().__init__(
+            RankPart((out_features,), (rows,), in_features, columns), bias, weight_format
+        )
         self.ranks = ranks
 
     @property
@@ -173,8 +169,8 @@ class MergedColumnParallelLinear(LinearBase):
         weight_format: WeightFormat = DENSE,
     ) -> None:
         parts = tuple(ranks.equal_slice(n) for n in out_features)
-        held = Held(tuple(out_features), parts, in_features, slice(0, in_features))
-        super().__init__(held, bias, weight_format)
+        part = RankPart(tuple(out_features), parts, in_features, slice(0, in_features))
+        super().__init__(part, bias, weight_format)
 
 
 class QKVParallelLinear(LinearBase):
@@ -195,7 +191,7 @@ class QKVParallelLinear(LinearBase):
             for part in (heads, kv_heads, kv_heads)
         )
         sizes = tuple(n * head_dim for n in (num_heads, num_kv_heads, num_kv_heads))
-        held = Held(sizes, parts, hidden_size, slice(0, hidden_size))
-        super().__init__(held, bias, weight_format)
+        part = RankPart(sizes, parts, hidden_size, slice(0, hidden_size))
+        super().__init__(part, bias, weight_format)
         self.num_heads = heads.stop - heads.start
         self.num_kv_heads = kv_heads.stop - kv_heads.start

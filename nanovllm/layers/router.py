@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.formats.format import DENSE, WeightFormat
-from nanovllm.formats.tensors import drop_tensors
 from nanovllm.kernels.plain.route import choose
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.linear import ReplicatedLinear
@@ -38,13 +37,13 @@ class Router(ReplicatedLinear):
         """Make the kernel, where there is one, else the matrix. A second call does nothing."""
         if self.kernel is not None or self.matrix is not None:
             return
-        weight = self.weight_format.weight(self.stored_tensors(), self.held)
+        weight = self.weight_format.weight(self.stored_tensors(), self.rank_part)
         if isinstance(weight, torch.Tensor):
             self.kernel = backend.kernels.router(weight, self.dtype)
         if self.kernel is None:
             super().bind(backend)
         else:
-            drop_tensors(self, self.weight_format)
+            self.weight_format.drop(self)
 
     def select(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The shares [T, K] and the ids [T, K] of the experts of rows x [T, hidden]."""

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from nanovllm.formats.loaded import Loaded, copy_whole
+from nanovllm.formats.stored import Loaded, copy_whole
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import ALONE, Ranks
 

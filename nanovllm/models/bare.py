@@ -10,7 +10,6 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 
 INDEX = "model.safetensors.index.json"
-BEGINNINGS = ("embed_tokens.", "layers.", "norm.")  # of the tensors' names
 MAX_HEADER = 1 << 28  # bytes; safetensors allows fewer
 NO_HEAD = (
     "this model has no head (lm_head), so that it generates nothing; embed and encode compute its"
@@ -22,11 +21,6 @@ def causal_name(name: str, known: Container[str]) -> str:
     """The name of an architecture with its head, if a decoder's `name` is that of a known one."""
     whole = f"{name.removesuffix('Model')}ForCausalLM"
     return whole if name.endswith("Model") and whole in known else name
-
-
-def full_name(name: str, known: Container[str] = ()) -> str:
-    """The name that a decoder's tensor has beside a head, unless `name` is `known` as it is."""
-    return f"model.{name}" if name.startswith(BEGINNINGS) and name not in known else name
 
 
 def lacks_head(path: Path) -> bool:

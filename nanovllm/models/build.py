@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from nanovllm.formats.format import PLAIN_FORMATS, Formats
 from nanovllm.layers.build import Build
 from nanovllm.layers.cache_spec import TokenCache
 from nanovllm.layers.ranks import ALONE, Ranks
@@ -10,7 +11,6 @@ from nanovllm.models import registry
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.family import Family
-from nanovllm.models.formats import PLAIN_FORMATS, Formats
 
 
 def build_model(

@@ -10,8 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanovllm.formats.quantization import choose_quantization
-from nanovllm.formats.rules import NOT_QUANTIZED, Quantization
+from nanovllm.formats.quantization import NOT_QUANTIZED, Quantization, choose_quantization
 from nanovllm.layers.cache_spec import KeysAndValues, State, TokenCache
 from nanovllm.models import registry
 from nanovllm.models.bare import causal_name, lacks_head

@@ -17,6 +17,7 @@ def held_bytes(model: Model) -> int:
         if not tensor.is_meta
     }
     head = model.lm_head
-    scheme, size_in = head.weight_format.scheme, head.held.in_features
-    copy = scheme.num_bytes(head.held.num_rows * size_in, size_in) if scheme and head.is_tied else 0
-    return sum(tensors.values()) + copy
+    scheme, part, total = head.weight_format.scheme, head.rank_part, sum(tensors.values())
+    if scheme is None or not head.is_tied:
+        return total
+    return total + scheme.num_bytes(part.num_rows * part.in_features, part.in_features)

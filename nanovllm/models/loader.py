@@ -13,14 +13,14 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.formats.format import tensor_of
-from nanovllm.formats.loaded import Loaded
 from nanovllm.formats.names import USUAL_NAMES, Names
+from nanovllm.formats.stored import Loaded
 from nanovllm.layers.layer import Layer
 from nanovllm.models.bare import INDEX
 from nanovllm.models.decoder import Model
 from nanovllm.models.fields import read_json
-from nanovllm.models.formats import checkpoint_name, hint_for, usual_name
 from nanovllm.models.hub import MODEL_PATTERNS, download, local_directory
+from nanovllm.models.tensor_names import checkpoint_name, hint_for, usual_name
 from nanovllm.utils.bar import make_bar
 from nanovllm.utils.checks import shorten
 

@@ -6,7 +6,7 @@ Plain arithmetic over the shapes of its layers: it knows no tensors.
 from collections import Counter
 from collections.abc import Callable
 
-from nanovllm.formats.rules import HEAD
+from nanovllm.formats.quantization import HEAD
 from nanovllm.formats.scheme import Scheme
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.shapes import ExpertCount, LayerShape

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from nanovllm.formats.rules import HEAD
+from nanovllm.formats.quantization import HEAD
 from nanovllm.layers.block import Block, Norms
 from nanovllm.layers.block import pre_norms as named_pre_norms
 from nanovllm.layers.build import Build

@@ -5,7 +5,7 @@ It reads no files: the model's quantization decides. Scales and zero points coun
 
 from dataclasses import dataclass
 
-from nanovllm.formats.rules import NOT_QUANTIZED, Quantization
+from nanovllm.formats.quantization import NOT_QUANTIZED, Quantization
 
 
 @dataclass(frozen=True)

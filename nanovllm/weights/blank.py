@@ -6,8 +6,8 @@ from dataclasses import replace
 import torch
 
 from nanovllm.engine.run.shard import Shard
+from nanovllm.formats.quantize import SOURCE
 from nanovllm.formats.stored import StoredTensor
-from nanovllm.formats.tensors import SOURCE
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import Ranks
 from nanovllm.models.build import made_with

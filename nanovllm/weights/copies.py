@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from nanovllm.formats.loaded import Loaded
+from nanovllm.formats.stored import Loaded
 from nanovllm.utils.sizes import MIB
 from nanovllm.weights.places import Place
 

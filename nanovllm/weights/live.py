@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from nanovllm.engine.run.shard import Shard
-from nanovllm.formats.loaded import Loaded
-from nanovllm.formats.stored import StoredTensor
+from nanovllm.formats.stored import Loaded, StoredTensor
 from nanovllm.layers.layer import Layer
 from nanovllm.models.loader import Target
 from nanovllm.weights.blank import blank_model, with_memory

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nanovllm.formats.loaded import Loaded
+from nanovllm.formats.stored import Loaded
 
 INDEX = "_nanovllm_index"  # an attribute of tensors without values
 

@@ -19,6 +19,7 @@ from thread_ranks import on_ranks
 
 from nanovllm.adapters.peft import read_adapter
 from nanovllm.adapters.slots import AdapterSlots
+from nanovllm.formats.choice import QuantizedFormats
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
@@ -28,7 +29,6 @@ from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.formats import Formats
 from nanovllm.models.loader import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -236,7 +236,7 @@ def test_adapters_of_quantized_layers_multiply_rows_that_are_not_rounded(
     path = make_model(tmp_path / "model")
     adapter = make_adapter(path, tmp_path / "adapter")
     config, kernels = ModelConfig.from_dir(path, quantization), triton_kernels()
-    model = build_model(config, 64, formats=Formats(config.quantization))
+    model = build_model(config, 64, formats=QuantizedFormats(quantization=config.quantization))
     load_model(model, path)
     model.bind(Backend(TorchBackend(), kernels))
     read = read_adapter(adapter, model, 8)

@@ -27,8 +27,8 @@ from nanovllm.bench.shapes import SHAPES, write_shape
 from nanovllm.bench.workload import Lengths, draw_workload
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.engine.start.placement import Placement, resolve_placement
+from nanovllm.formats.choice import format_of
 from nanovllm.formats.format import WeightFormat
-from nanovllm.formats.format_choice import format_of
 from nanovllm.formats.quantization import choose_quantization
 from nanovllm.formats.scheme import INT8
 from nanovllm.kernels.kv_layer import CODES, head_bytes

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanovllm.formats.blocks import quantized_matrix
-from nanovllm.formats.stored import Axis, Held, Stored
+from nanovllm.formats.stored import Axis, RankPart, Stored
 from nanovllm.kernels.plain.quantized_linear import dense_matrix
 from nanovllm.kernels.triton.arranged import arrange
 
@@ -76,7 +76,7 @@ def test_the_last_block_may_be_cut_off() -> None:
 
 def test_blocks_that_begin_inside_a_projection_are_refused() -> None:
     """Two projections of 6 and 8 rows: the second one begins inside a block of 4."""
-    held = Held((6, 8), (slice(0, 6), slice(0, 8)), 16, slice(0, 16))
+    held = RankPart((6, 8), (slice(0, 6), slice(0, 8)), 16, slice(0, 16))
     stored = Stored((Axis(of_rows=True, unit=4), Axis(of_rows=False, unit=16)))
     with pytest.raises(ValueError, match="blocks of 4 rows that do not begin where those of"):
         held.load(stored, torch.empty(held.shape(stored)), torch.ones(4, 1), None)

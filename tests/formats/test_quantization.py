@@ -14,13 +14,12 @@ from safetensors.torch import load_file, save_file
 from waiting import little_work
 
 from nanovllm import LLM
+from nanovllm.formats.choice import QuantizedFormats
 from nanovllm.formats.format import DENSE
-from nanovllm.formats.methods import METHODS
-from nanovllm.formats.quantization import choose_quantization, read_quantization
-from nanovllm.formats.rules import Quantization
+from nanovllm.formats.methods import METHODS, read_quantization
+from nanovllm.formats.quantization import Quantization, choose_quantization
 from nanovllm.formats.scheme import ONLINE
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.formats import Formats
 from nanovllm.utils.rules import QUANTIZATIONS
 
 AWQ = VARIANTS["awq"].config
@@ -205,7 +204,7 @@ def test_names_of_fused_projections_count_where_checkpoints_have_them(tmp_path: 
         if found.scheme(f"model.layers.{name}") is None
     }
     assert plain == {"0.self_attn.k_proj", "1.mlp.up_proj"}
-    formats = Formats(found).inside("model.layers.1")
+    formats = QuantizedFormats(quantization=found).inside("model.layers.1")
     chosen = [formats.inside("self_attn").of("qkv_proj"), formats.inside("mlp").of("gate_up_proj")]
     assert chosen == [DENSE, DENSE]
     assert formats.inside("self_attn").of("o_proj") != DENSE

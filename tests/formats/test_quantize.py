@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from waiting import LIMIT
 
 from nanovllm import LLM
+from nanovllm.formats.choice import QuantizedFormats
 from nanovllm.formats.quantize import GROUP, LARGE, QUANTIZERS, to_fp8, to_int4, to_int8
 from nanovllm.formats.scheme import ONLINE
 from nanovllm.layers.ranks import Ranks
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.formats import Formats
 from nanovllm.models.loader import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -212,7 +212,9 @@ def codes_of(path: Path, online: str, ranks: Ranks) -> dict[str, torch.Tensor]:
     """A rank's tensors of the layers, quantized."""
     config = ModelConfig.from_dir(path, online)
     with torch.no_grad():
-        model = build_model(config, 64, ranks, formats=Formats(config.quantization))
+        model = build_model(
+            config, 64, ranks, formats=QuantizedFormats(quantization=config.quantization)
+        )
         load_model(model, path)
     return {name: tensor for name, tensor in model.named_buffers() if "quantized" in name}
 
@@ -257,7 +259,7 @@ from pathlib import Path
 import torch
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.formats import Formats
+from nanovllm.formats.choice import QuantizedFormats
 from nanovllm.models.loader import load_model
 
 def kib(field):
@@ -276,7 +278,7 @@ thread = threading.Thread(target=watch)
 thread.start()
 with torch.no_grad():
     config = ModelConfig.from_dir(path, online)
-    model = build_model(config, 16, formats=Formats(config.quantization))
+    model = build_model(config, 16, formats=QuantizedFormats(quantization=config.quantization))
     load_model(model, path)
 done.set()
 thread.join()

@@ -20,9 +20,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.start.load import choose_formats
 from nanovllm.formats import matrix
+from nanovllm.formats.choice import QuantizedFormats
 from nanovllm.formats.names import USUAL_NAMES
 from nanovllm.formats.scheme import ONLINE
-from nanovllm.formats.stored import Held
+from nanovllm.formats.stored import RankPart
 from nanovllm.kernels.plain.quantized_linear import dense_matrix, dequantize
 from nanovllm.kernels.quantized import QuantizedMatrix
 from nanovllm.kernels.table import PLAIN, Kernels, triton_kernels
@@ -35,7 +36,6 @@ from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.formats import Formats
 from nanovllm.models.loader import load_dummy, load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,16 +62,16 @@ def dense(weight: Any, size_in: int) -> torch.Tensor:
     return weight if isinstance(weight, torch.Tensor) else dense_matrix(weight, size_in)
 
 
-def matrices(model: CausalLM) -> Iterator[tuple[str, Any, Held]]:
+def matrices(model: CausalLM) -> Iterator[tuple[str, Any, RankPart]]:
     """The weights of a model by our names, of experts by their numbers."""
     for name, layer in model.named_modules():
         if isinstance(layer, LinearBase):
-            weight = layer.weight_format.weight(layer.stored_tensors(), layer.held)
-            yield name, weight, layer.held
+            weight = layer.weight_format.weight(layer.stored_tensors(), layer.rank_part)
+            yield name, weight, layer.rank_part
         elif isinstance(layer, Experts):
-            for matrix, held in layer.held.items():
+            for matrix, held in layer.rank_parts.items():
                 stacks = layer.stored_tensors(matrix)
-                for i in range(layer.num_held):
+                for i in range(layer.num_own):
                     own = {leaf: stack[i] for leaf, stack in stacks.items()}
                     yield f"{name}.{i}.{matrix}", layer.formats[matrix].weight(own, held), held
 
@@ -130,7 +130,7 @@ def test_inputs_are_rounded_for_weights_quantized_to_fp8(online: str, tmp_path: 
     """Not for the other types, nor those of routers and heads."""
     path = make_model(tmp_path / "model", **MOE)
     config = ModelConfig.from_dir(path, online)
-    model = build_model(config, 64, formats=Formats(config.quantization))
+    model = build_model(config, 64, formats=QuantizedFormats(quantization=config.quantization))
     load_model(model, path)
     found = [
         each.rounds_inputs for _, each, _ in matrices(model) if isinstance(each, QuantizedMatrix)

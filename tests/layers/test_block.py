@@ -7,6 +7,7 @@ import pytest
 import torch
 from thread_ranks import on_ranks
 
+from nanovllm.formats.format import PLAIN_FORMATS
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
@@ -22,7 +23,6 @@ from nanovllm.layers.mixer import Mixer
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.formats import PLAIN_FORMATS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

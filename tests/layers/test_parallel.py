@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm.drafting.eagle3_config import HeadConfig
 from nanovllm.drafting.eagle3_files import load_head
-from nanovllm.formats.format_choice import format_of
+from nanovllm.formats.choice import format_of
 from nanovllm.formats.scheme import Scheme
 from nanovllm.kernels.plain import all_reduce as plain_sums
 from nanovllm.kernels.plain import few_rows as plain_few

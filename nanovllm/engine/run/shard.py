@@ -416,7 +416,7 @@ class Shard:
         num_rows = max(size.num_rows for size in sizes)
         columns = self.vocab_size if self.ranks.rank == 0 else 0
         if self.ranks.peer_kernels:
-            columns = self.model.lm_head.held.num_rows
+            columns = self.model.lm_head.rank_part.num_rows
         logits = torch.empty(num_rows, columns, dtype=self.placement.dtype, device=self.device)
         redraws = None
         if self._make_redraws and self.ranks.rank == 0 and not self.ranks.peer_kernels:

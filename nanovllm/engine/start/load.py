@@ -8,10 +8,10 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.start.placement import Placement
+from nanovllm.formats.format import PLAIN_FORMATS, Formats
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.formats import Formats
 from nanovllm.models.held_bytes import held_bytes
 from nanovllm.models.loader import errors_name, load_dummy, load_model, read_types
 from nanovllm.utils.heap import trim_heap
@@ -52,11 +52,14 @@ def load_part(
 
 def choose_formats(config: Config, model_config: ModelConfig, path: Path) -> Formats:
     """How the layers' weights are stored. Of quantized files it reads the names and types."""
-    reads = model_config.quantization.files != "plain" and config.load_format != "dummy"
-    return Formats(
-        model_config.quantization,
-        read_types(path, model_config.quantization.names) if reads else None,
-    )
+    quantization = model_config.quantization
+    if quantization.method is None:
+        return PLAIN_FORMATS
+    from nanovllm.formats.choice import QuantizedFormats
+
+    reads = quantization.files != "plain" and config.load_format != "dummy"
+    files = read_types(path, quantization.names) if reads else None
+    return QuantizedFormats(quantization=quantization, files=files)
 
 
 def empty_model(

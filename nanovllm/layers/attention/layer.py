@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from nanovllm.formats.loaded import Loaded, copy_whole
+from nanovllm.formats.stored import Loaded, copy_whole
 from nanovllm.kernels.kv_layer import SCALES, KVLayer
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.table import PLAIN, Kernels

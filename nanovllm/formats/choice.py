@@ -1,53 +1,54 @@
-"""Formats: how the weights of each linear layer of a model are stored.
+"""The choice of formats for quantized weights: the format of a scheme, and of each layer.
 
 The model's quantization decides, together with the types of the tensors in the files.
 """
 
-import re
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from nanovllm.formats.format import Dense, Float32, WeightFormat
-from nanovllm.formats.format_choice import format_of, joined_format
-from nanovllm.formats.names import Names
-from nanovllm.formats.rules import FIELD, NOT_QUANTIZED, Quantization
+from nanovllm.formats.format import DENSE, Dense, Formats, WeightFormat
+from nanovllm.formats.mixed import Float32, PerProjection
+from nanovllm.formats.names import stacked_name
+from nanovllm.formats.packed import Awq, CompressedTensors, Gptq, Int4Packed
+from nanovllm.formats.quantization import FIELD, NOT_QUANTIZED, Quantization
+from nanovllm.formats.quantize import QUANTIZERS, WhileLoading
+from nanovllm.formats.scaled import ScaledCodes
 from nanovllm.formats.scheme import Scheme
-from nanovllm.layers.experts import RENAMES
-from nanovllm.models.bare import full_name
 
+FORMATS: dict[str, Callable[[Scheme], WeightFormat]] = {
+    "fp8": ScaledCodes,
+    "int8": ScaledCodes,
+    "packed": CompressedTensors,
+    "awq": Awq,
+    "gptq": Gptq,
+    "int4": Int4Packed,
+}
 CODES = ("weight", "weight_packed", "qweight")  # tensors of which a linear layer has one
 SCALES = ("scales", "weight_scale", "weight_scale_inv")  # and a quantized one has one of these
-OF_QUANTIZED = re.compile(r".*(scales?|scale_inv|qweight|qzeros|g_idx|_packed|_shape|zero_point)")
-ATTENTION = ".attn."  # a module of ours, the scales of which belong to its parent in checkpoints
-KV_SCALE = re.compile(r"(.*self_attn)\.(?:[kv]_proj\.)?(?:(?<=([kv])_proj\.)output|([kv]))_scale")
 
 
-def usual_name(name: str, names: Names, known: Container[str] = ()) -> str:
-    """The usual name of a checkpoint's tensor, unless `name` is `known` as it is.
-
-    Tools name scales of keys and values differently.
-    """
-    name = names.ours(name)
-    match = KV_SCALE.fullmatch(name)
-    return full_name(f"{match[1]}.{match[2] or match[3]}_scale" if match else name, known)
-
-
-def checkpoint_name(param: str) -> str:
-    """The usual name in checkpoints of a parameter."""
-    return param.replace(ATTENTION, ".")
+def format_of(scheme: Scheme | None, is_fused: bool = False) -> WeightFormat:
+    """The format of weights that are quantized by `scheme`, or of plain ones."""
+    if scheme is None:
+        return DENSE
+    made = FORMATS[scheme.storage](scheme)
+    if scheme.while_loading:
+        return WhileLoading(made, QUANTIZERS[scheme.storage])
+    made.is_fused = is_fused
+    return made
 
 
-def hint_for(name: str) -> str:
-    """What to append to the error of a tensor that no layer needs."""
-    if not OF_QUANTIZED.fullmatch(name):
-        return ""
-    return " of quantized weights, which quantization_config in config.json must describe"
+def joined_format(schemes: Sequence[Scheme | None], is_fused: bool = False) -> WeightFormat:
+    """The format of a fused layer whose projections have these schemes."""
+    if all(scheme == schemes[0] for scheme in schemes):
+        return format_of(schemes[0], is_fused)
+    return PerProjection([format_of(scheme) for scheme in schemes])
 
 
 @dataclass(frozen=True)
-class Formats:
+class QuantizedFormats(Formats):
     """Chooses a format for each linear layer inside the module `name`.
 
     `files` maps the usual names of a checkpoint's tensors to their types; None without files.
@@ -56,14 +57,11 @@ class Formats:
     quantization: Quantization = NOT_QUANTIZED
     files: Mapping[str, str] | None = None
     name: str = ""
-    names: Names = field(default_factory=Names)
 
-    def inside(self, name: str) -> "Formats":
-        """The formats of a module's layers."""
+    def inside(self, name: str) -> "QuantizedFormats":
         return replace(self, name=f"{self.name}{name}.")
 
     def of(self, layer: str) -> WeightFormat:
-        """The format of a linear layer."""
         parts = self.names.parts(layer)
         if not parts or self._has(f"{layer}.{tensor}" for tensor in CODES):
             return format_of(self._scheme(layer), is_fused=True)
@@ -71,20 +69,18 @@ class Formats:
         return joined_format([self._scheme(part) for part in parts], self.files is None)
 
     def in_float32(self, layer: str) -> WeightFormat:
-        """The format of a small layer that is multiplied in float32."""
         scheme = self._scheme(layer)
         return Dense(torch.float32) if scheme is None else Float32(format_of(scheme))
 
     def has_kv_scales(self) -> bool:
-        """Whether the files have scales for a quantized KV cache in this module."""
         return any(f"{self.name}{which}_scale" in (self.files or ()) for which in "kv")
 
     def of_experts(self, num_experts: int) -> dict[str, WeightFormat]:
-        """The formats of the experts' matrices; all experts have the same."""
         return {
             matrix: joined_format(
                 [self._of_experts(num_experts, part) for part in parts],
-                self.files is None or self._has(f"experts.{RENAMES[matrix](t)}" for t in CODES),
+                self.files is None
+                or self._has(f"experts.{stacked_name(matrix, tensor)}" for tensor in CODES),
             )
             for matrix, parts in self.names.experts.items()
         }
@@ -122,7 +118,7 @@ class Formats:
         above, _, kind = name.rpartition(".")
         module = above.rpartition(".")[0]
         stacks = (stack for stack, parts in self.names.experts.items() if kind in parts)
-        stacked = (f"{module}.{RENAMES[stack](tensor)}" for stack in stacks)
+        stacked = (f"{module}.{stacked_name(stack, tensor)}" for stack in stacks)
         return self.files.get(f"{name}.{tensor}", self.files.get(next(stacked, "")))
 
     def _is_quantized(self, name: str) -> bool:
@@ -142,9 +138,6 @@ class Formats:
         if scheme.inputs == "static" and self._type(name, "activation_scale"):
             scheme = replace(scheme, input_scale_name="activation_scale")
         return scheme
-
-
-PLAIN_FORMATS = Formats()
 
 
 def _described(scheme: Scheme | None) -> str:
