@@ -14,7 +14,7 @@ from nanovllm.formats.stored import RankPart
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.router import Router
+from nanovllm.layers.sparse_mlp import ExpertRouter
 from nanovllm.models.decoder import Model
 
 
@@ -69,7 +69,7 @@ def _modules(model: Model) -> Iterator[Module]:
             yield from _of_experts(name, layer)
         elif isinstance(layer, VocabParallelEmbedding):
             yield Module(name, layer, layer.rank_part, (0,))
-        elif isinstance(layer, LinearBase) and not isinstance(layer, Router):
+        elif isinstance(layer, LinearBase) and not isinstance(layer, ExpertRouter):
             yield from _of_linear(name, layer, model.names)
 
 

@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 from nanovllm.formats.stored import Loaded
-from nanovllm.layers.backend import Backend
-from nanovllm.layers.layer import Layer
+from nanovllm.layers.layer import Backend, Layer
 
 
 class DraftVocabulary(Layer):

@@ -15,7 +15,6 @@ from nanovllm.drafting.eagle3_head import Eagle3Head
 from nanovllm.engine.start.placement import Placement, resolve_placement
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.held_bytes import held_bytes
 from nanovllm.models.loader import resolve_model
 from nanovllm.speculative_config import errors_name_model
 from nanovllm.utils.sizes import memory_text
@@ -43,7 +42,7 @@ class HeadSource:
             own = self._placed(config, placement)
             head = self._load(config, own)
             _share_embedding(head, model)
-            num_bytes = held_bytes(head)
+            num_bytes = head.num_bytes
             head.bind(own.backend)
         model.model.taps = self.taps
         logger.info(

@@ -7,12 +7,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from nanovllm.layers.lora import AdapterRows
+if TYPE_CHECKING:
+    from nanovllm.layers.lora import AdapterRows
 
 
 @dataclass(slots=True)
@@ -37,7 +38,7 @@ class Context:
     block_tables: torch.Tensor | None = None
     num_queries: int = 1
     plan: Any = None  # what the attention backend computes once for all layers
-    adapters: AdapterRows | None = None
+    adapters: "AdapterRows | None" = None
 
 
 class StateBatch(NamedTuple):
@@ -132,7 +133,7 @@ def state_step() -> StateStep:
     return step
 
 
-def adapter_rows() -> AdapterRows | None:
+def adapter_rows() -> "AdapterRows | None":
     """The adapters of the rows that layers compute now; None outside a step, too."""
     adapters: AdapterRows | None = getattr(_current, "adapters", None)
     return adapters

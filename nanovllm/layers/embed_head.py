@@ -5,6 +5,7 @@ end; the logits of padding rows are cut off.
 """
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,10 @@ from nanovllm.kernels.low_rank import LowRank
 from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.lora import AdapterRows
 from nanovllm.layers.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from nanovllm.layers.lora import AdapterRows
 
 
 class VocabularyShard:
@@ -124,7 +127,7 @@ class ParallelLMHead(LinearBase):
         self,
         x: torch.Tensor,
         out: torch.Tensor | None = None,
-        adapters: AdapterRows | None = None,
+        adapters: "AdapterRows | None" = None,
     ) -> torch.Tensor:
         """The logits, written to `out` if given. `adapters` are those of the rows x."""
         if self.ranks.size == 1:
@@ -136,7 +139,7 @@ class ParallelLMHead(LinearBase):
         self,
         x: torch.Tensor,
         out: torch.Tensor | None = None,
-        adapters: AdapterRows | None = None,
+        adapters: "AdapterRows | None" = None,
     ) -> torch.Tensor:
         """The logits of this rank's tokens, written to `out` if given."""
         if adapters and self.low_rank:

@@ -17,9 +17,8 @@ from nanovllm.kernels.plain.experts import adapted_experts as plain_adapted_expe
 from nanovllm.kernels.plain.experts import experts as plain_experts
 from nanovllm.kernels.quantized import QuantizedMatrix, same_order, stacked
 from nanovllm.kernels.table import PLAIN, Kernels
-from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import adapter_rows
-from nanovllm.layers.layer import Layer
+from nanovllm.layers.layer import Backend, Layer
 from nanovllm.layers.lora import AdapterRows, PairAdapters
 from nanovllm.layers.ranks import ALONE, Ranks
 

@@ -1,16 +1,42 @@
-"""FeedForward: the part of a block that computes each token by itself, dense or by experts."""
+"""FeedForward: the part of a block that computes each token by itself. Here is the dense one."""
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels.quantized import Rounding
-from nanovllm.layers.activation import Activation, SiluAndMul
+from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.build import Build
-from nanovllm.layers.experts import Experts
+from nanovllm.layers.layer import Backend, Layer
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.router import Router
+
+
+class SiluAndMul(Layer):
+    """`silu(gate) * up` of a merged gate-and-up projection.
+
+    With a `rounding`, rounded rows for the layer that this rounding is of.
+    """
+
+    kernels: Kernels = PLAIN
+
+    def bind(self, backend: Backend) -> None:
+        self.kernels = backend.kernels
+
+    def forward(self, x: torch.Tensor, rounding: Rounding | None = None) -> Any:
+        return (rounding or self.kernels).silu_and_mul(x)
+
+
+class GeluTanhAndMul(Layer):
+    """`gelu(gate) * up`, with tanh in the approximation of gelu. It rounds nothing."""
+
+    def forward(self, x: torch.Tensor, rounding: Rounding | None = None) -> Any:  # noqa: ARG002
+        gate, up = x.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+Activation = SiluAndMul | GeluTanhAndMul
 
 
 class FeedForward(nn.Module):
@@ -49,35 +75,4 @@ class MLP(FeedForward):
     def forward(self, x: Any) -> torch.Tensor:
         gate_up, down_proj = self.gate_up_proj(x), self.down_proj
         out: torch.Tensor = down_proj(self.act_fn(gate_up, down_proj.rounding(gate_up)))
-        return out
-
-
-class SparseMLP(FeedForward):
-    """Experts, and the router that selects `per_token` of them, with a share for each.
-
-    With `normalized`, the shares of a token's experts add up to 1.
-    """
-
-    def __init__(
-        self,
-        make: Build,
-        hidden_size: int,
-        intermediate_size: int,
-        num_experts: int,
-        per_token: int,
-        *,
-        normalized: bool,
-    ) -> None:
-        super().__init__()
-        self.gate = Router(
-            hidden_size, num_experts, per_token, normalized, make.formats.in_float32("gate")
-        )
-        self.experts = Experts(
-            num_experts, hidden_size, intermediate_size, make.ranks, make.whole_experts,
-            make.formats.of_experts(num_experts), make.formats.names.experts,
-        )  # fmt: skip
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shares, expert_ids = self.gate.select(x)
-        out: torch.Tensor = self.experts(x, expert_ids, shares)
         return out

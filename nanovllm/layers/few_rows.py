@@ -12,16 +12,15 @@ import torch
 
 from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.plain.few_rows import ExpertWeights, Scaled
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.block import Block
 from nanovllm.layers.experts import Experts
-from nanovllm.layers.feed_forward import MLP, FeedForward, SparseMLP
+from nanovllm.layers.feed_forward import MLP, FeedForward, SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, RowParallelLinear
 from nanovllm.layers.lora import AdapterRows
 from nanovllm.layers.mixer import Ropes
-from nanovllm.layers.router import Router
 from nanovllm.layers.self_attention import SelfAttention
+from nanovllm.layers.sparse_mlp import ExpertRouter, SparseMLP
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
@@ -54,11 +53,30 @@ def _operands_after(feed_forward: FeedForward) -> list[Any]:
     return [None]
 
 
-def expert_weights(gate: Router, experts: Experts) -> ExpertWeights | None:
+def expert_weights(gate: ExpertRouter, experts: Experts) -> ExpertWeights | None:
     """What the kernels read of experts. They do not sum experts over several ranks."""
     if experts.ranks.size > 1 or experts.operands is None:
         return None
     return ExpertWeights(gate.kernel, *experts.operands, gate.per_token, gate.normalized)
+
+
+def compute_blocks(
+    blocks: list[Block],
+    few_rows: "FewRows",
+    x: torch.Tensor,
+    ropes: Ropes,
+    norm: RMSNorm,
+    taps: tuple[int, ...],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The residual after all blocks, which `norm` follows, and those before the blocks `taps`."""
+    norms: list[Any] = [*(block.parts.before_mixer for block in blocks[1:]), norm]
+    scaled: Scaled | None = None
+    tapped = {}
+    for index, (block, after) in enumerate(zip(blocks, norms, strict=True)):
+        if index in taps:
+            tapped[index] = x
+        x, scaled = compute_block(block, few_rows, x, scaled, ropes, after)
+    return x, [tapped[index] for index in taps]
 
 
 def compute_block(

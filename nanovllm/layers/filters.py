@@ -67,28 +67,27 @@ class Filters:
         parts = (self.allowed, self.forbidden, self.biases, self.penalties)
         return bool(self.processors) or any(part is not None for part in parts)
 
+    def narrow(self, logits: torch.Tensor, kernels: Kernels = PLAIN) -> None:
+        """Apply all filters except the cuts to logits [R, V] in float32, in place.
 
-def narrow(logits: torch.Tensor, filters: Filters, kernels: Kernels = PLAIN) -> None:
-    """Apply all filters except the cuts to logits [R, V] in float32, in place.
-
-    It does not wait for the device.
-    """
-    for row, process in filters.processors:
-        logits[row] = process(logits[row])
-    if filters.masks is not None:
-        kernels.mask(logits, filters.masks)
-    if filters.allowed is not None:
-        rows, entries = filters.allowed
-        kept = logits[entries]
-        logits.index_fill_(0, rows, FORBIDDEN)
-        logits[entries] = kept
-    if filters.forbidden is not None:
-        logits.index_put_(filters.forbidden, logits.new_full((), FORBIDDEN))
-    if filters.biases is not None:
-        entries, values = filters.biases
-        logits[entries] += values
-    if filters.penalties is not None:
-        penalize(logits, filters.penalties)
+        It does not wait for the device.
+        """
+        for row, process in self.processors:
+            logits[row] = process(logits[row])
+        if self.masks is not None:
+            kernels.mask(logits, self.masks)
+        if self.allowed is not None:
+            rows, entries = self.allowed
+            kept = logits[entries]
+            logits.index_fill_(0, rows, FORBIDDEN)
+            logits[entries] = kept
+        if self.forbidden is not None:
+            logits.index_put_(self.forbidden, logits.new_full((), FORBIDDEN))
+        if self.biases is not None:
+            entries, values = self.biases
+            logits[entries] += values
+        if self.penalties is not None:
+            penalize(logits, self.penalties)
 
 
 def penalize(logits: torch.Tensor, penalties: Penalties) -> None:

@@ -7,8 +7,7 @@ from torch import nn
 
 from nanovllm.kernels.quantized import Rounding
 from nanovllm.kernels.table import PLAIN, Kernels
-from nanovllm.layers.backend import Backend
-from nanovllm.layers.layer import Layer
+from nanovllm.layers.layer import Backend, Layer
 from nanovllm.layers.ranks import ALONE, Ranks
 
 

@@ -16,9 +16,8 @@ from nanovllm.formats.stored import ROWS, Loaded, RankPart, Stored, StoredTensor
 from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.quantized import Rounding
 from nanovllm.kernels.table import PLAIN
-from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import adapter_rows
-from nanovllm.layers.layer import Layer
+from nanovllm.layers.layer import Backend, Layer
 from nanovllm.layers.ranks import ALONE, Ranks
 
 BIAS = Stored((ROWS,), fill=constant(0.0))

@@ -8,7 +8,7 @@ from torch import nn
 
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.quantized import Rounding
-from nanovllm.layers.cache_spec import CacheSpec
+from nanovllm.layers.cache_spec import CacheSpec, State
 
 Ropes = Mapping[str, Rope]  # a step's cosines and sines, by the name that the decoder gives a rope
 
@@ -38,3 +38,15 @@ class Mixer(nn.Module):
     def project(self, mixed: torch.Tensor) -> torch.Tensor:
         """Rows [R, N] -> [R, hidden], which the ranks must sum up."""
         raise NotImplementedError
+
+
+class StateMixer(Mixer):
+    """A mixer that keeps a state of fixed size for each sequence.
+
+    `states` has a tensor [slots, ...] for each tensor of its `cache`. A step calls `mix` once for
+    all of its tokens. `state_step()` says in which slots it finds the states before them and leaves
+    those after them; its `batches` are what a loop over the tokens needs.
+    """
+
+    cache: State
+    states: tuple[torch.Tensor, ...] = ()

@@ -1,12 +1,15 @@
 """Sampler: logits to token ids."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from nanovllm.kernels.table import PLAIN, Kernels
-from nanovllm.layers.filters import Filters, narrow
+
+if TYPE_CHECKING:
+    from nanovllm.layers.filters import Filters
 
 
 class Sampler(nn.Module):
@@ -21,7 +24,7 @@ class Sampler(nn.Module):
         logits: torch.Tensor,
         temperatures: torch.Tensor | None,
         keys: torch.Tensor | None,
-        filters: Sequence[Filters] = (),
+        filters: "Sequence[Filters]" = (),
         token_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Token ids [B] for logits [B, V].
@@ -47,7 +50,7 @@ class Sampler(nn.Module):
         logits: torch.Tensor,
         temperatures: torch.Tensor | None,
         keys: torch.Tensor | None,
-        part: Filters,
+        part: "Filters",
     ) -> torch.Tensor:
         if len(part.rows) < len(logits):  # not all rows
             logits = logits[part.rows]
@@ -55,7 +58,7 @@ class Sampler(nn.Module):
             keys = None if keys is None else keys[part.rows]
         if part.writes:
             logits = logits.to(torch.float32, copy=True)
-            narrow(logits, part, self.kernels)
+            part.narrow(logits, self.kernels)
         if part.cuts is None or temperatures is None or keys is None:
             return self.kernels.sample(logits, temperatures, keys)
         return self.kernels.draw(logits, temperatures, keys, part.cuts)

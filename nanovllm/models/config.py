@@ -23,7 +23,6 @@ from nanovllm.models.shapes import (
     expert_matrices,
     gated_matrices,
 )
-from nanovllm.models.split import check_split
 from nanovllm.models.windows import longest
 from nanovllm.utils.checks import shorten
 
@@ -175,7 +174,10 @@ class ModelConfig:
 
         With `whole_experts`, the ranks split the list of experts instead of each expert.
         """
-        check_split(self.layers, size, whole_experts)
+        if size > 1 or whole_experts:
+            from nanovllm.models.split import check_split
+
+            check_split(self.layers, size, whole_experts)
         if size > 1:
             registry.check_importable(self.architecture)
 

@@ -13,24 +13,20 @@ import torch
 from torch import nn
 
 from nanovllm.formats.names import USUAL_NAMES, Names
-from nanovllm.kernels.plain.few_rows import Scaled
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.attention.layer import Attention
-from nanovllm.layers.backend import Backend
 from nanovllm.layers.block import Block
 from nanovllm.layers.build import Build
 from nanovllm.layers.context import adapter_rows, get_context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.few_rows import compute_block, operands_of, with_adapters
-from nanovllm.layers.layer import Layer
+from nanovllm.layers.layer import Backend, Layer
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.lora import AdapterRows
-from nanovllm.layers.mixer import Mixer, Ropes
+from nanovllm.layers.mixer import Mixer, Ropes, StateMixer
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.state_mixer import StateMixer
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
+    from nanovllm.layers.lora import AdapterRows
 
 
 class Decoder(nn.Module):
@@ -78,6 +74,8 @@ class Decoder(nn.Module):
 
         Layers may be quantized differently: all need such kernels, and the lowest limit applies.
         """
+        from nanovllm.layers.few_rows import operands_of
+
         layers: list[Any] = list(self.layers)
         dtype = self.norm.weight.dtype
         found = [kernels.few_rows(operands_of(layer), dtype) for layer in layers]
@@ -102,10 +100,8 @@ class Decoder(nn.Module):
         layers: list[Any] = list(self.layers)
         if few_rows and len(x) <= few_rows.most_rows and not get_context().is_prefill:
             assert rows is None
-            if adapters := adapter_rows():
-                few_rows = None if self.taps else with_adapters(few_rows, layers, adapters)
-            if few_rows:
-                return self._forward_few(few_rows, x, ropes)
+            if computed := self._forward_few(few_rows, x, ropes):
+                return computed
         tapped = {}
         for index, layer in enumerate(layers):
             x, residual = layer.enter(x, residual)
@@ -118,17 +114,21 @@ class Decoder(nn.Module):
 
     def _forward_few(
         self, few_rows: "FewRows", x: torch.Tensor, ropes: Ropes
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+        """As `forward`, from the embeddings x on; None if the rows' adapters do not allow it.
+
+        In a decode graph, Python runs this only when the graph is captured.
+        """
+        from nanovllm.layers.few_rows import compute_blocks, with_adapters
+
         layers: list[Any] = list(self.layers)
-        norms = [*(layer.parts.before_mixer for layer in layers[1:]), self.norm]
-        scaled: Scaled | None = None
-        tapped = {}
-        for index, (layer, norm) in enumerate(zip(layers, norms, strict=True)):
-            if index in self.taps:
-                tapped[index] = x
-            x, scaled = compute_block(layer, few_rows, x, scaled, ropes, norm)
-        hidden: torch.Tensor = self.norm(x)  # one kernel for all rows; the last `scaled` is unused
-        return hidden, [tapped[index] for index in self.taps]
+        if adapters := adapter_rows():
+            adapted = None if self.taps else with_adapters(few_rows, layers, adapters)
+            if adapted is None:
+                return None
+            few_rows = adapted
+        x, tapped = compute_blocks(layers, few_rows, x, ropes, self.norm, self.taps)
+        return self.norm(x), tapped  # one kernel for all rows
 
 
 class Model(nn.Module):
@@ -157,6 +157,25 @@ class Model(nn.Module):
     def state_mixers(self) -> list[StateMixer]:
         """The mixers that keep states, in order."""
         return [module for module in self.modules() if isinstance(module, StateMixer)]
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the layers' tensors, before their layouts are changed.
+
+        It includes the quantized copy that a head makes of the embedding's table.
+        """
+        layers = [layer for layer in self.modules() if isinstance(layer, Layer)]
+        tensors = {
+            id(tensor): tensor.nbytes
+            for layer in layers
+            for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
+            if not tensor.is_meta
+        }
+        total, head = sum(tensors.values()), self.lm_head
+        scheme, part = head.weight_format.scheme, head.rank_part
+        if scheme is None or not head.is_tied:
+            return total
+        return total + scheme.num_bytes(part.num_rows * part.in_features, part.in_features)
 
     def bind(self, backend: Backend) -> None:
         """Set the kernels of all layers."""
@@ -202,7 +221,7 @@ class CausalLM(Model):
         self,
         hidden: torch.Tensor,
         out: torch.Tensor | None = None,
-        adapters: AdapterRows | None = None,
+        adapters: "AdapterRows | None" = None,
     ) -> torch.Tensor:
         """Logits [T, vocab] of the rows that sample, written to `out` if given.
 

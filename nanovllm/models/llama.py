@@ -3,16 +3,12 @@ distillations into Llama. The oldest files lack the fields that later ones intro
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, check_activation, decoder_fields
 from nanovllm.models.windows import NO_WINDOW
-
-if TYPE_CHECKING:
-    from nanovllm.layers.build import Build
-    from nanovllm.models.decoder import CausalLM
 
 DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008,
@@ -33,20 +29,4 @@ def read(file: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-def build(config: ModelConfig, make: "Build") -> "CausalLM":
-    """A norm before each part of a layer; the parts are attention and a gated layer."""
-    from nanovllm.layers.block import Block
-    from nanovllm.models import parts
-
-    def block(index: int, make: "Build") -> Block:
-        return Block(
-            make,
-            parts.pre_norms(config),
-            parts.attention(config, index, make.inside("self_attn")),
-            parts.mlp(config, make.inside("mlp")),
-        )
-
-    return parts.causal_lm(config, make, block)
-
-
-FAMILY = Family(read, build)
+FAMILY = Family(read)

@@ -157,7 +157,7 @@ def load_model(
             if name in second:
                 _check_equal(model, target.param, tensor)
             else:
-                _fill(model, target.param, target.shard_id, tensor)
+                fill_param(model, target.param, target.shard_id, tensor)
         except ValueError as error:
             raise ValueError(f"tensor {name!r} has {error}") from None
         return len(target.parts)
@@ -241,7 +241,7 @@ def checkpoint_targets(model: Model) -> dict[str, Target]:
     targets: dict[str, Target] = {}
     for name, _ in model.named_parameters():
         *above, parent, leaf = name.split(".")
-        layer = _layer(model, ".".join([*above, parent]))
+        layer = layer_of(model, ".".join([*above, parent]))
         tensor, only = tensor_of(leaf)
         fused = enumerate(model.names.parts(parent))
         ends = {i: [part, tensor] for i, part in fused if only in (None, i)}
@@ -255,15 +255,17 @@ def checkpoint_targets(model: Model) -> dict[str, Target]:
     return targets
 
 
-def _layer(model: Model, name: str) -> Layer:
+def layer_of(model: Model, name: str) -> Layer:
+    """The layer of a model by its name."""
     layer = model.get_submodule(name)
     assert isinstance(layer, Layer), "only a Layer has parameters"
     return layer
 
 
 @torch.inference_mode()  # here, because each thread has its own mode
-def _fill(model: Model, param: str, shard_id: int | None, tensor: Loaded) -> None:
-    layer = _layer(model, param.rpartition(".")[0])
+def fill_param(model: Model, param: str, shard_id: int | None, tensor: Loaded) -> None:
+    """Fill a parameter by its name, or the part `shard_id` of it, with a checkpoint's tensor."""
+    layer = layer_of(model, param.rpartition(".")[0])
     layer.weight_loader(model.get_parameter(param), tensor, shard_id)
 
 
@@ -272,31 +274,10 @@ def _check_equal(model: Model, param: str, tensor: Loaded) -> None:
     """Raise unless the tensor has the values of `param`, of which it makes a copy for a moment."""
     filled = model.get_parameter(param)
     other = nn.Parameter(torch.empty_like(filled), requires_grad=False)
-    _layer(model, param.rpartition(".")[0]).weight_loader(other, tensor, None)
+    layer_of(model, param.rpartition(".")[0]).weight_loader(other, tensor, None)
     if not torch.equal(other, filled):
         alias = next(alias for alias, name in model.tied_weights.items() if name == param)
         raise ValueError(
             f"other values, so that {alias} and {param} differ, but tie_word_embeddings in"
             " config.json is true; set it to false to use both"
         )
-
-
-def load_dummy(model: Model, whole: Model, seed: int) -> None:
-    """Give every matrix of `model` random weights, which do not depend on the number of ranks.
-
-    `whole` is the model of a single rank, used for its shapes; it may be on the meta device. Peak
-    memory: what this rank holds, plus one whole matrix.
-    """
-    for name, _, values in dummy_values(whole, seed, next(model.parameters()).device):
-        if values is not None:
-            _fill(model, name, None, values)
-
-
-def dummy_values(
-    whole: Model, seed: int, device: torch.device
-) -> Iterator[tuple[str, nn.Parameter, torch.Tensor | None]]:
-    """The random weights of a model of a single rank; None where a parameter stays as it is."""
-    for index, (name, param) in enumerate(whole.named_parameters()):
-        parent = name.rpartition(".")[0]
-        generator = torch.Generator(device=device).manual_seed(seed + index)
-        yield name, param, _layer(whole, parent).dummy_values(param, generator)

@@ -6,7 +6,6 @@ from typing import Any
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, check_activation, decoder_fields
-from nanovllm.models.llama import build
 
 DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336,
@@ -23,4 +22,4 @@ def read(file: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(**decoder_fields(fields))
 
 
-FAMILY = Family(read, build)
+FAMILY = Family(read)

@@ -5,12 +5,15 @@ Plain arithmetic over the shapes of its layers: it knows no tensors.
 
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from nanovllm.formats.quantization import HEAD
-from nanovllm.formats.scheme import Scheme
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.shapes import ExpertCount, LayerShape
 from nanovllm.models.weight_bytes import WeightBytes
+
+if TYPE_CHECKING:
+    from nanovllm.formats.scheme import Scheme
 
 Counted = Callable[[ExpertCount], float]  # how many of a layer's experts count
 
@@ -73,7 +76,7 @@ def num_params(config: ModelConfig) -> int:
     return int(decoder_params(config, every)) + tables * head_params(config) + small
 
 
-def main_scheme(config: ModelConfig) -> Scheme | None:
+def main_scheme(config: ModelConfig) -> "Scheme | None":
     """How most of the decoder's weights are quantized; None if they are plain."""
     counts: Counter[Scheme | None] = Counter()
     for index, layer in enumerate(config.layers):

@@ -7,7 +7,7 @@ from nanovllm.layers.block import Block, Norms
 from nanovllm.layers.block import pre_norms as named_pre_norms
 from nanovllm.layers.build import Build
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.feed_forward import MLP, SparseMLP
+from nanovllm.layers.feed_forward import MLP, FeedForward
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 from nanovllm.layers.self_attention import ROPE, SelfAttention
@@ -43,8 +43,20 @@ def mlp(config: ModelConfig, make: Build) -> MLP:
     return MLP(make, config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
 
-def sparse_mlp(config: ModelConfig, make: Build) -> SparseMLP:
+def usual_block(config: ModelConfig, index: int, make: Build) -> Block:
+    """A layer of most models: attention and a gated layer, and a norm before each."""
+    return Block(
+        make,
+        pre_norms(config),
+        attention(config, index, make.inside("self_attn")),
+        mlp(config, make.inside("mlp")),
+    )
+
+
+def sparse_mlp(config: ModelConfig, make: Build) -> FeedForward:
     """The experts of a layer."""
+    from nanovllm.layers.sparse_mlp import SparseMLP
+
     experts = config.experts
     assert experts is not None
     return SparseMLP(

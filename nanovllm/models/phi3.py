@@ -7,7 +7,6 @@ from nanovllm.formats.names import Names
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, check_activation, decoder_fields
-from nanovllm.models.llama import build
 from nanovllm.models.windows import EVERY_LAYER
 
 DEFAULTS: Mapping[str, Any] = {
@@ -27,4 +26,4 @@ def read(file: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(**decoder_fields(fields, partial_rotary=True, old_rope_types=OLD_ROPE_TYPES))
 
 
-FAMILY = Family(read, build, Names(stores_fused=True))
+FAMILY = Family(read, names=Names(stores_fused=True))

@@ -6,9 +6,12 @@ from typing import Any
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, check_activation, decoder_fields
-from nanovllm.models.llama import build
-from nanovllm.models.qwen2 import SIZES
 
+SIZES: Mapping[str, Any] = {
+    "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 22_016,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768, "sliding_window": 4096,
+}  # fmt: skip
 DEFAULTS: Mapping[str, Any] = {**SIZES, "head_dim": 128, "max_window_layers": 28}
 
 
@@ -24,4 +27,4 @@ def read(file: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-FAMILY = Family(read, build)
+FAMILY = Family(read)

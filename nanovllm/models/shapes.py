@@ -7,7 +7,7 @@ from typing import NamedTuple
 from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues
 
 
-class Matrix(NamedTuple):
+class MatrixShape(NamedTuple):
     """A linear layer's weight [out, in], by its name in the checkpoint's decoder layer."""
 
     name: str
@@ -33,7 +33,7 @@ class LayerShape:
     """
 
     cache: CacheSpec
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[MatrixShape, ...]
     num_others: int
     split: Mapping[str, int] = field(default_factory=dict)
     split_experts: Mapping[str, int] = field(default_factory=dict)
@@ -43,33 +43,33 @@ class LayerShape:
 
 def attention_matrices(
     hidden_size: int, heads: KeysAndValues, above: str = "self_attn"
-) -> tuple[Matrix, ...]:
+) -> tuple[MatrixShape, ...]:
     """Those of the projections of self-attention."""
     size, kv_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     return (
-        Matrix(f"{above}.q_proj", size, hidden_size),
-        Matrix(f"{above}.k_proj", kv_size, hidden_size),
-        Matrix(f"{above}.v_proj", kv_size, hidden_size),
-        Matrix(f"{above}.o_proj", hidden_size, size),
+        MatrixShape(f"{above}.q_proj", size, hidden_size),
+        MatrixShape(f"{above}.k_proj", kv_size, hidden_size),
+        MatrixShape(f"{above}.v_proj", kv_size, hidden_size),
+        MatrixShape(f"{above}.o_proj", hidden_size, size),
     )
 
 
-def gated_matrices(hidden_size: int, intermediate_size: int) -> tuple[Matrix, ...]:
+def gated_matrices(hidden_size: int, intermediate_size: int) -> tuple[MatrixShape, ...]:
     """Those of a dense feed-forward part."""
     return _gated("mlp", hidden_size, intermediate_size, is_experts=False)
 
 
 def expert_matrices(
     hidden_size: int, intermediate_size: int, num_experts: int
-) -> tuple[Matrix, ...]:
+) -> tuple[MatrixShape, ...]:
     """Those of experts and their router."""
     experts = _gated("mlp.experts.0", hidden_size, intermediate_size, is_experts=True)
-    return Matrix("mlp.gate", num_experts, hidden_size), *experts
+    return MatrixShape("mlp.gate", num_experts, hidden_size), *experts
 
 
-def _gated(above: str, hidden: int, inner: int, is_experts: bool) -> tuple[Matrix, ...]:
+def _gated(above: str, hidden: int, inner: int, is_experts: bool) -> tuple[MatrixShape, ...]:
     return (
-        Matrix(f"{above}.gate_proj", inner, hidden, is_experts),
-        Matrix(f"{above}.up_proj", inner, hidden, is_experts),
-        Matrix(f"{above}.down_proj", hidden, inner, is_experts),
+        MatrixShape(f"{above}.gate_proj", inner, hidden, is_experts),
+        MatrixShape(f"{above}.up_proj", inner, hidden, is_experts),
+        MatrixShape(f"{above}.down_proj", hidden, inner, is_experts),
     )

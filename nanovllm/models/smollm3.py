@@ -6,7 +6,6 @@ from typing import Any
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, check_activation, decoder_fields
-from nanovllm.models.llama import build
 
 DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 11_008,
@@ -28,4 +27,4 @@ def read(file: Mapping[str, Any]) -> ModelConfig:
     )
 
 
-FAMILY = Family(read, build)
+FAMILY = Family(read)

@@ -11,7 +11,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 from nanovllm.engine.run.shard import Shard
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import ALONE
-from nanovllm.models.loader import dummy_values, is_left_out, read_weights
+from nanovllm.models.dummy import dummy_values
+from nanovllm.models.loader import is_left_out, read_weights
 from nanovllm.models.tensor_names import checkpoint_name
 from nanovllm.utils.checks import shorten
 from nanovllm.utils.heap import trim_heap

@@ -22,8 +22,8 @@ from nanovllm.adapters.slots import AdapterSlots
 from nanovllm.formats.choice import QuantizedFormats
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import Context, attending
+from nanovllm.layers.layer import Backend
 from nanovllm.layers.lora import group_rows
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models.build import build_model

@@ -12,8 +12,8 @@ from nanovllm.adapters.slots import AdapterSlots
 from nanovllm.kernels.low_rank import LowRank
 from nanovllm.kernels.table import PLAIN, triton_kernels
 from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import Context, attending
+from nanovllm.layers.layer import Backend
 from nanovllm.layers.lora import group_rows
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig

@@ -29,14 +29,15 @@ from nanovllm.kernels.quantized import QuantizedMatrix
 from nanovllm.kernels.table import PLAIN, Kernels, triton_kernels
 from nanovllm.kernels.triton import few_rows
 from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.backend import Backend
 from nanovllm.layers.experts import Experts
+from nanovllm.layers.layer import Backend
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.loader import load_dummy, load_model
+from nanovllm.models.dummy import load_dummy
+from nanovllm.models.loader import load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -23,9 +23,9 @@ from nanovllm.kernels.triton import adapted_linear
 from nanovllm.kernels.triton import few_rows as module
 from nanovllm.kernels.triton.adapted_few_rows import AdaptedFewRows, with_counters
 from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.few_rows import with_adapters
+from nanovllm.layers.layer import Backend
 from nanovllm.layers.lora import group_rows
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nanovllm.kernels.plain.mask import mask
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels
-from nanovllm.layers.filters import Filters, narrow
+from nanovllm.layers.filters import Filters
 from nanovllm.layers.sampler import Sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -227,7 +227,7 @@ def test_masks_beside_other_filters(kernels: Kernels, device: str, dtype: torch.
     biases = entries, torch.tensor([50.0, 1e4, 50.0]).to(device)
     none = entries, torch.zeros(3).to(device)
     narrowed = logits[rows].float()
-    narrow(narrowed, Filters(rows, masks=bitmaps, biases=biases), kernels)
+    Filters(rows, masks=bitmaps, biases=biases).narrow(narrowed, kernels)
     assert torch.equal(torch.isfinite(narrowed).cpu(), allowed)
     sampler = Sampler(kernels)
     for given_choices in choices():

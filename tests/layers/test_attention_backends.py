@@ -20,14 +20,15 @@ from nanovllm.kernels.kv_layer import CODES, KVLayer
 from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton import common
 from nanovllm.kernels.triton.common import can_copy_tiles
-from nanovllm.layers import backend as backend_module
+from nanovllm.layers.attention import choice
 from nanovllm.layers.attention.base import AttentionSpec
 from nanovllm.layers.attention.cpu_backend import CpuBackend
 from nanovllm.layers.attention.flash_attn_backend import FlashAttnBackend
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.attention.triton_backend import TritonBackend
-from nanovllm.layers.backend import Backend, choose_backend
+from nanovllm.layers.backend import choose_backend
 from nanovllm.layers.context import Context
+from nanovllm.layers.layer import Backend
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
@@ -246,7 +247,7 @@ def test_auto_takes_the_first_backend_that_works(
         return Backend(attention, PLAIN)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(backend_module, "build_backend", build)
+    monkeypatch.setattr(choice, "build_backend", build)
     with caplog.at_level(logging.WARNING, "nanovllm"):
         chosen = choose_backend("auto", spec("cuda")).attention
     assert chosen.name == order[broken]

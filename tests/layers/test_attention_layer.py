@@ -7,9 +7,9 @@ from nanovllm.kernels.kv_layer import CODES, SCALES
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 from nanovllm.layers.attention.layer import Attention
 from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.backend import Backend
 from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.context import Context, attending
+from nanovllm.layers.layer import Backend
 from nanovllm.layers.layernorm import RMSNorm
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,7 +15,6 @@ from nanovllm import SamplingParams
 from nanovllm.engine.run import draw_inputs as draw_inputs_module
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.kernels.plain.draw import cut
-from nanovllm.layers.filters import narrow
 from nanovllm.layers.sampler import Sampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,7 +36,7 @@ def narrow_all(logits: torch.Tensor, inputs: SamplerInputs) -> None:
     """Apply all filters to the logits, in place."""
     for part in inputs.filters:
         some = logits[part.rows]
-        narrow(some, part)
+        part.narrow(some)
         if part.cuts is not None:
             assert inputs.temperatures is not None
             some = cut(some, inputs.temperatures[part.rows], part.cuts)

@@ -12,11 +12,11 @@ from torch import nn
 from nanovllm.formats.matrix import DenseMatrix, KernelMatrix, PackedMatrix
 from nanovllm.kernels.cpu.processor import Products
 from nanovllm.kernels.table import PLAIN, cpu_kernels
-from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.backend import Backend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
+from nanovllm.layers.feed_forward import SiluAndMul
+from nanovllm.layers.layer import Backend
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     LinearBase,

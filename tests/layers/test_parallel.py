@@ -25,9 +25,9 @@ from nanovllm.kernels.plain import all_reduce as plain_sums
 from nanovllm.kernels.plain import few_rows as plain_few
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layer import Backend
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     LinearBase,
@@ -39,7 +39,8 @@ from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.loader import InFile, load_dummy, load_model
+from nanovllm.models.dummy import load_dummy
+from nanovllm.models.loader import InFile, load_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

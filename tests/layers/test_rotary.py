@@ -16,12 +16,8 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from nanovllm.kernels.plain.norm_rope_store import rotate
-from nanovllm.layers.rotary_embedding import (
-    ROPE_TYPES,
-    RotaryEmbedding,
-    get_rope,
-    rope_frequencies,
-)
+from nanovllm.layers.rope_types import ROPE_TYPES
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope, rope_frequencies
 from nanovllm.models.rope import max_rope_positions
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -25,7 +25,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, decoder_fields
-from nanovllm.models.shapes import LayerShape, Matrix, gated_matrices
+from nanovllm.models.shapes import LayerShape, MatrixShape, gated_matrices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,10 @@ class LatentConfig(ModelConfig):
         hidden, inner, heads = self.hidden_size, self.intermediate_size, self.num_attention_heads
         width, size = self.rank + self.head_dim, heads * self.plain
         matrices = (
-            Matrix("self_attn.q_proj", size + heads * self.head_dim, hidden),
-            Matrix("self_attn.kv_a_proj", width, hidden),
-            Matrix("self_attn.kv_b_proj", 2 * size, self.rank),
-            Matrix("self_attn.o_proj", hidden, size), *gated_matrices(hidden, inner),
+            MatrixShape("self_attn.q_proj", size + heads * self.head_dim, hidden),
+            MatrixShape("self_attn.kv_a_proj", width, hidden),
+            MatrixShape("self_attn.kv_b_proj", 2 * size, self.rank),
+            MatrixShape("self_attn.o_proj", hidden, size), *gated_matrices(hidden, inner),
         )  # fmt: skip
         cache, others = Latent(heads, width), 2 * hidden + self.rank
         return LayerShape(cache, matrices, others, {"intermediate_size": inner})

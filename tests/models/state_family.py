@@ -12,15 +12,14 @@ from nanovllm.layers.build import Build
 from nanovllm.layers.cache_spec import State, StateTensor
 from nanovllm.layers.context import state_step
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.mixer import Ropes
+from nanovllm.layers.mixer import Ropes, StateMixer
 from nanovllm.layers.split_tensor import SplitTensor
-from nanovllm.layers.state_mixer import StateMixer
 from nanovllm.models import parts
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, decoder_fields
-from nanovllm.models.shapes import LayerShape, Matrix, gated_matrices
+from nanovllm.models.shapes import LayerShape, MatrixShape, gated_matrices
 
 HEADS, DIM, WIDTH = 4, 8, 4
 SIZE = HEADS * DIM
@@ -35,8 +34,8 @@ class MixedConfig(ModelConfig):
             return super().layer_shape(index)
         hidden, inner = self.hidden_size, self.intermediate_size
         rows = {"q_proj": SIZE, "k_proj": SIZE, "v_proj": SIZE, "gate": HEADS}
-        matrices = [Matrix(f"linear.{name}", size, hidden) for name, size in rows.items()]
-        matrices += [Matrix("linear.o_proj", hidden, SIZE), *gated_matrices(hidden, inner)]
+        matrices = [MatrixShape(f"linear.{name}", size, hidden) for name, size in rows.items()]
+        matrices += [MatrixShape("linear.o_proj", hidden, SIZE), *gated_matrices(hidden, inner)]
         split = {"intermediate_size": inner, "linear_heads": HEADS}
         return LayerShape(state(HEADS), (*matrices,), 2 * hidden + 3 * SIZE * WIDTH, split)
 

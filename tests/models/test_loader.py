@@ -26,13 +26,13 @@ from nanovllm.models import llama, registry
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.dummy import load_dummy
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, decoder_fields
 from nanovllm.models.loader import (
     INDEX,
     NUM_THREADS,
     InFile,
-    load_dummy,
     load_model,
     resolve_model,
     weight_files,

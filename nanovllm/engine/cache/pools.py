@@ -10,7 +10,7 @@ from nanovllm.engine.cache.groups import CacheGroups
 from nanovllm.engine.cache.kv_pool import KVPool
 from nanovllm.engine.cache.state_pool import StatePool
 from nanovllm.engine.run.transfer import Array
-from nanovllm.layers.state_mixer import StateMixer
+from nanovllm.layers.mixer import StateMixer
 
 
 class CacheBytes(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from nanovllm.engine.cache.kv_pool import zeros_of
 from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.run.transfer import Array
-from nanovllm.layers.state_mixer import StateMixer
+from nanovllm.layers.mixer import StateMixer
 from nanovllm.utils.sizes import memory_text
 
 logger = logging.getLogger("nanovllm")

@@ -12,8 +12,7 @@ from nanovllm.formats.format import PLAIN_FORMATS, Formats
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.held_bytes import held_bytes
-from nanovllm.models.loader import errors_name, load_dummy, load_model, read_types
+from nanovllm.models.loader import errors_name, load_model, read_types
 from nanovllm.utils.heap import trim_heap
 from nanovllm.utils.sizes import memory_text
 
@@ -30,15 +29,18 @@ def load_part(
         model = empty_model(config, model_config, placement, formats)
     with torch.no_grad():
         if config.load_format == "dummy":
+            from nanovllm.models.dummy import load_dummy
+
             with torch.device("meta"):
                 whole = build_model(model_config, placement.max_positions, formats=formats)
             load_dummy(model, whole, config.seed)
         else:
             load_model(model, path, use_tqdm=placement.ranks.rank == 0)
-        num_bytes = held_bytes(model)
-        # Without graphs, launching few_rows takes the host longer than it saves the device.
+        num_bytes = model.num_bytes
+        # Only decode graphs: launching few_rows takes the host longer than it saves the device.
         with errors_name(path):
-            model.bind(placement.backend, few_rows=not config.enforce_eager)
+            backend = placement.backend
+            model.bind(backend, few_rows=backend.graph_safe and not config.enforce_eager)
     trim_heap()
     logger.info(
         "%s on %s in %s, %s loaded in %.1f s; quantized: %s; attention: %s, other kernels: %s",

@@ -13,8 +13,9 @@ from nanovllm.engine.start.device import (
 )
 from nanovllm.kernels.kv_layer import CODES
 from nanovllm.layers.attention.base import AttentionSpec
-from nanovllm.layers.backend import Backend, choose_backend
+from nanovllm.layers.backend import choose_backend
 from nanovllm.layers.cache_spec import KeysAndValues, Latent, TokenCache
+from nanovllm.layers.layer import Backend
 from nanovllm.layers.ranks import Ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.speculative_config import SpeculativeConfig

@@ -1,25 +1,36 @@
-"""The choice among the attention backends: what each one needs, and whether it works here."""
+"""The choice among the fast backends: what each one needs, and whether it works here.
+
+A backend's module is loaded when the backend is tried.
+"""
 
 import dataclasses
+import logging
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
 
-from nanovllm.kernels.cpu.attention import HEAD_DIM_STEP
-from nanovllm.kernels.cpu.library import DTYPES, MAX_HEAD_DIM
 from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
+from nanovllm.kernels.plain.read_table import DraftState, TableState
+from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 from nanovllm.layers.ahead import compile_ahead
 from nanovllm.layers.attention.base import AttentionBackend, AttentionSpec
-from nanovllm.layers.attention.cpu_backend import CpuBackend
-from nanovllm.layers.attention.flash_attn_backend import FlashAttnBackend
-from nanovllm.layers.attention.triton_backend import TritonBackend
 from nanovllm.layers.context import Context
+from nanovllm.layers.layer import Backend
 
+logger = logging.getLogger("nanovllm")
+
+Specs = Sequence[AttentionSpec]
 Built = TypeVar("Built")
 # Compute capabilities (major) where our kernels were measured, and were ahead of flash-attn 2.
 TRITON_FIRST = {9}
+CLASSES = {
+    "cpu": "cpu_backend.CpuBackend",
+    "triton": "triton_backend.TritonBackend",
+    "flash_attn": "flash_attn_backend.FlashAttnBackend",
+}
 
 
 def fastest_first(device: torch.device) -> tuple[str, ...]:
@@ -30,14 +41,45 @@ def fastest_first(device: torch.device) -> tuple[str, ...]:
     return ("triton", "flash_attn") if major in TRITON_FIRST else ("flash_attn", "triton")
 
 
-def check_needs(name: str, spec: AttentionSpec) -> None:
-    """Raise a ValueError if the machine or the model lacks what backend `name` needs."""
-    CHECKS[name](spec, f"attention_backend={name!r}")
+def fastest(*specs: AttentionSpec) -> Backend | None:
+    """The fastest backend that works here; None if only plain PyTorch does, which is logged."""
+    spec = specs[0]
+    reasons = []
+    for fast in fastest_first(spec.device):
+        try:
+            return build_backend(fast, *specs)
+        except ValueError as error:
+            logger.info("auto skips a backend: %s", error)
+            reasons.append(str(error))
+    is_slow = spec.device.type != "cpu" or spec.dtype == torch.float16  # which CPUs emulate
+    level = logging.WARNING if is_slow else logging.INFO
+    logger.log(level, "auto selects plain PyTorch: %s", "; ".join(reasons))
+    return None
 
 
-def build_attention(name: str, spec: AttentionSpec) -> AttentionBackend:
+def build_backend(name: str, *specs: AttentionSpec) -> Backend:
+    """Build attention and kernels, and try both on one token; a ValueError says what fails."""
+    for spec in specs:
+        CHECKS[name](spec, f"attention_backend={name!r}")
+
+    def build() -> Backend:
+        kernels = KERNELS[name](specs)
+        attention, *others = (_build_attention(name, spec) for spec in specs)
+        return Backend(attention, kernels, tuple(others))
+
+    return tried(name, build, specs[0].device)
+
+
+def attention_class(name: str) -> type[AttentionBackend]:
+    """The class of a backend, imported now."""
+    module, _, class_name = CLASSES[name].partition(".")
+    found: type[AttentionBackend] = getattr(import_module(f"{__package__}.{module}"), class_name)
+    return found
+
+
+def _build_attention(name: str, spec: AttentionSpec) -> AttentionBackend:
     """Build a backend, and prefill and decode one token with it."""
-    backend = BUILDERS[name](spec)
+    backend: AttentionBackend = attention_class(name)(spec)  # type: ignore[arg-type]
     _try_attention(backend, spec)
     return backend
 
@@ -67,6 +109,9 @@ def in_short(error: Exception) -> str:
 
 
 def _check_cpu(spec: AttentionSpec, refusal: str) -> None:
+    from nanovllm.kernels.cpu.attention import HEAD_DIM_STEP
+    from nanovllm.kernels.cpu.library import DTYPES, MAX_HEAD_DIM
+
     instead = "'torch' works everywhere"
     device, dtype = spec.device.type, str(spec.dtype).removeprefix("torch.")
     if device != "cpu":
@@ -112,7 +157,10 @@ def _check_flash_attn(spec: AttentionSpec, refusal: str) -> None:
         raise ValueError(f"{refusal} needs dtype 'float16' or 'bfloat16', got {dtype!r}; {instead}")
     if spec.kv_dtype != spec.dtype:
         raise ValueError(f"{refusal} needs kv_cache_dtype='auto', it cannot read 'fp8'; {instead}")
-    if spec.block_size is not None and spec.block_size % FlashAttnBackend.preferred_block_size:
+    if (
+        spec.block_size is not None
+        and spec.block_size % attention_class("flash_attn").preferred_block_size
+    ):
         raise ValueError(
             f"{refusal} needs kvcache_block_size to be a multiple of 256, got {spec.block_size};"
             f" {instead}"
@@ -130,11 +178,6 @@ CHECKS: dict[str, Callable[[AttentionSpec, str], None]] = {
     "cpu": _check_cpu,
     "triton": _check_triton,
     "flash_attn": _check_flash_attn,
-}
-BUILDERS: dict[str, Callable[[AttentionSpec], AttentionBackend]] = {
-    "cpu": CpuBackend,
-    "triton": TritonBackend,
-    "flash_attn": FlashAttnBackend,
 }
 
 
@@ -172,3 +215,66 @@ def _try_attention(backend: AttentionBackend, spec: AttentionSpec) -> None:
     backend.decode(q, kv, decode)
     if spec.device.type == "cuda":
         torch.cuda.synchronize(spec.device)
+
+
+def _triton_kernels(specs: Specs) -> Kernels:
+    """The Triton kernels, if they are compiled for the device."""
+    from nanovllm.kernels.triton.common import INTERPRETED
+
+    if specs[0].device.type == "cuda" and INTERPRETED:
+        raise RuntimeError("TRITON_INTERPRET is set: kernels would be interpreted on the CPU")
+    return _try_kernels(triton_kernels(), specs)
+
+
+def _triton_kernels_or_plain(specs: Specs) -> Kernels:
+    """The Triton kernels, else plain PyTorch: for attention that works without Triton."""
+    try:
+        return _triton_kernels(specs)
+    except Exception as error:
+        logger.warning("Triton does not work, so there are no decode graphs: %s", in_short(error))
+        return PLAIN
+
+
+KERNELS: dict[str, Callable[[Specs], Kernels]] = {
+    "cpu": lambda specs: _try_kernels(cpu_kernels(), specs),
+    "triton": _triton_kernels,
+    "flash_attn": _triton_kernels_or_plain,
+}
+
+
+def _try_kernels(kernels: Kernels, specs: Specs) -> Kernels:
+    """Run on one token the kernels that every model uses, to check that they compile here."""
+    spec = specs[0]
+    options: dict[str, Any] = {"dtype": spec.dtype, "device": spec.device}
+    x = torch.zeros(1, 2 * spec.head_dim, **options)
+    weight = torch.ones(2 * spec.head_dim, **options)
+    kernels.rms_norm(x, weight, 1.0)
+    kernels.add_rms_norm(x, x, weight, 1.0)
+    kernels.silu_and_mul(x)
+    ones = torch.ones(1, device=spec.device)
+    kernels.sample(x, ones, ones.long())
+    one, word = ones.long(), ones.int()
+    no_drafts = DraftState(word[None], word, word, word[None], word[None], word)
+    table = TableState(one, one, word, ones, word - 1, word[None], no_drafts)
+    kernels.read_table(table, 1, 1, 2, 1)
+    for each in specs:
+        _try_attention_inputs(kernels, each)
+    matrix = torch.zeros(64, 64, **options)
+    if (arranged := kernels.arrange_plain(matrix)) is not None:
+        kernels.arranged_linear(matrix, arranged, None)
+    if few_rows := kernels.few_rows([matrix], spec.dtype):
+        for rows in (matrix[:1], matrix[:8]):
+            _, scaled = few_rows.add(rows, matrix, None, rows, matrix[0], 1.0)
+            few_rows.linear(scaled, matrix)
+            few_rows.gated(scaled, matrix)
+    return kernels
+
+
+def _try_attention_inputs(kernels: Kernels, spec: AttentionSpec) -> None:
+    """Rotate a token, and store nothing."""
+    options: dict[str, Any] = {"dtype": spec.dtype, "device": spec.device}
+    qkv = torch.zeros(1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim, **options)
+    angles = torch.zeros(1, 1, spec.head_dim // 2, device=spec.device)
+    no_slot = torch.full((1,), -1, device=spec.device)
+    kv = one_block(spec, 1)
+    kernels.norm_rope_store(qkv, spec.num_kv_heads, (angles, angles), None, 0.0, kv, no_slot)

@@ -18,7 +18,7 @@ from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.kernels.plain.read_table import read_slots, read_table
 from nanovllm.layers.cache_spec import State, StateTensor
 from nanovllm.layers.context import StateStep
-from nanovllm.layers.state_mixer import StateMixer
+from nanovllm.layers.mixer import StateMixer
 from nanovllm.sampling_params import SamplingParams
 
 SIZE, INTERVAL = 4, 8

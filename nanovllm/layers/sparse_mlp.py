@@ -1,4 +1,4 @@
-"""The router of a layer of experts."""
+"""SparseMLP: a feed-forward part of experts, and the router that selects some for each token."""
 
 from typing import TYPE_CHECKING
 
@@ -6,14 +6,17 @@ import torch
 
 from nanovllm.formats.format import DENSE, WeightFormat
 from nanovllm.kernels.plain.route import choose
-from nanovllm.layers.backend import Backend
+from nanovllm.layers.build import Build
+from nanovllm.layers.experts import Experts
+from nanovllm.layers.feed_forward import FeedForward
+from nanovllm.layers.layer import Backend
 from nanovllm.layers.linear import ReplicatedLinear
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.route import Router as RouterKernel  # which needs Triton
 
 
-class Router(ReplicatedLinear):
+class ExpertRouter(ReplicatedLinear):
     """Selects K of E experts for each row, with a share for each.
 
     In float32 for every model type: rounding must not decide between experts.
@@ -51,3 +54,34 @@ class Router(ReplicatedLinear):
             scores = self.linear(x.float(), self.bias)
             return choose(scores, self.per_token, self.normalized)
         return self.kernel.route(x, self.per_token, self.normalized)
+
+
+class SparseMLP(FeedForward):
+    """Experts, and the router that selects `per_token` of them, with a share for each.
+
+    With `normalized`, the shares of a token's experts add up to 1.
+    """
+
+    def __init__(
+        self,
+        make: Build,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        per_token: int,
+        *,
+        normalized: bool,
+    ) -> None:
+        super().__init__()
+        self.gate = ExpertRouter(
+            hidden_size, num_experts, per_token, normalized, make.formats.in_float32("gate")
+        )
+        self.experts = Experts(
+            num_experts, hidden_size, intermediate_size, make.ranks, make.whole_experts,
+            make.formats.of_experts(num_experts), make.formats.names.experts,
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares, expert_ids = self.gate.select(x)
+        out: torch.Tensor = self.experts(x, expert_ids, shares)
+        return out

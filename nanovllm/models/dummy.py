@@ -1,0 +1,30 @@
+"""Random weights in place of a checkpoint's."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from nanovllm.models.decoder import Model
+from nanovllm.models.loader import fill_param, layer_of
+
+
+def load_dummy(model: Model, whole: Model, seed: int) -> None:
+    """Give every matrix of `model` random weights, which do not depend on the number of ranks.
+
+    `whole` is the model of a single rank, used for its shapes; it may be on the meta device. Peak
+    memory: what this rank holds, plus one whole matrix.
+    """
+    for name, _, values in dummy_values(whole, seed, next(model.parameters()).device):
+        if values is not None:
+            fill_param(model, name, None, values)
+
+
+def dummy_values(
+    whole: Model, seed: int, device: torch.device
+) -> Iterator[tuple[str, nn.Parameter, torch.Tensor | None]]:
+    """The random weights of a model of a single rank; None where a parameter stays as it is."""
+    for index, (name, param) in enumerate(whole.named_parameters()):
+        parent = name.rpartition(".")[0]
+        generator = torch.Generator(device=device).manual_seed(seed + index)
+        yield name, param, layer_of(whole, parent).dummy_values(param, generator)
