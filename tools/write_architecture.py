@@ -32,7 +32,7 @@ CORE: dict[str, list[str]] = {
                   "layers/self_attention", "layers/feed_forward", "layers/mixer", "layers/build",
                   "layers/cache_spec", "layers/embed_head", "layers/layernorm", "layers/linear",
                   "layers/rotary_embedding", "layers/context", "layers/attention/layer",
-                  "layers/attention/base", "layers/attention/torch_backend", "layers/activation",
+                  "layers/attention/base", "layers/attention/torch_backend",
                   "layers/sampler"],
     "plain kernels": ["kernels/table", "kernels/kv_layer", "kernels/plain/read_table",
                       "kernels/plain/rms_norm", "kernels/plain/norm_rope_store",

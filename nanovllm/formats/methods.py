@@ -6,9 +6,11 @@ and what is supported.
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from nanovllm.formats.compressed_tensors import read_compressed_tensors
+from nanovllm.formats.names import USUAL_NAMES, Names
 from nanovllm.formats.quantization import (
     FIELD,
     HEAD,
@@ -31,25 +33,27 @@ from nanovllm.formats.scheme import ONLINE, Scheme
 from nanovllm.utils.checks import allowed_choices, check_bool, check_choice, check_int, shorten
 
 
-def read_or_make(raw: Mapping[str, Any], option: str | None) -> Quantization:
-    """The quantization of a checkpoint with this config, or else what the option makes of it.
+def choose_quantization(
+    raw: Mapping[str, Any], option: str | None, names: Names = USUAL_NAMES
+) -> Quantization:
+    """The quantization that a checkpoint's config describes, else the one that the option names.
 
     It is a ValueError if the two contradict each other.
     """
     found = read_quantization(raw)
-    if not option or found.method == option:
-        return found
-    if found.method is not None:
+    if option and found.method not in (None, option):
         raise ValueError(
             f"quantization={option!r}: the checkpoint is quantized already, by"
             f" {found.method!r}; leave the option out"
         )
-    if option not in ONLINE:
-        raise ValueError(
-            f"quantization={option!r}: the checkpoint has plain weights, which can be"
-            f" quantized by {allowed_choices(ONLINE)}"
-        )
-    return _while_loading(option)
+    if option and found.method is None:
+        if option not in ONLINE:
+            raise ValueError(
+                f"quantization={option!r}: the checkpoint has plain weights, which can be"
+                f" quantized by {allowed_choices(ONLINE)}"
+            )
+        found = _while_loading(option)
+    return replace(found, names=names)
 
 
 def _while_loading(method: str) -> Quantization:

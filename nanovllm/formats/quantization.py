@@ -1,15 +1,15 @@
 """Quantization: how each linear layer of a model is quantized, by its name in the checkpoint.
 
-A model's config says so, or the option `quantization` does for plain weights. No PyTorch here, and
-for plain weights no reader of `quantization_config`.
+A model's config says so, or the option `quantization` does for plain weights: `methods.py` reads
+both. No PyTorch here.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from nanovllm.formats.names import USUAL_NAMES, Names
+from nanovllm.formats.names import Names
 
 if TYPE_CHECKING:
     from nanovllm.formats.scheme import Scheme
@@ -61,16 +61,6 @@ class Quantization:
 NOT_QUANTIZED = Quantization()
 
 
-def choose_quantization(
-    raw: Mapping[str, Any], option: str | None, names: Names = USUAL_NAMES
-) -> Quantization:
-    """The quantization that a checkpoint's config describes, else the one that the option names.
-
-    It is a ValueError if the two contradict each other.
-    """
-    found = NOT_QUANTIZED
-    if option or any(raw.get(field) is not None for field in (FIELD, OLD_FIELD)):
-        from nanovllm.formats.methods import read_or_make
-
-        found = read_or_make(raw, option)
-    return replace(found, names=names)
+def is_quantized(raw: Mapping[str, Any]) -> bool:
+    """Whether a model's config describes quantized weights."""
+    return any(raw.get(field) is not None for field in (FIELD, OLD_FIELD))

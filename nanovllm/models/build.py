@@ -11,6 +11,7 @@ from nanovllm.models import registry
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.family import Family
+from nanovllm.models.parts import usual_model
 
 
 def build_model(
@@ -27,7 +28,8 @@ def build_model(
 
 def made_with(config: ModelConfig, make: Build) -> CausalLM:
     """As `build_model`, for what another model of the same config was made with."""
-    model: CausalLM = _family_of(config).build(config, make)
+    build = _family_of(config).build or usual_model
+    model: CausalLM = build(config, make)
     if not isinstance(model, CausalLM):
         raise TypeError(f"the family of {config.architecture} must build a CausalLM, got {model!r}")
     _check_caches(config, model, make.ranks)

@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanovllm.formats.quantization import NOT_QUANTIZED, Quantization, choose_quantization
+from nanovllm.formats.names import Names
+from nanovllm.formats.quantization import NOT_QUANTIZED, Quantization, is_quantized
 from nanovllm.layers.cache_spec import KeysAndValues, State, TokenCache
 from nanovllm.models import registry
 from nanovllm.models.bare import causal_name, lacks_head
@@ -107,7 +108,7 @@ class ModelConfig:
             config,
             architecture=name,
             family=registry.reference(name),
-            quantization=choose_quantization(file, quantization, family.names),
+            quantization=_quantization(file, quantization, family.names),
         )
         config._refuse_huge()
         config._check_caches()
@@ -196,6 +197,15 @@ class ModelConfig:
         )
         if self.hidden_size * self.vocab_size + largest > MAX_PARAMETERS:
             raise ValueError(f"no memory holds a matrix of the model's sizes: {self.sizes}")
+
+
+def _quantization(file: Mapping[str, Any], option: str | None, names: Names) -> Quantization:
+    """How the weights are quantized. The readers are loaded only if they are."""
+    if option is None and not is_quantized(file):
+        return replace(NOT_QUANTIZED, names=names)
+    from nanovllm.formats.methods import choose_quantization
+
+    return choose_quantization(file, option, names)
 
 
 def _architecture_name(raw: Mapping[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from nanovllm.formats.names import USUAL_NAMES, Names
@@ -14,23 +13,16 @@ if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
 ConfigT = TypeVar("ConfigT")
 
 
-def build_usual(config: Any, make: "Build") -> "CausalLM":
-    """Build the form of most families: a norm before attention, and before a gated layer."""
-    from nanovllm.models import parts
-
-    return parts.causal_lm(config, make, partial(parts.usual_block, config))
-
-
 @dataclass(frozen=True)
 class Family(Generic[ConfigT]):
     """A family of models.
 
     `read` makes a `ModelConfig`, or a subclass of it, of the fields of a `config.json`. What it
     does not support is a ValueError that names the field. `build` makes the model of that, with
-    parameters that are not filled yet; by default in the form of Llama. `names` says what
+    parameters that are not filled yet; None: in the form of Llama. `names` says what
     checkpoints call its tensors.
     """
 
     read: Callable[[Mapping[str, Any]], ConfigT]
-    build: "Callable[[ConfigT, Build], CausalLM]" = build_usual
+    build: "Callable[[ConfigT, Build], CausalLM] | None" = None
     names: Names = USUAL_NAMES

@@ -43,16 +43,6 @@ def mlp(config: ModelConfig, make: Build) -> MLP:
     return MLP(make, config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
 
-def usual_block(config: ModelConfig, index: int, make: Build) -> Block:
-    """A layer of most models: attention and a gated layer, and a norm before each."""
-    return Block(
-        make,
-        pre_norms(config),
-        attention(config, index, make.inside("self_attn")),
-        mlp(config, make.inside("mlp")),
-    )
-
-
 def sparse_mlp(config: ModelConfig, make: Build) -> FeedForward:
     """The experts of a layer."""
     from nanovllm.layers.sparse_mlp import SparseMLP
@@ -82,6 +72,20 @@ def causal_lm(config: ModelConfig, make: Build, block: Callable[[int, Build], Bl
         {ROPE: rope(config, make)},
     )
     return CausalLM(make, decoder, head(config, make, decoder.embed_tokens))
+
+
+def usual_model(config: ModelConfig, make: Build) -> CausalLM:
+    """The form of Llama: attention and a gated layer in each block, and a norm before both."""
+
+    def block(index: int, make: Build) -> Block:
+        return Block(
+            make,
+            pre_norms(config),
+            attention(config, index, make.inside("self_attn")),
+            mlp(config, make.inside("mlp")),
+        )
+
+    return causal_lm(config, make, block)
 
 
 def blocks(config: ModelConfig, make: Build, block: Callable[[int, Build], Block]) -> list[Block]:

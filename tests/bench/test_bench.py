@@ -29,7 +29,7 @@ from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.engine.start.placement import Placement, resolve_placement
 from nanovllm.formats.choice import format_of
 from nanovllm.formats.format import WeightFormat
-from nanovllm.formats.quantization import choose_quantization
+from nanovllm.formats.methods import choose_quantization
 from nanovllm.formats.scheme import INT8
 from nanovllm.kernels.kv_layer import CODES, head_bytes
 from nanovllm.layers.ranks import ALONE

@@ -16,8 +16,8 @@ from waiting import little_work
 from nanovllm import LLM
 from nanovllm.formats.choice import QuantizedFormats
 from nanovllm.formats.format import DENSE
-from nanovllm.formats.methods import METHODS, read_quantization
-from nanovllm.formats.quantization import Quantization, choose_quantization
+from nanovllm.formats.methods import METHODS, choose_quantization, read_quantization
+from nanovllm.formats.quantization import Quantization
 from nanovllm.formats.scheme import ONLINE
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils.rules import QUANTIZATIONS

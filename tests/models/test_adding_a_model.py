@@ -66,21 +66,21 @@ def test_the_page_names_every_choice_that_exists() -> None:
     """Of norms, activations and parts of blocks; a name that is gone would mislead."""
     from nanovllm.formats.names import Names
     from nanovllm.layers import (
-        activation,
         block,
         cache_spec,
         feed_forward,
         layernorm,
         self_attention,
+        sparse_mlp,
     )
     from nanovllm.models import parts
 
     table = "\n".join(re.findall(r"^\|.*\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     named = set(re.findall(r"`(?:parts\.)?(\w+)(?:\(.*?\))?`", table))
-    modules = (activation, block, cache_spec, feed_forward, layernorm, self_attention, parts)
+    modules = (block, cache_spec, feed_forward, layernorm, self_attention, sparse_mlp, parts)
     known = {name for each in modules for name in vars(each)} | {*Names.__dataclass_fields__}
     assert named - known == {"residual_scale", "qkv_proj", "gate_up_proj"}
     assert named >= {*Names.__dataclass_fields__}
     for each in (block.pre_norms, block.post_norms, block.sandwich_norms, layernorm.PlusOneRMSNorm):
         assert each.__name__ in named
-    assert {each.__name__ for each in get_args(activation.Activation)} <= named
+    assert {each.__name__ for each in get_args(feed_forward.Activation)} <= named

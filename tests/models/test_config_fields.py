@@ -22,7 +22,8 @@ from waiting import little_work
 
 from nanovllm import LLM
 from nanovllm.command.info import describe
-from nanovllm.layers.rotary_embedding import ROPE_TYPES, rope_frequencies
+from nanovllm.layers.rope_types import ROPE_TYPES
+from nanovllm.layers.rotary_embedding import rope_frequencies
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fields import DEFAULTS
 from nanovllm.models.registry import MODELS

@@ -22,7 +22,7 @@ from waiting import LIMIT, wait_until
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.layer import Layer
-from nanovllm.models import llama, registry
+from nanovllm.models import registry
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
@@ -597,7 +597,7 @@ def test_a_field_without_a_default_is_named(copy_of_model: Copy, tmp_path: Path)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "_registered", {})
-        register_model("Added", Family(read, llama.build))
+        register_model("Added", Family(read))
         assert "config.json has no field 'vocab_size'" in config_error(path)
 
 
