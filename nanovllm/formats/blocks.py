@@ -18,7 +18,7 @@ LEAST = 16  # columns, that kernels multiply at a time: they need multiples of i
 
 
 def places(parts: Sequence[slice], unit: int, device: torch.device) -> torch.Tensor:
-    """Where rows are in a joined tensor, each element of which is for `unit` rows.
+    """The places of rows in a joined tensor that has one element for `unit` rows.
 
     `parts` are the rows of each projection, which has all elements that are for any of them.
     """

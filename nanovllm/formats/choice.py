@@ -25,7 +25,7 @@ FORMATS: dict[str, Callable[[Scheme], WeightFormat]] = {
     "gptq": Gptq,
     "int4": Int4Packed,
 }
-CODES = ("weight", "weight_packed", "qweight")  # tensors of which a linear layer has one
+CODES = ("weight", "weight_packed", "qweight")  # a linear layer has one of these tensors
 SCALES = ("scales", "weight_scale", "weight_scale_inv")  # and a quantized one has one of these
 
 
@@ -41,7 +41,7 @@ def format_of(scheme: Scheme | None, is_fused: bool = False) -> WeightFormat:
 
 
 def joined_format(schemes: Sequence[Scheme | None], is_fused: bool = False) -> WeightFormat:
-    """The format of a fused layer whose projections have these schemes."""
+    """The format of a fused layer with projections of these schemes."""
     if all(scheme == schemes[0] for scheme in schemes):
         return format_of(schemes[0], is_fused)
     return PerProjection([format_of(scheme) for scheme in schemes])

@@ -21,7 +21,7 @@ class Matrix(ABC):
     operand: Any = None
 
     def rounding(self, x: torch.Tensor) -> Rounding | None:  # noqa: ARG002
-        """How `linear` rounds as many rows as x has, so that the kernel before it can do so."""
+        """The rounding of len(x) rows, which the kernel before `linear` can do; None without one."""
         return None
 
     def plain(self) -> torch.Tensor | None:

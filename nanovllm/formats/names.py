@@ -17,11 +17,11 @@ EXPERTS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Names:
-    """How the names in a family's files differ from those of its modules.
+    """The differences between the names in a family's files and those of its modules.
 
     `fused` and `experts` map a layer, or an expert's matrix, to its parts in the files. `prefixes`
     maps beginnings of names in the files to what they are here; the first that fits counts.
-    Tensors whose names begin with one of `skipped` are left out: the model has no use for them.
+    Tensors with names that begin with one of `skipped` are left out: the model does not use them.
     With `stores_fused`, files have the fused layers, and rules of quantized ones name those.
     """
 
@@ -32,7 +32,7 @@ class Names:
     stores_fused: bool = False
 
     def parts(self, layer: str) -> tuple[str, ...]:
-        """What the files call the parts of a layer, by its last name; none if it is not fused."""
+        """The names, in files, of a layer's parts, by its last name; none if it is not fused."""
         return self.fused.get(layer, ())
 
     def is_skipped(self, name: str) -> bool:
@@ -44,7 +44,7 @@ class Names:
         return _renamed(name, self.prefixes.items())
 
     def theirs(self, name: str) -> str:
-        """What the files call a module that we call `name`, as rules of quantized ones have it."""
+        """The name, in files and in rules of quantized ones, of a module that we call `name`."""
         above, _, layer = name.rpartition(".")
         if self.stores_fused:
             layer = next((whole for whole, parts in self.fused.items() if layer in parts), layer)

@@ -22,7 +22,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class PackedCodes(WeightFormat):
-    """What the formats share: a subclass names its tensors, and unpacks them."""
+    """The common part of these formats. A subclass names its tensors, and unpacks them."""
 
     scale_name = "weight_scale"
     order_name: str
@@ -98,7 +98,7 @@ class PackedCodes(WeightFormat):
     def _groups_of_columns(
         self, tensors: Tensors, part: RankPart, device: torch.device
     ) -> torch.Tensor:
-        """Which scale each column of the part has."""
+        """The number of the scale of each column of the part."""
         size = self.scheme.columns
         if size is None:
             return torch.zeros(part.num_columns, dtype=torch.long, device=device)
@@ -115,7 +115,7 @@ class PackedCodes(WeightFormat):
 
 
 class PackedColumns(PackedCodes):
-    """A matrix [N, K] whose codes are packed along K, and its scales [N, groups]."""
+    """A matrix [N, K] with codes that are packed along K, and its scales [N, groups]."""
 
     def codes(self, tensors: Tensors, part: RankPart) -> torch.Tensor:
         return _unpacked(tensors["weight_packed"], self.scheme.bits, -1, [part.columns])
@@ -155,7 +155,7 @@ class CompressedTensors(PackedColumns):
 
 
 class Int4Packed(PackedColumns):
-    """What plain weights are quantized to 4 bits as: zero points have a byte each."""
+    """The format that plain weights are quantized to with 4 bits. Zero points have a byte each."""
 
     def make_tensors(self) -> dict[str, Stored]:
         return {
@@ -219,7 +219,7 @@ class Awq(PackedCodes):
 def _unpacked(
     words: torch.Tensor, bits: int, dim: int, parts: list[slice] | tuple[slice, ...]
 ) -> torch.Tensor:
-    """The codes of the rows or columns `parts`, whose words are joined along `dim`."""
+    """The codes of the rows or columns `parts`, from words that are joined along `dim`."""
     return take(unpack(words, bits, dim), dim, places(parts, 32 // bits, words.device))
 
 

@@ -76,9 +76,9 @@ def rule(field: str, pattern: str, scheme: Scheme | None) -> Rule:
 
 
 def excluding(names: list[str], scheme: Scheme, head: bool = False) -> tuple[Rule, ...]:
-    """The scheme for all layers, except those whose names contain one of `names` as whole words.
+    """The scheme for all layers, except those with one of `names` in their own names.
 
-    Words are separated by dots. The head is plain unless it is included.
+    Names match as whole words, which dots separate. The head is plain unless it is included.
     """
     excluded = [rf"(.*\.)?{any_of(names)}(\.|$)"] if names else []
     if not head:

@@ -12,7 +12,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a checkpoint's tensors mean.
+    """The meaning of a checkpoint's quantized tensors.
 
     `storage` says how codes are stored. A scale belongs to `rows` x `columns` weights of a matrix
     [out, in]; None is all of them. "float" inputs are not rounded. Others may be rounded to the

@@ -20,7 +20,7 @@ Fill = Callable[[torch.Tensor, tuple[int, int], torch.Generator], object]
 
 
 class Loaded(Protocol):
-    """A checkpoint's tensor: in memory, or in a file, of which only the indexed part is read."""
+    """A checkpoint's tensor: in memory, or in a file; then only the indexed part is read."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.utils.cores import allowed_cores
 
-MOST_THREADS = 16  # a start compiles about 40 kernels, of which the slowest takes a sixth of all
+MOST_THREADS = 16  # a start compiles about 40 kernels, and the slowest takes a sixth of the time
 
 
 def compile_ahead(call: Callable[[], object], device: torch.device) -> None:

@@ -29,7 +29,7 @@ class Norms:
 
 
 def pre_norms(mixer: RMSNorm, feed_forward: RMSNorm) -> Norms:
-    """Those of most models: before each part."""
+    """The norms of most models: before each part."""
     return Norms(
         before_mixer=("input_layernorm", mixer),
         before_feed_forward=("post_attention_layernorm", feed_forward),
@@ -37,7 +37,7 @@ def pre_norms(mixer: RMSNorm, feed_forward: RMSNorm) -> Norms:
 
 
 def post_norms(mixer: RMSNorm, feed_forward: RMSNorm) -> Norms:
-    """After each part, by the names of OLMo 2."""
+    """Norms after each part, by the names of OLMo 2."""
     return Norms(
         after_mixer=("post_attention_layernorm", mixer),
         after_feed_forward=("post_feedforward_layernorm", feed_forward),
@@ -47,7 +47,10 @@ def post_norms(mixer: RMSNorm, feed_forward: RMSNorm) -> Norms:
 def sandwich_norms(
     before_mixer: RMSNorm, after_mixer: RMSNorm, before: RMSNorm, after: RMSNorm
 ) -> Norms:
-    """Before and after each part, by the names of Gemma. The last two are the feed-forward's."""
+    """Norms before and after each part, by the names of Gemma.
+
+    The last two are the feed-forward's.
+    """
     return Norms(
         ("input_layernorm", before_mixer), ("post_attention_layernorm", after_mixer),
         ("pre_feedforward_layernorm", before), ("post_feedforward_layernorm", after),
@@ -100,7 +103,7 @@ class Block(nn.Module):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What blocks that use the same kernels have in common; it can be hashed."""
+        """Equal for blocks that use the same kernels; it can be hashed."""
         return *self.parts.mixer.kind, *map(type, self.parts[1:])
 
     @property

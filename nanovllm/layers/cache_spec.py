@@ -8,7 +8,7 @@ Heads = tuple[int, int, int]  # of queries, of keys, and the size of each
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What a mixer keeps, on this rank. Its subclasses say of what kind that is."""
+    """What a mixer keeps on this rank. A subclass for each kind."""
 
 
 class TokenCache(CacheSpec):
@@ -22,7 +22,7 @@ class TokenCache(CacheSpec):
 
     @property
     def heads(self) -> Heads:
-        """What attention is planned for."""
+        """The heads that attention is planned for."""
         raise NotImplementedError
 
     @property
@@ -32,7 +32,7 @@ class TokenCache(CacheSpec):
         return num_kv_heads * head_dim
 
     def part(self, num_ranks: int) -> "TokenCache":
-        """What each rank keeps of what all have together."""
+        """The part that each of `num_ranks` ranks keeps."""
         raise NotImplementedError
 
 

@@ -56,8 +56,8 @@ class StateBatch(NamedTuple):
 class StateStep:
     """Where the B sequences of a step find states, and where its T tokens leave them.
 
-    `before` [B] has the slots with the states before the sequences' first tokens: slot 0, whose
-    states are zeros, for those that begin. `after` [T] has the slots for the states after each
+    `before` [B] has the slots with the states before the sequences' first tokens: slot 0, with
+    states of zeros, for those that begin. `after` [T] has the slots for the states after each
     token; -1, the last slot, where they are not kept. Sequence b's tokens are the rows
     `ends[b]:ends[b + 1]`, where `ends` is on the host; in a decode step each has `num_queries`.
     """
@@ -103,7 +103,7 @@ _current = threading.local()
 def attending(
     contexts: Context | list[Context], backends: Any, states: StateStep | None = None
 ) -> Iterator[None]:
-    """A block whose layers attend by this metadata, which the attention backend plans for.
+    """In the block, layers attend by this metadata. The attention backend plans for it.
 
     With several cache groups there are a context and a backend for each: the contexts differ in
     slots and block tables. Without any there is one context, and no backend. `states` is for layers

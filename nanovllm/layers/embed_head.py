@@ -156,7 +156,7 @@ class ParallelLMHead(LinearBase):
         return logits
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """The logits of which each rank has a part."""
+        """All logits, from the part of them that each rank has."""
         if padding := self.shard.num_rows - part.shape[1]:
             part = F.pad(part, (0, padding))
         return self.ranks.gather(part)[:, : self.shard.vocab_size]

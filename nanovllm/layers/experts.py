@@ -1,4 +1,4 @@
-"""Experts: parallel feed-forward layers, of which each token uses a few."""
+"""Experts: parallel feed-forward layers; each token uses a few of them."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -79,7 +79,7 @@ class Experts(Layer):
 
     @property
     def num_own(self) -> int:
-        """The number of experts of which this rank holds something."""
+        """The number of experts that this rank has, in full or in part."""
         return self.experts.stop - self.experts.start
 
     def parts(self, name: str) -> list[str]:
@@ -155,7 +155,7 @@ class Experts(Layer):
     def bind(self, backend: Backend) -> None:
         """Replace the checkpoint's tensors with what the kernels read. A second call does nothing.
 
-        Peak memory: the experts' gate_up_proj, or their down_proj, are held twice.
+        Peak memory: two copies of the experts' gate_up_proj, or of their down_proj.
         """
         self.kernels = backend.kernels
         if self.matrices is None and self.operands is None:
@@ -178,7 +178,7 @@ class Experts(Layer):
             yield self.formats[name].weight(tensors, self.rank_parts[name])
 
     def _operand(self, name: str) -> Any:
-        """What the kernels read for all experts. The parameters are dropped."""
+        """The operand of the kernels for all experts. The parameters are dropped."""
         if isinstance(self.formats[name], Dense):
             (stack,) = self.stored_tensors(name).values()
             self.formats[name].drop(self, RENAMES[name])

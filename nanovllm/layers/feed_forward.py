@@ -16,7 +16,7 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 class SiluAndMul(Layer):
     """`silu(gate) * up` of a merged gate-and-up projection.
 
-    With a `rounding`, rounded rows for the layer that this rounding is of.
+    With a `rounding`, which is that of the next layer, the result is rounded rows for that layer.
     """
 
     kernels: Kernels = PLAIN
@@ -43,7 +43,7 @@ class FeedForward(nn.Module):
     """Hidden states [T, hidden] -> [T, hidden], which the ranks must sum up."""
 
     def rounding(self, x: torch.Tensor) -> Rounding | None:  # noqa: ARG002
-        """How it rounds as many rows as x has: `forward` takes those, too. None: not at all."""
+        """The rounding of len(x) rows: `forward` takes rounded rows, too. None: there is none."""
         return None
 
 

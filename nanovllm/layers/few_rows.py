@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def operands_of(block: Block) -> list[Any]:
-    """What the kernels read, in the order of their use; [None] for a block of another form.
+    """The kernels' operands, in the order of their use; [None] for a block of another form.
 
     For what has None, there are no such kernels.
     """
@@ -54,7 +54,7 @@ def _operands_after(feed_forward: FeedForward) -> list[Any]:
 
 
 def expert_weights(gate: ExpertRouter, experts: Experts) -> ExpertWeights | None:
-    """What the kernels read of experts. They do not sum experts over several ranks."""
+    """The kernels' operands of experts. They do not sum experts over several ranks."""
     if experts.ranks.size > 1 or experts.operands is None:
         return None
     return ExpertWeights(gate.kernel, *experts.operands, gate.per_token, gate.normalized)

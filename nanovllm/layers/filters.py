@@ -1,9 +1,9 @@
 """Filters: per-row options that change the logits before sampling. R rows that use any, V tokens.
 
-The order is: callables, masks, allowed ids, forbidden ids, biases, penalties, all of which `narrow`
-writes into the logits (minus infinity for an excluded token); then, for rows that are not greedy,
-the cuts of `draw`. Rows that have masks and nothing else are not copied: `sample_masked` draws
-them.
+The order is: callables, masks, allowed ids, forbidden ids, biases, penalties; `Filters.narrow`
+writes all these into the logits (minus infinity for an excluded token). Then, for rows that are
+not greedy, the cuts of `draw`. Rows that have masks and nothing else are not copied:
+`sample_masked` draws them.
 """
 
 from collections.abc import Callable, Sequence

@@ -74,7 +74,7 @@ class Layer(nn.Module):
         return []
 
     def dummy_values(self, param: nn.Parameter, generator: torch.Generator) -> torch.Tensor | None:
-        """Random values for the whole parameter of which `param` has the size.
+        """Random values for a whole parameter, which has the size of `param`.
 
         None leaves it as it is, with the layer's `initial` value: norm weights are ones. They are
         drawn in float32: the bytes of a type decide how PyTorch draws, and the values must not

@@ -14,8 +14,8 @@ from nanovllm.layers.ranks import ALONE, Ranks
 class RMSNorm(Layer):
     """Root-mean-square norm over the last dimension, computed in float32.
 
-    With a `rounding`, the norm is rounded rows for the layer that this rounding is of. The `ranks`
-    are those whose sum `add` and `of_sum` normalize: block and decoder set them by `sum_over`.
+    With a `rounding`, which is that of the next layer, the result is rounded rows for that layer.
+    `add` and `of_sum` normalize the sum over `ranks`, which block and decoder set by `sum_over`.
     """
 
     kernels: Kernels = PLAIN
@@ -56,7 +56,7 @@ class RMSNorm(Layer):
 
 
 class PlusOneRMSNorm(RMSNorm):
-    """RMSNorm whose factors are 1 + weight.
+    """RMSNorm with the factors 1 + weight.
 
     In 16 bits the sum would lose what makes most weights differ, so all is computed in float32.
     """

@@ -69,7 +69,7 @@ class LinearBase(Layer):
     def bind(self, backend: Backend) -> None:
         """Replace the checkpoint's tensors with the matrix. A second call does nothing.
 
-        Peak memory: this layer's weight is held twice while its layout changes.
+        Peak memory: two copies of this layer's weight, while its layout changes.
         """
         if self.matrix is None:
             weight = self.weight_format.weight(self.stored_tensors(), self.rank_part)
@@ -78,7 +78,7 @@ class LinearBase(Layer):
 
     @property
     def operand_and_bias(self) -> tuple[Any, torch.Tensor | None]:
-        """What kernels read that fuse other operations with the layer's, once it is bound."""
+        """The operands of kernels that fuse other operations with the layer's, once it is bound."""
         assert self.matrix is not None
         return self.matrix.operand, self.added_bias
 
@@ -88,7 +88,7 @@ class LinearBase(Layer):
         return self.bias
 
     def rounding(self, x: torch.Tensor) -> Rounding | None:
-        """How this layer rounds as many rows as x has: `forward` takes those, too.
+        """The rounding of len(x) rows by this layer: `forward` takes rounded rows, too.
 
         None in steps with adapters, which multiply rows that are not rounded.
         """
@@ -128,7 +128,7 @@ class ReplicatedLinear(LinearBase):
 
 
 class RowParallelLinear(LinearBase):
-    """A linear layer whose inputs are split among the ranks: [T, in / size] -> [T, out].
+    """A linear layer with inputs that the ranks split: [T, in / size] -> [T, out].
 
     The output is the sum of what the ranks return: the norm that follows adds that up. Only rank 0
     adds the bias.

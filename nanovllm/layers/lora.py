@@ -1,7 +1,7 @@
-"""Which adapter each row of a step has, and what adds it to a layer's output.
+"""AdapterRows: the adapter of each row of a step; it adds them to a layer's output.
 
-A layer's adapters are a `LowRank` with a group for each slot. Nothing here knows whose adapter is
-in a slot.
+A layer's adapters are a `LowRank` with a group for each slot. Nothing here knows which adapter
+is in a slot.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class AdapterRows:
     groups: Any
 
     def at(self, rows: torch.Tensor) -> "AdapterRows":
-        """Those of some rows."""
+        """The adapters of some of the rows."""
         return group_rows(self.slots.index_select(0, rows), self.num_slots, self.kernels)
 
     def add(
@@ -41,8 +41,8 @@ class AdapterRows:
 
         Launch `linear` before the adapters' kernels. A kernel may start before the one ahead of it
         has ended, and the adapters' kernels read what `group_rows` wrote, so another kernel must
-        run between the two. In a decode graph they run beside `linear`, and there must be another
-        kernel before both.
+        run between the two. In a decode graph they run at the same time as `linear`, so another
+        kernel must run before both.
         """
         down_of = partial(self.kernels.lora_down, x, weights, self.groups)
         if len(x) <= MOST_BESIDE:
@@ -53,7 +53,7 @@ class AdapterRows:
         return out
 
     def of_pairs(self, expert_ids: torch.Tensor, num_experts: int) -> "AdapterRows":
-        """Those of pairs of a row and one of its experts [T, K]: an expert's for each slot.
+        """The adapters of pairs of a row and one of its experts [T, K]: an expert's for each slot.
 
         Ids outside [0, num_experts) are of other ranks.
         """

@@ -24,11 +24,11 @@ class Mixer(nn.Module):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What mixers that use the same kernels have in common; it can be hashed."""
+        """Equal for mixers that use the same kernels; it can be hashed."""
         return type(self), self.cache
 
     def rounding(self, x: torch.Tensor) -> Rounding | None:  # noqa: ARG002
-        """How `mix` rounds as many rows as x has: it takes those, too. None: not at all."""
+        """The rounding of len(x) rows: `mix` takes rounded rows, too. None: there is none."""
         return None
 
     def mix(self, x: Any, ropes: Ropes) -> torch.Tensor:

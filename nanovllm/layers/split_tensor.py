@@ -1,4 +1,4 @@
-"""SplitTensor: a parameter of any shape, of which each rank holds an equal part."""
+"""SplitTensor: a parameter of any shape, with an equal part on each rank."""
 
 import torch
 from torch import nn

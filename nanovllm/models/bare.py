@@ -18,7 +18,7 @@ NO_HEAD = (
 
 
 def causal_name(name: str, known: Container[str]) -> str:
-    """The name of an architecture with its head, if a decoder's `name` is that of a known one."""
+    """The architecture with a head, if `name` is the decoder of a known one; else `name`."""
     whole = f"{name.removesuffix('Model')}ForCausalLM"
     return whole if name.endswith("Model") and whole in known else name
 
@@ -26,7 +26,7 @@ def causal_name(name: str, known: Container[str]) -> str:
 def lacks_head(path: Path) -> bool:
     """Whether the checkpoint in a directory is a decoder alone.
 
-    It is not, if its files cannot be read: loading them raises.
+    The answer is no if its files cannot be read; loading them raises then.
     """
     try:
         names = [*_names(path)]

@@ -50,7 +50,7 @@ class ModelConfig:
     head, because the checkpoint has only the decoder, the embeddings' table takes its place.
 
     A family adds fields of its own in a subclass. What the engine needs to know of a model before
-    it is built is in `layers`; a family whose layers have another shape overrides `layer_shape`.
+    it is built is in `layers`; a family with layers of another shape overrides `layer_shape`.
     """
 
     architecture: str = ""

@@ -132,7 +132,7 @@ class Decoder(nn.Module):
 
 
 class Model(nn.Module):
-    """What a checkpoint fills.
+    """A model that a checkpoint fills.
 
     `names` says what checkpoints call its tensors. `tied_weights` has other names of tensors; a
     checkpoint has one of the two, or both with the same values.

@@ -66,7 +66,7 @@ def decoder_fields(
     old_rope_types: Mapping[str, str] | None = None,
     has_unrotated: bool = False,
 ) -> dict[str, Any]:
-    """What the config of every decoder has, by our names.
+    """The fields of every decoder's config, by our names.
 
     `partial_rotary` and `old_rope_types` are for `rope_parameters`. If the family `has_unrotated`
     layers, only those can have a window.
@@ -162,7 +162,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def fields_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The fields of a file, for a block whose errors are given the file's name."""
+    """The fields of a file, for a block. Errors in the block get the file's name."""
     raw = read_json(path)
     try:
         yield raw

@@ -39,7 +39,7 @@ def resolve_model(
     revision: str | None = None,
     download_dir: str | None = None,
 ) -> Path:
-    """The directory of `model`: a local path, or a hub id, of which `files` are downloaded."""
+    """The directory of `model`: a local path, or a hub id, from which `files` are downloaded."""
     path = local_directory("model", model, revision)
     if path is None and model.count("/") != 1:
         raise FileNotFoundError(f"model directory {model!r} does not exist")
@@ -147,7 +147,7 @@ def load_model(
     missing = {part: target.param for target in targets.values() for part in target.parts}
     is_fused = False  # whether the files hold fused tensors
     found: set[str] = set()
-    second: dict[str, InFile] = {}  # of a file, those whose values a tied tensor has given
+    second: dict[str, InFile] = {}  # the tensors of a file that a tied tensor has filled
 
     def fill(item: tuple[str, InFile]) -> int:
         name, tensor = item
@@ -213,7 +213,7 @@ def _missing_error(missing: Iterable[str]) -> ValueError:
 def _second_names(
     tied: Mapping[str, str], names: Collection[str], found: Collection[str]
 ) -> list[str]:
-    """The tied tensors in a file whose other name is in it too, or was in one before."""
+    """The tied tensors of a file that come under their other name too, here or in a file before."""
     second = []
     for alias, name in tied.items():
         if alias in names and (name in names or name in found):
@@ -271,7 +271,7 @@ def fill_param(model: Model, param: str, shard_id: int | None, tensor: Loaded) -
 
 @torch.inference_mode()
 def _check_equal(model: Model, param: str, tensor: Loaded) -> None:
-    """Raise unless the tensor has the values of `param`, of which it makes a copy for a moment."""
+    """Raise unless the tensor has the values of `param`. Makes a copy of it for a moment."""
     filled = model.get_parameter(param)
     other = nn.Parameter(torch.empty_like(filled), requires_grad=False)
     layer_of(model, param.rpartition(".")[0]).weight_loader(other, tensor, None)

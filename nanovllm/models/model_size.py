@@ -1,4 +1,4 @@
-"""How large a model is, by its shape: parameters, their bytes, and what a step reads of them.
+"""The size of a model, by its shape: parameters, their bytes, and the bytes that a step reads.
 
 Plain arithmetic over the shapes of its layers: it knows no tensors.
 """
@@ -19,12 +19,12 @@ Counted = Callable[[ExpertCount], float]  # how many of a layer's experts count
 
 
 def per_token(experts: ExpertCount) -> float:
-    """Those that a token uses."""
+    """The number of experts that a token uses."""
     return experts.per_token
 
 
 def every(experts: ExpertCount) -> float:
-    """All of them."""
+    """The number of all experts."""
     return experts.total
 
 
@@ -77,7 +77,7 @@ def num_params(config: ModelConfig) -> int:
 
 
 def main_scheme(config: ModelConfig) -> "Scheme | None":
-    """How most of the decoder's weights are quantized; None if they are plain."""
+    """The scheme of most of the decoder's weights; None if they are plain."""
     counts: Counter[Scheme | None] = Counter()
     for index, layer in enumerate(config.layers):
         for name, size_out, size_in, is_experts in layer.matrices:

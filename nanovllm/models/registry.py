@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm.models.family import Family
 
-# The modules of this package's families, each of which has a `FAMILY`.
+# The modules of this package's families. Each has a `FAMILY`.
 MODELS: Mapping[str, str] = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
@@ -45,7 +45,7 @@ def names() -> list[str]:
 
 
 def registered() -> dict[str, str]:
-    """What `register_model` was called with, for `register_all` in other processes."""
+    """The registered families by reference, for `register_all` in other processes."""
     return {name: reference(name) for name in _registered}
 
 

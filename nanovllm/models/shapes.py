@@ -44,7 +44,7 @@ class LayerShape:
 def attention_matrices(
     hidden_size: int, heads: KeysAndValues, above: str = "self_attn"
 ) -> tuple[MatrixShape, ...]:
-    """Those of the projections of self-attention."""
+    """The matrices of the projections of self-attention."""
     size, kv_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
     return (
         MatrixShape(f"{above}.q_proj", size, hidden_size),
@@ -55,14 +55,14 @@ def attention_matrices(
 
 
 def gated_matrices(hidden_size: int, intermediate_size: int) -> tuple[MatrixShape, ...]:
-    """Those of a dense feed-forward part."""
+    """The matrices of a dense feed-forward part."""
     return _gated("mlp", hidden_size, intermediate_size, is_experts=False)
 
 
 def expert_matrices(
     hidden_size: int, intermediate_size: int, num_experts: int
 ) -> tuple[MatrixShape, ...]:
-    """Those of experts and their router."""
+    """The matrices of experts and their router."""
     experts = _gated("mlp.experts.0", hidden_size, intermediate_size, is_experts=True)
     return MatrixShape("mlp.gate", num_experts, hidden_size), *experts
 

@@ -8,7 +8,7 @@ from nanovllm.models.shapes import LayerShape
 
 
 class Split:
-    """What ranks divide of the `layers`. With `whole_experts`, they divide the list of experts."""
+    """The sizes in `layers` that ranks divide. With `whole_experts`, that of the list of experts."""
 
     def __init__(self, layers: Iterable[LayerShape], whole_experts: bool) -> None:
         kinds = sorted(layers, key=lambda layer: layer.experts is None)  # experts come first
@@ -51,7 +51,7 @@ def check_split(layers: Iterable[LayerShape], size: int, whole_experts: bool) ->
 
 
 def _heads(cache: TokenCache) -> str:
-    """What ranks split of a layer's attention, by the names in a config."""
+    """The heads of a layer's attention that ranks split, by the names in a config."""
     num_heads, num_kv_heads, _ = cache.heads
     heads = f"num_attention_heads={num_heads}"
     has_keys = isinstance(cache, KeysAndValues)

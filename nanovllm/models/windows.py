@@ -1,4 +1,4 @@
-"""Which layers have a sliding window, and which rotate queries and keys, by a `config.json`.
+"""The layers with a sliding window, and those that rotate queries and keys, by a `config.json`.
 
 Plain data: no PyTorch. A list that does not fit the number of layers is an error.
 """

@@ -19,7 +19,7 @@ from nanovllm.layers.context import Context
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a backend must be able to compute, and where."""
+    """The heads, types and device that a backend must support."""
 
     device: torch.device
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class AttentionSpec:
 
 
 class AttentionBackend(ABC):
-    """How attention is computed. The context says which sequences a step has."""
+    """Computes attention. The context says which sequences a step has."""
 
     name: str
     preferred_block_size: int

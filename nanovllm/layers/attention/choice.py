@@ -85,7 +85,7 @@ def _build_attention(name: str, spec: AttentionSpec) -> AttentionBackend:
 
 
 def tried(name: str, build: Callable[[], Built], device: torch.device) -> Built:
-    """What `build` returns for backend `name`. The kernels that it tries are compiled together.
+    """Return what `build` returns for backend `name`. Its kernels are compiled together first.
 
     Any error becomes a ValueError: what is installed may not work together.
     """

@@ -56,5 +56,5 @@ def _soft_cap(kv: KVLayer) -> dict[str, float]:
 
 
 def _window_size(window: int | None) -> tuple[int, int]:
-    """How many keys before and after its own a query sees in flash-attn; -1 is all."""
+    """The numbers of keys before and after its own that a query sees; -1 is all."""
     return (-1, -1) if window is None else (window - 1, 0)

@@ -118,7 +118,7 @@ class Attention(Layer):
     def _norm_and_store(
         self, qkv: torch.Tensor, norms: Norms | None, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What `norm_rope_store` does without a rotation, in a launch for each operation."""
+        """As `norm_rope_store`, without a rotation, in a launch for each operation."""
         num_q_heads = qkv.shape[1] - 2 * self.num_kv_heads
         heads = [num_q_heads, self.num_kv_heads, self.num_kv_heads]
         q, k, v = torch.split(qkv, heads, dim=1)
