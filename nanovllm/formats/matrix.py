@@ -21,7 +21,7 @@ class Matrix(ABC):
     operand: Any = None
 
     def rounding(self, x: torch.Tensor) -> Rounding | None:  # noqa: ARG002
-        """The rounding of len(x) rows, which the kernel before `linear` can do; None without one."""
+        """The rounding of len(x) rows, which the kernel before `linear` can do, or None."""
         return None
 
     def plain(self) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ from nanovllm.layers.ranks import Ranks
 class Build:
     """The ranks that share a model, and how the weights of a module are stored.
 
-    Of experts, the ranks split each one, or hold `whole_experts`. Sequences have at most
+    The ranks split each expert, or each rank has `whole_experts`. Sequences have at most
     `max_positions` tokens.
     """
 

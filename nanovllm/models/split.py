@@ -8,7 +8,7 @@ from nanovllm.models.shapes import LayerShape
 
 
 class Split:
-    """The sizes in `layers` that ranks divide. With `whole_experts`, that of the list of experts."""
+    """The sizes that ranks divide. With `whole_experts`, the ranks divide the list of experts."""
 
     def __init__(self, layers: Iterable[LayerShape], whole_experts: bool) -> None:
         kinds = sorted(layers, key=lambda layer: layer.experts is None)  # experts come first
