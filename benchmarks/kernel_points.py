@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from nanovllm.kernels.kv_layer import CODES, KVLayer, head_bytes
+from nanovllm.kernels.operands.kv_layer import CODES, KVLayer, head_bytes
+from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 from nanovllm.kernels.plain import decode_attention as plain_decode
 from nanovllm.kernels.plain import prefill_attention as plain_prefill
 from nanovllm.kernels.plain import store_kvcache as plain_store
 from nanovllm.kernels.plain.kv_codes import quantize
 from nanovllm.kernels.plain.norm_rope_store import rotate
-from nanovllm.kernels.quantized import QuantizedMatrix
 from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton import decode_attention as decode
 from nanovllm.kernels.triton import prefill_attention as prefill

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.low_rank import LowRank
-from nanovllm.kernels.plain.few_rows import Scaled
+from nanovllm.kernels.operands.low_rank import LowRank
+from nanovllm.kernels.operands.scaled import Scaled
 from nanovllm.kernels.table import PLAIN, Kernels, triton_kernels
 from nanovllm.layers.lora import AdapterRows, group_rows
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.kernels.low_rank import LowRank
-from nanovllm.kernels.plain.few_rows import ExpertWeights, Scaled
+from nanovllm.kernels.operands.low_rank import LowRank
+from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.block import Block
 from nanovllm.layers.experts import Experts

@@ -23,8 +23,8 @@ from nanovllm.formats import matrix
 from nanovllm.formats.names import USUAL_NAMES
 from nanovllm.formats.scheme import ONLINE
 from nanovllm.formats.stored import Held
+from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 from nanovllm.kernels.plain.quantized_linear import dense_matrix, dequantize
-from nanovllm.kernels.quantized import QuantizedMatrix
 from nanovllm.kernels.table import PLAIN, Kernels, triton_kernels
 from nanovllm.kernels.triton import few_rows
 from nanovllm.layers.attention.torch_backend import TorchBackend

@@ -30,7 +30,7 @@ from unittest import mock
 import torch
 from quantized import Format, quantized
 
-from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
+from nanovllm.kernels.operands.kv_layer import CODES, SCALES, KVLayer
 
 # Compute capabilities (A100, H100, RTX 50), and the shared memory that a block can have there.
 CAPABILITIES = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
@@ -182,7 +182,7 @@ def route(tokens: int, weight: torch.dtype = torch.bfloat16, num_experts: int = 
 
 
 def few_experts(rows: int, form: Format | None = None) -> None:
-    from nanovllm.kernels.plain.few_rows import ExpertWeights, Scaled
+    from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled
     from nanovllm.kernels.triton.few_experts import add_experts
     from nanovllm.kernels.triton.quantized_linear import arrange
     from nanovllm.kernels.triton.route import Router
@@ -349,7 +349,7 @@ def mask(vocab_size: int) -> None:
 
 
 def draw(dtype: torch.dtype) -> None:
-    from nanovllm.kernels.plain.draw import Cuts
+    from nanovllm.kernels.operands.cuts import Cuts
     from nanovllm.kernels.triton.draw import draw
 
     column = partial(torch.empty, ROWS, 1)
@@ -359,7 +359,7 @@ def draw(dtype: torch.dtype) -> None:
 
 
 def lora(rows: int, dtype: torch.dtype = torch.bfloat16, max_rank: int = 64) -> None:
-    from nanovllm.kernels.low_rank import LowRank
+    from nanovllm.kernels.operands.low_rank import LowRank
     from nanovllm.kernels.triton.lora import lora_down, lora_up
     from nanovllm.kernels.triton.row_groups import group_rows
 
@@ -375,8 +375,8 @@ def lora(rows: int, dtype: torch.dtype = torch.bfloat16, max_rank: int = 64) -> 
 
 def adapted_few_rows(hidden: int, inner: int, rows: int, max_rank: int, one: bool) -> None:
     """Layers of `one` kernel each, or of three."""
-    from nanovllm.kernels.low_rank import LowRank
-    from nanovllm.kernels.plain.few_rows import Scaled
+    from nanovllm.kernels.operands.low_rank import LowRank
+    from nanovllm.kernels.operands.scaled import Scaled
     from nanovllm.kernels.triton import adapted_linear, few_rows
     from nanovllm.kernels.triton.adapted_few_rows import AdaptedFewRows, with_counters
     from nanovllm.kernels.triton.row_groups import group_rows

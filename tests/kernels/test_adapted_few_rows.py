@@ -15,8 +15,8 @@ from conftest import make_model
 
 from nanovllm.adapters.peft import read_adapter
 from nanovllm.adapters.slots import AdapterSlots
-from nanovllm.kernels.low_rank import LowRank
-from nanovllm.kernels.plain.few_rows import Scaled
+from nanovllm.kernels.operands.low_rank import LowRank
+from nanovllm.kernels.operands.scaled import Scaled
 from nanovllm.kernels.plain.silu_and_mul import silu_and_mul
 from nanovllm.kernels.table import PLAIN, triton_kernels
 from nanovllm.kernels.triton import adapted_linear

@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from selection import examples
 
-from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.operands.kv_layer import KVLayer
 from nanovllm.kernels.plain import decode_attention as plain_decode
 from nanovllm.kernels.plain import prefill_attention as plain_prefill
 from nanovllm.kernels.plain.kv_codes import dequantize, quantize

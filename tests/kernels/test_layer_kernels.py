@@ -12,7 +12,7 @@ from conftest import kernel_settings
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
+from nanovllm.kernels.operands.kv_layer import CODES, SCALES, KVLayer
 from nanovllm.kernels.plain.paged import gather_blocks
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 

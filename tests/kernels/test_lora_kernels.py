@@ -11,7 +11,7 @@ from conftest import kernel_settings
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nanovllm.kernels.low_rank import LowRank
+from nanovllm.kernels.operands.low_rank import LowRank
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 from nanovllm.kernels.triton import row_groups
 

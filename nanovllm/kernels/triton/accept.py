@@ -4,8 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.plain.accept import CHANCE_BITS
-from nanovllm.kernels.plain.read_table import Decoding, TableState
+from nanovllm.kernels.plain.read_table import CHANCE_BITS, Decoding, TableState
 
 
 @triton.jit

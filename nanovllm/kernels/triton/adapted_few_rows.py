@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.beside import beside
-from nanovllm.kernels.low_rank import LowRank
-from nanovllm.kernels.plain.few_rows import Scaled
+from nanovllm.kernels.operands.low_rank import LowRank
+from nanovllm.kernels.operands.scaled import Scaled
+from nanovllm.kernels.side_stream import overlapped
 from nanovllm.kernels.triton import adapted_linear
 from nanovllm.kernels.triton.few_rows import Addends, FewRows, Weight
 from nanovllm.kernels.triton.lora import lora_bias, lora_down, lora_up, lora_up_scaled
@@ -84,7 +84,7 @@ class AdaptedFewRows(FewRows):
         if addends:
             lora_up(down_of(), low_rank, groups, addends[0])
             return launch(bias, out, scaled, gated, addends)
-        squares, down = beside(x.device, partial(launch, bias, out, scaled), down_of)
+        squares, down = overlapped(x.device, partial(launch, bias, out, scaled), down_of)
         if scaled is None:
             lora_up(down, low_rank, groups, out)
         else:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
-from nanovllm.kernels.plain.few_rows import Scaled
+from nanovllm.kernels.operands.scaled import Scaled
 from nanovllm.kernels.triton import exchange
 from nanovllm.kernels.triton.candidates import NO_TOKEN
 from nanovllm.kernels.triton.common import await_inputs, early, let_next_begin, rows_with_room

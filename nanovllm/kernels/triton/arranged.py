@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.quantized import QuantizedMatrix
+from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
 INNER = 128  # inputs that a matrix product takes at a time, at most
 LEAST_INNER = 16  # of the tensor cores

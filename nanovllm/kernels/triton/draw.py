@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
-from nanovllm.kernels.plain.draw import Cuts
+from nanovllm.kernels.operands.cuts import Cuts
 from nanovllm.kernels.triton.candidates import (
     LOWEST,
     NO_TOKEN,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
-from nanovllm.kernels.low_rank import PairAdditions
+from nanovllm.kernels.operands.low_rank import PairAdditions
 from nanovllm.kernels.triton import many_pairs
 from nanovllm.kernels.triton.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.common import dot

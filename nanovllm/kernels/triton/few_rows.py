@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
-from nanovllm.kernels.plain.few_rows import ExpertWeights, Scaled
+from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled
 from nanovllm.kernels.triton import held_weights, quantized_rows
 from nanovllm.kernels.triton.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.common import (

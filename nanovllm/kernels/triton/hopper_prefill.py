@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.kernels.integers import next_power_of_2
-from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.operands.kv_layer import KVLayer
 from nanovllm.kernels.triton.common import LOG2E, num_multiprocessors
 from nanovllm.kernels.triton.hopper_tiles import KEYS, MATRIX, PART, ROWS, STAGES, copy, tile_of
 from nanovllm.kernels.triton.prefill_plan import PrefillPlan

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
-from nanovllm.kernels.low_rank import LowRank
-from nanovllm.kernels.plain.few_rows import Scaled
+from nanovllm.kernels.operands.low_rank import LowRank
+from nanovllm.kernels.operands.scaled import Scaled
 from nanovllm.kernels.triton.common import await_inputs, dot, early, let_next_begin
 from nanovllm.kernels.triton.grouping import find_tile
 from nanovllm.kernels.triton.row_groups import RowGroups

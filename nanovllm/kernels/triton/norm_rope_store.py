@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
-from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.operands.kv_layer import KVLayer
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.triton.common import await_inputs, early, let_next_begin
 from nanovllm.kernels.triton.kv_codes import (

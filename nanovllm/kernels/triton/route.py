@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
+from nanovllm.kernels.operands.scaled import Scaled
 from nanovllm.kernels.plain import route as plain
-from nanovllm.kernels.plain.few_rows import Scaled
 from nanovllm.kernels.triton.common import (
     await_inputs,
     dot,
@@ -225,6 +225,9 @@ class Router:
             num_warps=4, num_stages=stages, **early(x.device),
         )  # fmt: skip
         return shares
+
+
+router_for = Router.of
 
 
 def _inputs(bytes_of_one: int, room: int, rows: int) -> tuple[int, int]:

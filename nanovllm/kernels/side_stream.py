@@ -1,4 +1,4 @@
-"""Computing two things at the same time on a GPU."""
+"""Two computations at the same time on a GPU, one of them on a second stream."""
 
 import functools
 from collections.abc import Callable
@@ -10,12 +10,13 @@ First = TypeVar("First")
 Second = TypeVar("Second")
 
 
-def beside(
+def overlapped(
     device: torch.device, first: Callable[[], First], second: Callable[[], Second]
 ) -> tuple[First, Second]:
-    """What both functions return. In a CUDA graph, their kernels do not wait for each other.
+    """Call both functions and return both results. In a CUDA graph, their kernels run in parallel.
 
-    Elsewhere the host would take longer to arrange that than the kernels run.
+    Outside of a graph they run one after the other: launches on a second stream would take the
+    host longer than the kernels run.
     """
     if device.type != "cuda":
         return first(), second()

@@ -1,11 +1,7 @@
-"""QuantizedMatrix: a weight as codes and scales, whatever checkpoint format it came in.
-
-Rounding: what makes rows of codes for it.
-"""
+"""QuantizedMatrix: a weight as codes and scales, the same for every checkpoint format."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import torch
 
@@ -38,21 +34,6 @@ class QuantizedMatrix:
         assert list(self.scales.shape) == [*stack, *blocks], (self.codes.shape, self.scales.shape)
         assert self.zeros is None or self.zeros.shape == self.scales.shape
         assert self.codes.dtype in (torch.int8, torch.float8_e4m3fn)
-
-
-class Rounding(Protocol):
-    """Kernels like those of `Kernels` that round their results to the codes of a weight's type.
-
-    `arranged_linear` takes such rows.
-    """
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, /) -> Any: ...
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, /
-    ) -> tuple[Any, torch.Tensor]: ...
-
-    def silu_and_mul(self, x: torch.Tensor, /) -> Any: ...
 
 
 def stacked(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
