@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from nanovllm.kernels.plain.guess_inputs import GuessInputs, Kept
     from nanovllm.kernels.plain.norm_rope_store import Rope
     from nanovllm.kernels.plain.read_table import Decoding, TableState
-    from nanovllm.kernels.triton.all_reduce import PeerKernels
-    from nanovllm.kernels.triton.few_rows import FewRows
-    from nanovllm.kernels.triton.route import Router
+    from nanovllm.kernels.triton.experts.route import Router
+    from nanovllm.kernels.triton.linear.few_rows import FewRows
+    from nanovllm.kernels.triton.ranks.all_reduce import PeerKernels
 
 
 class Rounding(Protocol):
@@ -175,30 +175,30 @@ CPU_PLACES = PLAIN_PLACES | {
     "lora_up": "cpu.lora",
 }
 TRITON_PLACES = {
-    "rms_norm": "triton.rms_norm",
-    "add_rms_norm": "triton.rms_norm",
-    "silu_and_mul": "triton.silu_and_mul",
-    "norm_rope_store": "triton.norm_rope_store",
-    "store_kvcache": "triton.store_kvcache",
-    "mask": "triton.mask",
-    "sample": "triton.sample",
-    "sample_masked": "triton.sample",
-    "draw": "triton.draw",
-    "experts": "triton.experts",
-    "adapted_experts": "triton.experts",
-    "router": "triton.route:router_for",
-    "read_table": "triton.read_table",
-    "guess_ngrams": "triton.guess_ngrams",
-    "guess_inputs": "triton.guess_inputs",
-    "accept": "triton.accept",
-    "arrange": "triton.arranged",
-    "arranged_linear": "triton.quantized_linear:quantized_linear",
-    "rounding": "triton.rounded_linear:rounding_of",
-    "few_rows": "triton.few_rows:few_rows_for",
-    "group_rows": "triton.row_groups",
-    "lora_down": "triton.lora",
-    "lora_up": "triton.lora",
-    "peers": "triton.all_reduce:PeerKernels",
+    "rms_norm": "triton.linear.rms_norm",
+    "add_rms_norm": "triton.linear.rms_norm",
+    "silu_and_mul": "triton.linear.silu_and_mul",
+    "norm_rope_store": "triton.attention.norm_rope_store",
+    "store_kvcache": "triton.attention.store_kvcache",
+    "mask": "triton.sampling.mask",
+    "sample": "triton.sampling.sample",
+    "sample_masked": "triton.sampling.sample",
+    "draw": "triton.sampling.draw",
+    "experts": "triton.experts.experts",
+    "adapted_experts": "triton.experts.experts",
+    "router": "triton.experts.route:router_for",
+    "read_table": "triton.step.read_table",
+    "guess_ngrams": "triton.step.guess_ngrams",
+    "guess_inputs": "triton.step.guess_inputs",
+    "accept": "triton.step.accept",
+    "arrange": "triton.linear.arranged",
+    "arranged_linear": "triton.linear.quantized_linear:quantized_linear",
+    "rounding": "triton.linear.rounded_linear:rounding_of",
+    "few_rows": "triton.linear.few_rows:few_rows_for",
+    "group_rows": "triton.lora.row_groups",
+    "lora_down": "triton.lora.lora",
+    "lora_up": "triton.lora.lora",
+    "peers": "triton.ranks.all_reduce:PeerKernels",
 }
 
 PLAIN = Kernels(
@@ -209,7 +209,7 @@ PLAIN = Kernels(
 
 def triton_kernels() -> Kernels:
     """The Triton kernels. An ImportError where Triton is not installed."""
-    from nanovllm.kernels.triton.write_table import write_table  # callers keep it
+    from nanovllm.kernels.triton.step.write_table import write_table  # callers keep it
 
     return Kernels(
         "Triton", TRITON_PLACES, graph_safe=True, reads_plain=True, reads_stacks=True,

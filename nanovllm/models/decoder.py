@@ -30,7 +30,7 @@ from nanovllm.layers.state_mixer import StateMixer
 
 if TYPE_CHECKING:
     from nanovllm.kernels.operands.scaled import Scaled
-    from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
+    from nanovllm.kernels.triton.linear.few_rows import FewRows  # which needs Triton
 
 
 class Decoder(nn.Module):

@@ -93,7 +93,7 @@ def test_the_kernel_guesses_as_its_twin(
     bounds: tuple[int, int],
     data: st.DataObject,
 ) -> None:
-    from nanovllm.kernels.triton.guess_ngrams import guess_ngrams
+    from nanovllm.kernels.triton.step.guess_ngrams import guess_ngrams
 
     rows = [[5] * front + text for text, front, _ in texts]
     twin = make_state(rows, [count for *_, count in texts])
@@ -153,7 +153,7 @@ def test_drafts_are_accepted_by_chance(chance: float) -> None:
 def test_the_kernel_accepts_as_its_twin(
     kernel_device: str, seed: int, num_queries: int, accepted: int
 ) -> None:
-    from nanovllm.kernels.triton.accept import accept
+    from nanovllm.kernels.triton.step.accept import accept
 
     torch.manual_seed(seed)
     num_rows = 9

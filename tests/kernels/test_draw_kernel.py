@@ -36,7 +36,7 @@ SIZES = st.sampled_from([1, 5, 64, 200, 640, 1300])
 
 def kernels(lanes: int) -> Kernels:
     """Plain kernels, except the draw."""
-    from nanovllm.kernels.triton import draw
+    from nanovllm.kernels.triton.sampling import draw
 
     def with_lanes(*inputs: Any) -> torch.Tensor:
         with pytest.MonkeyPatch.context() as patch:
@@ -119,7 +119,7 @@ CHOICES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_decides_rarely_in_a_large_batch(dtype: torch.dtype) -> None:
     """Of 2,048 draws at the engine's sizes, flat and peaked, almost none differs."""
-    from nanovllm.kernels.triton.draw import draw
+    from nanovllm.kernels.triton.sampling.draw import draw
 
     torch.manual_seed(0)
     rows = [dict(temperature=(0.5, 1.0, 2.0)[i % 3]) | CHOICES[i % 8] for i in range(256)]

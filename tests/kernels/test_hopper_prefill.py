@@ -37,7 +37,7 @@ def test_it_is_used_for_steps_of_long_sequences(
     monkeypatch: pytest.MonkeyPatch, tokens: int, sequences: int, paged: bool, overlaps: bool
 ) -> None:
     """The shapes for which it was measured. Others gain less than its launch costs, or lose."""
-    from nanovllm.kernels.triton import prefill_plan
+    from nanovllm.kernels.triton.attention import prefill_plan
 
     ends = torch.zeros(sequences + 1, dtype=torch.int32)
     tables = torch.zeros(sequences, 1, dtype=torch.int32) if paged else None
@@ -99,7 +99,7 @@ def test_it_fits_layers_that_the_accelerator_can_copy(
     inputs: tuple[torch.Tensor, ...], kv: KVLayer, own: bool, paged: bool
 ) -> None:
     """With the step's own keys, and with those of the cache."""
-    from nanovllm.kernels.triton.hopper_prefill import fits
+    from nanovllm.kernels.triton.attention.hopper_prefill import fits
 
     assert (fits(*inputs, kv, paged=False), fits(*inputs, kv, paged=True)) == (own, paged)
 
@@ -109,7 +109,7 @@ def test_it_fits_layers_that_the_accelerator_can_copy(
 def test_every_tile_is_taken_once(
     monkeypatch: pytest.MonkeyPatch, programs: int, total: int
 ) -> None:
-    from nanovllm.kernels.triton import hopper_tiles
+    from nanovllm.kernels.triton.attention import hopper_tiles
 
     fake = SimpleNamespace(num_programs=lambda axis: programs, where=lambda c, a, b: a if c else b)
     monkeypatch.setattr(hopper_tiles, "gl", fake)
@@ -128,7 +128,7 @@ def test_every_tile_is_taken_once(
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of each launch of its kernel; the test needs one launch at least."""
-    from nanovllm.kernels.triton import hopper_prefill
+    from nanovllm.kernels.triton.attention import hopper_prefill
     from nanovllm.kernels.triton.common import can_overlap
 
     if not can_overlap(torch.device("cuda")):
