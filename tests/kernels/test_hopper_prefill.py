@@ -3,9 +3,7 @@
 Gluon has no interpreter, so its results need the GPU. `test_ahead_of_time` compiles it without.
 """
 
-import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,24 +100,6 @@ def test_it_fits_layers_that_the_accelerator_can_copy(
     from nanovllm.kernels.triton.attention.hopper_prefill import fits
 
     assert (fits(*inputs, kv, paged=False), fits(*inputs, kv, paged=True)) == (own, paged)
-
-
-@pytest.mark.parametrize("programs", [1, 2, 4, 132])
-@pytest.mark.parametrize("total", [1, 3, 4, 131, 132, 133, 1000])
-def test_every_tile_is_taken_once(
-    monkeypatch: pytest.MonkeyPatch, programs: int, total: int
-) -> None:
-    from nanovllm.kernels.triton.attention import hopper_tiles
-
-    fake = SimpleNamespace(num_programs=lambda axis: programs, where=lambda c, a, b: a if c else b)
-    monkeypatch.setattr(hopper_tiles, "gl", fake)
-    taken = [
-        [hopper_tiles.turned.fn(start, total) for start in range(program, total, programs)]
-        for program in range(programs)
-    ]
-    assert sorted(itertools.chain(*taken)) == list(range(total))
-    rounds = [[number // programs for number in numbers] for numbers in taken]
-    assert all(numbers == sorted(numbers) for numbers in rounds), "not in the order of rounds"
 
 
 # On a Hopper GPU

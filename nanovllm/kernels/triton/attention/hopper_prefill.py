@@ -104,9 +104,9 @@ def _multiply(  # type: ignore[no-untyped-def]
     count = 0
     done = 0
     turn = 0
-    for start in range(gl.program_id(0), total_tiles, gl.num_programs(0)):
+    for number in range(gl.program_id(0), total_tiles, gl.num_programs(0)):
         _seq, kv_head, first_row, query, num_queries, num_keys, first_position, num_tiles = tile_of(
-            start, total_tiles, steps, num_kv_heads, BLOCK_Q
+            number, steps, num_kv_heads, BLOCK_Q
         )
         seen_by_all = (first_position + 1) // KEYS
         position = first_position + query_at + m // HEADS

@@ -15,21 +15,8 @@ MATRIX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))  # how the accelerator l
 
 
 @gluon.jit
-def turned(start, total):  # type: ignore[no-untyped-def]
-    """The number of a program's tile, of `total`: `start` is its place in a round of all programs.
-
-    Whole rounds are turned by two thirds: else one program would get the longest tile of each.
-    """
-    programs = gl.num_programs(0)
-    first = start // programs * programs
-    number = first + (start - first + first // programs * (programs * 2 // 3)) % programs
-    return gl.where(first + programs <= total, number, start)
-
-
-@gluon.jit
-def tile_of(start, total, steps, num_kv_heads, BLOCK_Q: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A program's tile in a round, and its sequence."""
-    number = turned(start, total)
+def tile_of(number, steps, num_kv_heads, BLOCK_Q: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The tile with this number, and its sequence."""
     cu_q_ptr, cu_k_ptr, tile_seqs_ptr, tile_ends_ptr = steps
     tile = number // num_kv_heads
     seq = gl.load(tile_seqs_ptr + tile)
@@ -81,9 +68,9 @@ def copy(  # type: ignore[no-untyped-def]
     other_heads: gl.constexpr = BLOCK_Q * HEADS == ROWS  # of one query in the other warpgroup
     count = 0
     done = 0
-    for start in range(gl.program_id(0), total, gl.num_programs(0)):
+    for number in range(gl.program_id(0), total, gl.num_programs(0)):
         seq, kv_head, first_row, query, _, num_keys, _, num_tiles = tile_of(
-            start, total, steps, num_kv_heads, BLOCK_Q
+            number, steps, num_kv_heads, BLOCK_Q
         )
         for w in gl.static_range(2):
             mbarrier.wait(q_empty.index(w), done ^ 1)
