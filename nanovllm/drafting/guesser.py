@@ -61,12 +61,14 @@ class NgramGuesser(Guesser):
     reads_history = True
 
     def __init__(self, kernels: Kernels, shortest: int, longest: int) -> None:
-        self._guess = kernels.guess_ngrams
+        self._kernels = kernels
         self._shortest, self._longest = shortest, longest
 
     def guess(self, table: TableState, size: Size) -> None:
         """Write drafts for the batch's rows."""
-        self._guess(table, size.num_seqs, size.num_queries - 1, self._shortest, self._longest)
+        self._kernels.guess_ngrams(
+            table, size.num_seqs, size.num_queries - 1, self._shortest, self._longest
+        )
 
 
 def guesser_of(config: SpeculativeConfig | None, kernels: Kernels) -> Guesser:

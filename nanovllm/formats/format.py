@@ -9,8 +9,7 @@ import torch
 
 from nanovllm.formats.scheme import Scheme
 from nanovllm.formats.stored import Axis, Held, Stored
-from nanovllm.kernels.plain.quantized_linear import dense_matrix
-from nanovllm.kernels.quantized import QuantizedMatrix
+from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
 ROWS, COLUMNS = Axis(of_rows=True), Axis(of_rows=False)
 OF_PROJECTION = "_of_projection_"
@@ -105,6 +104,8 @@ def dense(weight: Weight | list[Weight], size_in: int, dtype: torch.dtype) -> to
         return torch.cat([dense(part, size_in, dtype) for part in weight])
     if isinstance(weight, torch.Tensor):
         return weight.to(dtype)
+    from nanovllm.kernels.plain.quantized_linear import dense_matrix
+
     return dense_matrix(weight, size_in).to(dtype)
 
 

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 from nanovllm.formats.format import Weight
 from nanovllm.kernels.cpu.packed_linear import can_pack, pack, packed_linear
-from nanovllm.kernels.quantized import Rounding
-from nanovllm.kernels.table import Kernels
+from nanovllm.kernels.table import Kernels, Rounding
 
 
 class Matrix(ABC):

@@ -5,6 +5,7 @@ end; the logits of padding rows are cut off.
 """
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +15,14 @@ from nanovllm.formats.format import DENSE, WeightFormat
 from nanovllm.formats.loaded import Loaded, copy_into
 from nanovllm.formats.stored import Held
 from nanovllm.formats.tensors import drop_tensors
-from nanovllm.kernels.low_rank import LowRank
 from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.lora import AdapterRows
 from nanovllm.layers.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.operands.low_rank import LowRank
 
 
 class VocabularyShard:

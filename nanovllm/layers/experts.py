@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,16 +19,16 @@ from nanovllm.formats.tensors import (
     register_tensors,
     tensors_of,
 )
-from nanovllm.kernels.low_rank import LowRank
-from nanovllm.kernels.plain.experts import adapted_experts as plain_adapted_experts
-from nanovllm.kernels.plain.experts import experts as plain_experts
-from nanovllm.kernels.quantized import QuantizedMatrix, same_order, stacked
+from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix, same_order, stacked
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.lora import AdapterRows, PairAdapters
 from nanovllm.layers.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.operands.low_rank import LowRank
 
 logger = logging.getLogger("nanovllm")
 
@@ -176,7 +176,7 @@ class Experts(Layer):
         """
         self.kernels = backend.kernels
         if self.matrices is None and self.operands is None:
-            if self.kernels.experts is plain_experts:
+            if not self.kernels.reads_stacks:
                 self.matrices = self._matrices("gate_up_proj"), self._matrices("down_proj")
             else:
                 self.operands = self._operand("gate_up_proj"), self._operand("down_proj")
@@ -218,7 +218,7 @@ class Experts(Layer):
             return self._forward_adapted(x, expert_ids, shares, adapters)
         if self.matrices is not None:
             gate_up, down = self.matrices
-            return plain_experts(
+            return self.kernels.experts(
                 x, gate_up, down, expert_ids, shares, self.num_experts,
                 linear=lambda x, matrix: matrix.linear(x),
             )  # fmt: skip
@@ -237,7 +237,7 @@ class Experts(Layer):
         pairs = adapters.of_pairs(expert_ids, self.num_held)
         additions = PairAdapters(pairs, *(self.low_ranks[name] for name in MATRICES))
         if self.matrices is not None:
-            return plain_adapted_experts(
+            return self.kernels.adapted_experts(
                 x, *self.matrices, expert_ids, shares, self.num_experts, additions,
                 linear=lambda x, matrix: matrix.linear(x),
             )  # fmt: skip

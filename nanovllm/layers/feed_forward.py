@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.kernels.quantized import Rounding
+from nanovllm.kernels.table import Rounding
 from nanovllm.layers.activation import Activation, SiluAndMul
 from nanovllm.layers.build import Build
 from nanovllm.layers.experts import Experts

@@ -5,7 +5,7 @@ checkpoint describe that part, and `matrix` how to multiply by it on this device
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,13 +21,14 @@ from nanovllm.formats.tensors import (
     register_tensors,
     tensors_of,
 )
-from nanovllm.kernels.low_rank import LowRank
-from nanovllm.kernels.quantized import Rounding
-from nanovllm.kernels.table import PLAIN
+from nanovllm.kernels.table import PLAIN, Rounding
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.operands.low_rank import LowRank
 
 BIAS = Stored((ROWS,), fill=constant(0.0))
 

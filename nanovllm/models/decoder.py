@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from nanovllm.formats.names import USUAL_NAMES, Names
-from nanovllm.kernels.plain.few_rows import Scaled
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.attention.layer import Attention
 from nanovllm.layers.backend import Backend
@@ -30,7 +29,8 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.state_mixer import StateMixer
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
+    from nanovllm.kernels.operands.scaled import Scaled
+    from nanovllm.kernels.triton.linear.few_rows import FewRows  # which needs Triton
 
 
 class Decoder(nn.Module):

@@ -23,10 +23,10 @@ from nanovllm.formats import matrix
 from nanovllm.formats.names import USUAL_NAMES
 from nanovllm.formats.scheme import ONLINE
 from nanovllm.formats.stored import Held
+from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 from nanovllm.kernels.plain.quantized_linear import dense_matrix, dequantize
-from nanovllm.kernels.quantized import QuantizedMatrix
 from nanovllm.kernels.table import PLAIN, Kernels, triton_kernels
-from nanovllm.kernels.triton import few_rows
+from nanovllm.kernels.triton.linear import few_rows
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.experts import Experts
@@ -244,7 +244,7 @@ def test_norms_and_activations_round_rows_for_the_layers_after_them(
     name: str, tmp_path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the attention's output is rounded by a kernel of its own. No logit changes by that."""
-    from nanovllm.kernels.triton.quantize_rows import RoundedRows, Rounding
+    from nanovllm.kernels.triton.linear.quantize_rows import RoundedRows, Rounding
 
     alone = 0
 

@@ -15,7 +15,7 @@ from nanovllm.engine.run.device_table import NO_ADAPTER, TableChanges, TableLayo
 from nanovllm.engine.run.draw_inputs import temperature_of
 from nanovllm.engine.run.transfer import Array
 from nanovllm.engine.schedule.sequence import PENDING, Sequence, SequenceStatus
-from nanovllm.kernels.plain.accept import CHANCE_BITS
+from nanovllm.kernels.plain.read_table import CHANCE_BITS
 
 UNKNOWN = -2  # in arrays: differs from every length and every row
 

@@ -11,7 +11,7 @@ from nanovllm.engine.start.device import (
     resolve_dtype,
     resolve_kv_dtype,
 )
-from nanovllm.kernels.kv_layer import CODES
+from nanovllm.kernels.operands.kv_layer import CODES
 from nanovllm.layers.attention.base import AttentionSpec
 from nanovllm.layers.backend import Backend, choose_backend
 from nanovllm.layers.cache_spec import KeysAndValues, Latent, TokenCache

@@ -3,18 +3,14 @@
 import dataclasses
 import subprocess
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
 
-from nanovllm.kernels.cpu.attention import HEAD_DIM_STEP
-from nanovllm.kernels.cpu.library import DTYPES, MAX_HEAD_DIM
-from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
+from nanovllm.kernels.operands.kv_layer import CODES, SCALES, KVLayer
 from nanovllm.layers.ahead import compile_ahead
 from nanovllm.layers.attention.base import AttentionBackend, AttentionSpec
-from nanovllm.layers.attention.cpu_backend import CpuBackend
-from nanovllm.layers.attention.flash_attn_backend import FlashAttnBackend
-from nanovllm.layers.attention.triton_backend import TritonBackend
 from nanovllm.layers.context import Context
 
 Built = TypeVar("Built")
@@ -37,7 +33,8 @@ def check_needs(name: str, spec: AttentionSpec) -> None:
 
 def build_attention(name: str, spec: AttentionSpec) -> AttentionBackend:
     """Build a backend, and prefill and decode one token with it."""
-    backend = BUILDERS[name](spec)
+    module = import_module(f"nanovllm.layers.attention.{name}_backend")
+    backend: AttentionBackend = getattr(module, BACKENDS[name])(spec)
     _try_attention(backend, spec)
     return backend
 
@@ -67,6 +64,9 @@ def in_short(error: Exception) -> str:
 
 
 def _check_cpu(spec: AttentionSpec, refusal: str) -> None:
+    from nanovllm.kernels.cpu.attention import HEAD_DIM_STEP
+    from nanovllm.kernels.cpu.library import DTYPES, MAX_HEAD_DIM
+
     instead = "'torch' works everywhere"
     device, dtype = spec.device.type, str(spec.dtype).removeprefix("torch.")
     if device != "cpu":
@@ -102,6 +102,8 @@ def _check_triton(spec: AttentionSpec, refusal: str) -> None:
 
 
 def _check_flash_attn(spec: AttentionSpec, refusal: str) -> None:
+    from nanovllm.layers.attention.flash_attn_backend import FlashAttnBackend
+
     instead = "'triton' needs nothing more, 'torch' works everywhere"
     device, dtype = spec.device.type, str(spec.dtype).removeprefix("torch.")
     if device != "cuda":
@@ -131,11 +133,7 @@ CHECKS: dict[str, Callable[[AttentionSpec, str], None]] = {
     "triton": _check_triton,
     "flash_attn": _check_flash_attn,
 }
-BUILDERS: dict[str, Callable[[AttentionSpec], AttentionBackend]] = {
-    "cpu": CpuBackend,
-    "triton": TritonBackend,
-    "flash_attn": FlashAttnBackend,
-}
+BACKENDS = {"cpu": "CpuBackend", "triton": "TritonBackend", "flash_attn": "FlashAttnBackend"}
 
 
 def one_block(spec: AttentionSpec, block_size: int) -> KVLayer:
