@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from nanovllm.engine.ranks.nccl_ranks import NcclRanks
-from nanovllm.kernels.triton.all_reduce import PeerKernels
-from nanovllm.kernels.triton.rms_norm import add_rms_norm
+from nanovllm.kernels.triton.linear.rms_norm import add_rms_norm
+from nanovllm.kernels.triton.ranks.all_reduce import PeerKernels
 
 SHAPES = "1x4096,32x4096,128x4096,256x4096,512x4096,1x1024,32x1024,256x1024"
 SUMS, REPLAYS, EPS = 20, 20, 1e-6

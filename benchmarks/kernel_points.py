@@ -12,27 +12,27 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from nanovllm.kernels.kv_layer import CODES, KVLayer, head_bytes
+from nanovllm.kernels.operands.kv_layer import CODES, KVLayer, head_bytes
+from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 from nanovllm.kernels.plain import decode_attention as plain_decode
 from nanovllm.kernels.plain import prefill_attention as plain_prefill
 from nanovllm.kernels.plain import store_kvcache as plain_store
 from nanovllm.kernels.plain.kv_codes import quantize
 from nanovllm.kernels.plain.norm_rope_store import rotate
-from nanovllm.kernels.quantized import QuantizedMatrix
 from nanovllm.kernels.table import PLAIN
-from nanovllm.kernels.triton import decode_attention as decode
-from nanovllm.kernels.triton import prefill_attention as prefill
+from nanovllm.kernels.triton.attention import decode_attention as decode
+from nanovllm.kernels.triton.attention import prefill_attention as prefill
+from nanovllm.kernels.triton.attention.norm_rope_store import norm_rope_store
+from nanovllm.kernels.triton.attention.prefill_plan import plan_prefill
+from nanovllm.kernels.triton.attention.store_kvcache import store_kvcache
 from nanovllm.kernels.triton.common import INTERPRETED, rows_with_room
-from nanovllm.kernels.triton.dequantize import dequantize
-from nanovllm.kernels.triton.experts import experts
-from nanovllm.kernels.triton.few_rows import few_rows_for
-from nanovllm.kernels.triton.norm_rope_store import norm_rope_store
-from nanovllm.kernels.triton.prefill_plan import plan_prefill
-from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
-from nanovllm.kernels.triton.rms_norm import add_rms_norm, rms_norm
-from nanovllm.kernels.triton.sample import sample
-from nanovllm.kernels.triton.silu_and_mul import silu_and_mul
-from nanovllm.kernels.triton.store_kvcache import store_kvcache
+from nanovllm.kernels.triton.experts.experts import experts
+from nanovllm.kernels.triton.linear.dequantize import dequantize
+from nanovllm.kernels.triton.linear.few_rows import few_rows_for
+from nanovllm.kernels.triton.linear.quantized_linear import arrange, quantized_linear
+from nanovllm.kernels.triton.linear.rms_norm import add_rms_norm, rms_norm
+from nanovllm.kernels.triton.linear.silu_and_mul import silu_and_mul
+from nanovllm.kernels.triton.sampling.sample import sample
 
 DEVICE = "cpu" if INTERPRETED.value else "cuda"
 DTYPE, ITEMSIZE = torch.bfloat16, 2

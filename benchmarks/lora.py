@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.low_rank import LowRank
-from nanovllm.kernels.plain.few_rows import Scaled
+from nanovllm.kernels.operands.low_rank import LowRank
+from nanovllm.kernels.operands.scaled import Scaled
 from nanovllm.kernels.table import PLAIN, Kernels, triton_kernels
 from nanovllm.layers.lora import AdapterRows, group_rows
 
@@ -94,9 +94,9 @@ def few_rows_calls(
     layers: list[Layer], x: torch.Tensor, groups: Any
 ) -> dict[str, list[Callable[[], Any]]]:
     """The kernels of steps of few rows: without adapters, and with them, as one and as three."""
-    from nanovllm.kernels.triton import adapted_linear
-    from nanovllm.kernels.triton.adapted_few_rows import AdaptedFewRows, with_counters
-    from nanovllm.kernels.triton.few_rows import FewRows, few_rows_for
+    from nanovllm.kernels.triton.linear.few_rows import FewRows, few_rows_for
+    from nanovllm.kernels.triton.lora import adapted_linear
+    from nanovllm.kernels.triton.lora.adapted_few_rows import AdaptedFewRows, with_counters
 
     few = few_rows_for([layer.weight for layer in layers])
     if few is None or len(x) > few.most_rows:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import zygote
+from test_docs import tool
 from waiting import LIMIT
 
 import nanovllm
 
+code_lines = tool("write_architecture").code_lines
 PACKAGE = Path(nanovllm.__file__).parent
 ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -23,23 +25,22 @@ HEAVY = (
 SCHEDULER_SIDE = (
     "engine.schedule.scheduler", "engine.cache.block_manager", "engine.cache.prefixes",
     "engine.schedule.forecast", "engine.schedule.sequence", "engine.schedule.batch",
-    "engine.engine_config", "drafting.speculator",
+    "engine.schedule.drafting", "engine.engine_config", "drafting.host_drafting",
+    "drafting.table_drafting",
 )  # fmt: skip
 
-# What the engine still imports of features' rooms.
-STILL_UPWARD = {
-    "engine.llm_engine imports drafting.measured_costs",
-    "engine.llm_engine imports drafting.speculator",
-    "engine.run.ledger imports drafting.drafted_blocks",
-    "engine.run.model_runner imports drafting.step_drafts",
-    "engine.run.shard imports drafting.guesser",
-    "engine.run.step_inputs imports drafting.drafted_blocks",
-    "engine.schedule.scheduler imports drafting.speculator",
-    "engine.start.prepare imports drafting.step_times",
-    "engine.start.startup imports drafting.step_times",
-}
+# What one `generate` with plain PyTorch loads, at most: modules, and lines of code in them.
+MOST_MODULES, MOST_LINES = 168, 11_400
 
-MOST_MODULES = 189  # that one `generate` with plain PyTorch loads
+# Rooms of features: the core runs without them.
+FEATURES = (
+    "drafting", "structured", "adapters", "weights", "vectors", "beams", "chat", "openai", "batch",
+    "server", "bench", "command", "ray",
+)  # fmt: skip
+
+# Words of features stand in few lines of the rooms that run every request.
+FEATURE_WORDS = ("draft", "adapter", "mask", "pool", "window", "state", "vector", "beam", "tool")
+MOST_FEATURE_WORDS = 0.118
 
 # Imports run down these floors, or stay on one; `nanovllm` itself is below all of them.
 FLOORS = (
@@ -154,40 +155,40 @@ def test_the_embedded_models_path_does_not_load_torch() -> None:
     assert loaded & set(HEAVY) == set()
 
 
-def test_generate_loads_no_room_that_it_does_not_use() -> None:
-    """The number of modules may fall, and rises only for what every request needs."""
-    statement = """
+ALONE = """
 import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith("nanovllm.") and name.split(".")[1] in ROOMS:
+            raise ImportError(f"the core imports {name}")
+sys.meta_path.insert(0, Refuse())
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL
 with LLM(EMBEDDED_MODEL, device="cpu", attention_backend="torch", cpu_kvcache_gib=0.01) as llm:
-    llm.generate("1+1=", SamplingParams(max_tokens=2), use_tqdm=False)
-    [*llm.stream("1+1=", SamplingParams(max_tokens=2))]
-print("modules:", *sorted(name for name in sys.modules if name.startswith("nanovllm")))
+    params = SamplingParams(max_tokens=4)
+    (output,) = llm.generate("1+1=", params, use_tqdm=False)
+    assert len(output.token_ids) > 0
+    assert "".join(event.text for event in llm.stream("1+1=", params)) == output.text
+print("modules:", *(name for name in sys.modules if name.startswith("nanovllm")))
 """
-    done = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True)
+
+
+def test_the_core_stands_alone() -> None:
+    """`generate` and `stream` run where every feature's room is refused, and load little."""
+    with zygote.cold():
+        done = subprocess.run(
+            [sys.executable, "-c", f"ROOMS = {FEATURES}\n{ALONE}"],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
     assert done.returncode == 0, done.stderr
     _, _, listed = done.stdout.partition("modules: ")
     modules = listed.split()
-    unused = (
-        "chat",
-        "vectors.vectors",
-        "beams",
-        "openai",
-        "batch",
-        "server",
-        "bench",
-        "command",
-        "ray",
-    )
-    unused += ("weights.weights", "weights.sleep_mode", "engine.profile")
-    quantized = ("choice", "methods", "mixed", "packed", "quantize", "rules", "scaled", "scheme")
-    unused += tuple(f"formats.{name}" for name in quantized)
-    unused += ("layers.experts", "layers.few_rows", "layers.rope_types", "layers.attention.choice")
-    unused += ("models.dummy", "models.llama", "models.split")
-    rooms = [f"nanovllm.{room}" for room in unused]
-    assert [m for m in modules if any(is_under(m, room) for room in rooms)] == []
-    assert 40 < len(modules) <= MOST_MODULES
+    assert 80 < len(modules) <= MOST_MODULES
+    files = {module_name(file): file for file in FILES}
+    lines = sum(code_lines(files[name].read_text(encoding="utf-8")) for name in modules)
+    assert 6_000 < lines <= MOST_LINES
 
 
 @pytest.mark.parametrize("name", SCHEDULER_SIDE)
@@ -258,7 +259,22 @@ def test_imports_run_down_the_floors() -> None:
         for other in found
         if floor_of(other) > floor_of(name) >= 0
     ]
-    assert {name.replace("nanovllm.", "") for name in upward} == STILL_UPWARD
+    assert upward == []
+
+
+def test_the_core_speaks_of_no_features() -> None:
+    """Whole words and parts of names, in the files that schedule and run steps."""
+    engine = PACKAGE / "engine"
+    files = [*(engine / "schedule").glob("*.py"), *(engine / "run").glob("*.py")]
+    lines = [
+        line
+        for file in (*files, engine / "llm_engine.py")
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if line.strip()
+    ]
+    named = [line for line in lines if any(word in line.lower() for word in FEATURE_WORDS)]
+    assert len(lines) > 2000
+    assert len(named) <= MOST_FEATURE_WORDS * len(lines)
 
 
 def test_every_module_is_on_a_floor() -> None:

@@ -34,7 +34,7 @@ CORE: dict[str, list[str]] = {
                   "layers/rotary_embedding", "layers/context", "layers/attention/layer",
                   "layers/attention/base", "layers/attention/torch_backend",
                   "layers/sampler"],
-    "plain kernels": ["kernels/table", "kernels/kv_layer", "kernels/plain/read_table",
+    "plain kernels": ["kernels/table", "kernels/operands/kv_layer", "kernels/plain/read_table",
                       "kernels/plain/rms_norm", "kernels/plain/norm_rope_store",
                       "kernels/plain/store_kvcache", "kernels/plain/paged",
                       "kernels/plain/prefill_attention", "kernels/plain/decode_attention",

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.adapters.modules import Module, modules_of
 from nanovllm.adapters.tensors import AdapterTensors, Pair
-from nanovllm.kernels.low_rank import LowRank
+from nanovllm.kernels.operands.low_rank import LowRank
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import LinearBase

@@ -47,7 +47,7 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
     from nanovllm.config import Config
     from nanovllm.engine.start.device import resolve_device, resolve_dtype, resolve_kv_dtype
     from nanovllm.engine.start.placement import attention_specs
-    from nanovllm.kernels.kv_layer import head_bytes
+    from nanovllm.kernels.operands.kv_layer import head_bytes
     from nanovllm.models import model_size
     from nanovllm.models.config import ModelConfig
     from nanovllm.models.loader import CONFIG_FILES, resolve_model

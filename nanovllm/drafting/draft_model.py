@@ -1,14 +1,16 @@
 """DraftModelGuesser: drafts of a smaller model with the same tokens.
 
-In a step with drafts it reads a sequence's last token, and the one before if that was a draft. What
-it has not seen by then, prompts and the tokens of steps without drafts, the host lets it compute
-before (`catch_up`).
+In a step with drafts it reads a sequence's last token, and the token before if that was a draft.
+Prompts and the tokens of steps without drafts are missing by then: the host lets it compute them
+first (`catch_up`).
 """
 
 import torch
 
+from nanovllm.drafting.catch_up import warm_up_step
 from nanovllm.drafting.model_guesser import ModelGuesser, Places
 from nanovllm.engine.cache.kv_pool import KVPool
+from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
 from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.plain.guess_inputs import GuessInputs
 from nanovllm.layers.context import Context, attending
@@ -19,29 +21,29 @@ from nanovllm.models.weight_bytes import WeightBytes
 
 
 def step_bytes(config: ModelConfig, placement: Placement) -> float:
-    """What a step of one token reads of a model's weights, on all ranks together."""
+    """The bytes of a model's weights that a step of one token reads, on all ranks together."""
     sizes = WeightBytes(placement.dtype.itemsize, config.quantization)
     return step_weight_bytes(config, sizes, rows=1)
 
 
-class NotedPool(KVPool):
-    """A pool of whose blocks the host notes what the draft model has computed."""
+class RecordedPool(KVPool):
+    """The KV pool, for blocks that the host records: `DraftedBlocks` has what they hold."""
 
     def copy(self, source: int, target: int) -> None:
-        """Nothing: no note says that a fork's block is a copy, so it is computed."""
+        """Do nothing: no record says that a fork's block is a copy, so it is computed."""
 
 
 class DraftModelGuesser(ModelGuesser):
     """A draft model and its KV pool.
 
-    It draws only tokens of the large model, which has `vocab_size` of them. For one that it lacks
-    itself it reads its own last id. The host asks for no drafts of sequences that are longer than
-    its limit; where others have some, theirs are of no worth.
+    It draws only tokens of the large model, which has `vocab_size` tokens. For a token that it does
+    not have itself it reads its own last id. The host asks for no drafts of sequences that are
+    longer than its limit; if other sequences have drafts in the same step, theirs are worthless.
     """
 
     name = "draft model"
     longest: int
-    make_pool = NotedPool
+    make_pool = RecordedPool
 
     def __init__(
         self, model: CausalLM, config: ModelConfig, placement: Placement, vocab_size: int
@@ -49,7 +51,7 @@ class DraftModelGuesser(ModelGuesser):
         if model.state_mixers:
             raise ValueError("speculative_config: a draft model that keeps states is not supported")
         super().__init__(model.attentions, placement)
-        self.model = config, model
+        self.models = [(config, model)]
         self.longest_window = config.longest_window
         self.longest = placement.max_positions
         self._model, self._vocab_size, self._own_size = model, vocab_size, config.vocab_size
@@ -72,6 +74,10 @@ class DraftModelGuesser(ModelGuesser):
         nothing = positions.new_empty(0)
         with attending(context, self.backend.attention):
             self._model(self._own(input_ids), positions, nothing)
+
+    def warm_up_steps(self, prefill: PrefillInputs, width: int) -> list[StepInputs]:
+        """A step for `catch_up` with a prefill's tokens."""
+        return [warm_up_step(prefill, width, self.longest)]
 
     def _logits(
         self,

@@ -1,4 +1,4 @@
-"""DraftSource: the smaller model that guesses tokens, found and checked before it is loaded."""
+"""DraftSource: a draft model, found and checked before the ranks load it."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.drafting.draft_model import DraftModelGuesser
+from nanovllm.drafting.guesser import NgramSource
 from nanovllm.drafting.head_source import HeadSource, find_head
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.engine.start.load import load_part
@@ -31,7 +32,7 @@ class DraftSource:
     vocab_size: int  # of the large model
 
     def load(self, config: Config, model: CausalLM, placement: Placement) -> DraftModelGuesser:
-        """Load this rank's part, for a model that is placed so by the settled `config`.
+        """Load this rank's part, for a model with this placement and the settled `config`.
 
         Both models have KV blocks of the same size.
         """
@@ -47,16 +48,20 @@ class DraftSource:
         return DraftModelGuesser(draft, self.model_config, placement, self.vocab_size)
 
 
-Source = DraftSource | HeadSource
+Source = DraftSource | HeadSource | NgramSource
 
 
 def find_source(config: Config, model_config: ModelConfig, tokenizer: Any) -> Source | None:
-    """The draft model or the head that the options name, if they do.
+    """What makes drafts on the device, if the options ask for that: n-grams, a model or a head.
 
-    One that does not fit is an error.
+    A model that does not fit is an error.
     """
     asked = config.speculative_config
-    if asked is None or asked.model is None:
+    if asked is None:
+        return None
+    if asked.method == "ngram":
+        return NgramSource(asked.prompt_lookup_min, asked.prompt_lookup_max)
+    if asked.model is None:
         return None
     if asked.method == "eagle3":
         return find_head(config, model_config)
@@ -85,7 +90,7 @@ def _check_layers(draft: ModelConfig) -> None:
 
 
 def _longest(model: ModelConfig, asked: int | None) -> int:
-    """How many tokens of a sequence the model may see; what is `asked` may not be more."""
+    """How many tokens of a sequence the draft model sees: its limit, or less if `asked`."""
     longest = model.max_context
     if asked is not None and asked > longest:
         raise ValueError(f"max_model_len must be at most {longest}, its limit, got {asked}")
@@ -93,10 +98,10 @@ def _longest(model: ModelConfig, asked: int | None) -> int:
 
 
 def _check_vocabularies(model: ModelConfig, draft: ModelConfig, tokenizer: Any, path: Path) -> None:
-    """Raise a ValueError if an id is not the same token in both.
+    """Raise a ValueError if an id is not the same token in both vocabularies.
 
-    Each may have ids that the other has not, and more padding after the last one. Without both
-    tokenizers the sizes must be equal.
+    Each may have ids that the other does not have, and its own padding after the last id. If a
+    tokenizer is missing, the sizes must be equal.
     """
     other = None if tokenizer is None else load_tokenizer(None, path, warns=False)
     if other is None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nanovllm.kernels.quantized import QuantizedMatrix
+from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
 PADDED = 32  # columns: groups that need padding are padded to multiples of it
 LEAST = 16  # columns, that kernels multiply at a time: they need multiples of it in a block

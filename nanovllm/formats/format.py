@@ -14,7 +14,7 @@ from torch import nn
 
 from nanovllm.formats.names import USUAL_NAMES, Names
 from nanovllm.formats.stored import COLUMNS, ROWS, Loaded, RankPart, Stored, StoredTensor
-from nanovllm.kernels.quantized import QuantizedMatrix
+from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
 if TYPE_CHECKING:
     from nanovllm.formats.scheme import Scheme

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.formats.format import Weight
-from nanovllm.kernels.quantized import Rounding
-from nanovllm.kernels.table import Kernels
+from nanovllm.kernels.table import Kernels, Rounding
 
 
 class Matrix(ABC):

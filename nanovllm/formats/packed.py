@@ -14,7 +14,7 @@ from nanovllm.formats.dummy_values import groups_of, integers, matrix_size, scal
 from nanovllm.formats.format import Weight, WeightFormat
 from nanovllm.formats.scheme import Scheme
 from nanovllm.formats.stored import COLUMNS, ROWS, Axis, RankPart, Stored
-from nanovllm.kernels.quantized import QuantizedMatrix
+from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # the codes of a word, in the order of its 8 outputs
 

@@ -9,7 +9,7 @@ from nanovllm.formats.blocks import check_scales, places, quantized_matrix
 from nanovllm.formats.format import WeightFormat
 from nanovllm.formats.scheme import Scheme
 from nanovllm.formats.stored import COLUMNS, ROWS, Axis, RankPart, Stored, constant, normal
-from nanovllm.kernels.quantized import QuantizedMatrix
+from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
 TYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 

@@ -1,208 +1,225 @@
-"""The table of kernels: for each implementation, which function computes which operation."""
+"""Kernels: for each implementation, which function computes which operation.
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+A set of kernels imports a kernel's module at the first use of the kernel.
+"""
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, dtype
 
-from nanovllm.kernels.kv_layer import KVLayer
-from nanovllm.kernels.low_rank import LowRank, PairAdditions
-from nanovllm.kernels.plain import (
-    accept,
-    draw,
-    experts,
-    guess_inputs,
-    guess_ngrams,
-    lora,
-    mask,
-    norm_rope_store,
-    quantized_linear,
-    read_table,
-    rms_norm,
-    sample,
-    silu_and_mul,
-    store_kvcache,
-)
-from nanovllm.kernels.plain.draw import Cuts
-from nanovllm.kernels.plain.guess_inputs import GuessInputs, Kept
-from nanovllm.kernels.plain.norm_rope_store import Rope
-from nanovllm.kernels.plain.read_table import Decoding, TableState
-from nanovllm.kernels.quantized import QuantizedMatrix, Rounding
-
-if TYPE_CHECKING:  # they need Triton
-    from nanovllm.kernels.triton.all_reduce import PeerKernels
-    from nanovllm.kernels.triton.few_rows import FewRows
-    from nanovllm.kernels.triton.route import Router
+if TYPE_CHECKING:
+    from nanovllm.kernels.operands.cuts import Cuts
+    from nanovllm.kernels.operands.kv_layer import KVLayer
+    from nanovllm.kernels.operands.low_rank import LowRank
+    from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
+    from nanovllm.kernels.plain.guess_inputs import GuessInputs, Kept
+    from nanovllm.kernels.plain.norm_rope_store import Rope
+    from nanovllm.kernels.plain.read_table import Decoding, TableState
+    from nanovllm.kernels.triton.experts.route import Router
+    from nanovllm.kernels.triton.linear.few_rows import FewRows
+    from nanovllm.kernels.triton.ranks.all_reduce import PeerKernels
 
 
-@dataclass(frozen=True)
+class Rounding(Protocol):
+    """Kernels like those of `Kernels` that round their results to the codes of a weight's type.
+
+    `arranged_linear` takes such rows.
+    """
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Any: ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, /
+    ) -> tuple[Any, Tensor]: ...
+
+    def silu_and_mul(self, x: Tensor, /) -> Any: ...
+
+
 class Kernels:
     """One function for each operation; its twin in PLAIN defines the signature and the result.
 
     `arrange` copies a quantized weight into the layout that `arranged_linear`, `experts` and
-    `few_rows` read; `arrange_plain` copies a plain one, where that makes it faster, and `plain_of`
-    returns what that was made of. `reads_plain` says that kernels read plain weights as they are
-    stored, so that no library's layout may replace them. `rounding`
-    gives kernels that round a number of rows as a quantized weight needs it, where it does:
-    `arranged_linear` takes those rows, or ordinary ones. `few_rows` gives kernels
-    that fuse several operations of a layer of such a type, where they are faster, and `router` one
-    for the weight of a layer's router and rows of a type; `write_table` writes words that are still
-    in the host's memory; `peers` are kernels that exchange few rows between GPUs. PLAIN has none of
-    these.
+    `few_rows` read. `arrange_plain` does so for a plain weight, where that makes it faster, and
+    `plain_of` restores the plain weight. With `reads_plain`, kernels read plain weights as they are
+    stored, so that no library's layout may replace them. With `reads_stacks`, `experts` reads the
+    experts' weights as one stack, else as a list of matrices.
+
+    Some operations only exist for some implementations: PLAIN returns None for them. `rounding`
+    returns kernels that round a number of rows as a quantized weight needs it; `arranged_linear`
+    takes those rows, or ordinary ones. `few_rows` returns kernels that fuse several operations of a
+    layer of such a type, where they are faster. `router` returns a kernel for the weight of a
+    layer's router and rows of a type. `write_table` writes words that are still in the host's
+    memory. `peers` exchange few rows between GPUs.
+
+    The first call of an operation imports its module, and replaces the attribute by the function.
     """
 
     name: str
     graph_safe: bool  # whether a CUDA graph can hold them: no function of a decode step syncs
+    reads_plain: bool
+    reads_stacks: bool
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
     norm_rope_store: Callable[
-        [Tensor, int, Rope, tuple[Tensor, Tensor] | None, float, KVLayer, Tensor],
+        [Tensor, int, "Rope", tuple[Tensor, Tensor] | None, float, "KVLayer", Tensor],
         tuple[Tensor, Tensor, Tensor],
     ]
-    store_kvcache: Callable[[Tensor, Tensor, KVLayer, Tensor], tuple[Tensor, Tensor]]
+    store_kvcache: Callable[[Tensor, Tensor, "KVLayer", Tensor], tuple[Tensor, Tensor]]
     mask: Callable[[Tensor, Tensor], None]
     sample: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
     sample_masked: Callable[[Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Tensor], None]
-    draw: Callable[[Tensor, Tensor, Tensor, Cuts], Tensor]
-    experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int], Tensor]
-    read_table: Callable[[TableState, int, int, int, int], Decoding]
-    guess_ngrams: Callable[[TableState, int, int, int, int], None]
-    guess_inputs: Callable[[TableState, Kept | None, int, int, int], GuessInputs]
-    accept: Callable[[TableState, Decoding, Tensor, int], Tensor]
-    arrange: Callable[[QuantizedMatrix], Any]
+    draw: Callable[[Tensor, Tensor, Tensor, "Cuts"], Tensor]
+    experts: Callable[..., Tensor]
+    adapted_experts: Callable[..., Tensor]
+    read_table: Callable[["TableState", int, int, int, int], "Decoding"]
+    guess_ngrams: Callable[["TableState", int, int, int, int], None]
+    guess_inputs: Callable[["TableState", "Kept | None", int, int, int], "GuessInputs"]
+    accept: Callable[["TableState", "Decoding", Tensor, int], Tensor]
+    arrange: Callable[["QuantizedMatrix"], Any]
+    arrange_plain: Callable[[Tensor], Any | None]
+    plain_of: Callable[[Any], Tensor | None]
     arranged_linear: Callable[[Any, Any, Tensor | None], Tensor]
     group_rows: Callable[[Tensor, int], Any]
-    lora_down: Callable[[Tensor, LowRank, Any], Tensor]
-    lora_up: Callable[[Tensor, LowRank, Any, Tensor, Tensor | None], None]
-    adapted_experts: Callable[[Tensor, Any, Any, Tensor, Tensor, int, PairAdditions], Tensor]
-    arrange_plain: Callable[[Tensor], Any | None] = lambda _: None
-    plain_of: Callable[[Any], Tensor | None] = lambda _: None
-    reads_plain: bool = False
-    rounding: Callable[[Any, int], Rounding | None] = lambda *_: None
-    few_rows: Callable[[list[Any], dtype], "FewRows | None"] = lambda *_: None
-    router: Callable[[Tensor, dtype], "Router | None"] = lambda *_: None
-    write_table: Callable[[Tensor, Tensor, int], None] | None = None
-    peers: "type[PeerKernels] | None" = None
+    lora_down: Callable[[Tensor, "LowRank", Any], Tensor]
+    lora_up: Callable[[Tensor, "LowRank", Any, Tensor, Tensor | None], None]
+    rounding: Callable[[Any, int], Rounding | None]
+    few_rows: Callable[[list[Any], dtype], "FewRows | None"]
+    router: Callable[[Tensor, dtype], "Router | None"]
+    write_table: Callable[[Tensor, Tensor, int], None] | None
+    peers: "type[PeerKernels] | None"
 
+    def __init__(
+        self,
+        name: str,
+        places: Mapping[str, str],
+        *,
+        graph_safe: bool = False,
+        reads_plain: bool = False,
+        reads_stacks: bool = False,
+        **others: Any,
+    ) -> None:
+        """`places` has the operations to import, as PLAIN_PLACES; `others` are those at hand."""
+        self.name, self.graph_safe = name, graph_safe
+        self.reads_plain, self.reads_stacks = reads_plain, reads_stacks
+        self._places = places
+        for operation in places.keys() - others.keys():
+            setattr(self, operation, self._first_call_of(operation))
+        for operation, function in others.items():
+            setattr(self, operation, function)
+
+    def _first_call_of(self, operation: str) -> Callable[..., Any]:
+        module, _, name = self._places[operation].partition(":")
+
+        def first_call(*args: Any, **options: Any) -> Any:
+            function = getattr(import_module(f"nanovllm.kernels.{module}"), name or operation)
+            setattr(self, operation, function)
+            return function(*args, **options)
+
+        return first_call
+
+    def replace(self, **changes: Any) -> "Kernels":
+        """A set with other flags or operations."""
+        at_hand = {key: value for key, value in vars(self).items() if key not in self._places}
+        places = at_hand.pop("_places")
+        return Kernels(places=places, **(at_hand | changes))
+
+
+def _as_it_is(weight: "QuantizedMatrix") -> "QuantizedMatrix":
+    return weight
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+# The module of each operation, and its name there, if that is another one.
+PLAIN_PLACES = {
+    "rms_norm": "plain.rms_norm",
+    "add_rms_norm": "plain.rms_norm",
+    "silu_and_mul": "plain.silu_and_mul",
+    "norm_rope_store": "plain.norm_rope_store",
+    "store_kvcache": "plain.store_kvcache",
+    "mask": "plain.mask",
+    "sample": "plain.sample",
+    "sample_masked": "plain.mask",
+    "draw": "plain.draw",
+    "experts": "plain.experts",
+    "adapted_experts": "plain.experts",
+    "read_table": "plain.read_table",
+    "guess_ngrams": "plain.guess_ngrams",
+    "guess_inputs": "plain.guess_inputs",
+    "accept": "plain.accept",
+    "arranged_linear": "plain.quantized_linear:quantized_linear",
+    "group_rows": "plain.lora",
+    "lora_down": "plain.lora",
+    "lora_up": "plain.lora",
+}
+CPU_PLACES = PLAIN_PLACES | {
+    "rms_norm": "cpu.rms_norm",
+    "add_rms_norm": "cpu.rms_norm",
+    "silu_and_mul": "cpu.silu_and_mul",
+    "norm_rope_store": "cpu.norm_rope_store",
+    "mask": "cpu.mask",
+    "sample": "cpu.sample",
+    "sample_masked": "cpu.sample",
+    "read_table": "cpu.read_table",
+    "arrange": "cpu.tiled_linear",
+    "arrange_plain": "cpu.tiled_linear",
+    "plain_of": "cpu.tiled_linear",
+    "arranged_linear": "cpu.tiled_linear:tiled_linear",
+    "group_rows": "cpu.lora",
+    "lora_down": "cpu.lora",
+    "lora_up": "cpu.lora",
+}
+TRITON_PLACES = {
+    "rms_norm": "triton.linear.rms_norm",
+    "add_rms_norm": "triton.linear.rms_norm",
+    "silu_and_mul": "triton.linear.silu_and_mul",
+    "norm_rope_store": "triton.attention.norm_rope_store",
+    "store_kvcache": "triton.attention.store_kvcache",
+    "mask": "triton.sampling.mask",
+    "sample": "triton.sampling.sample",
+    "sample_masked": "triton.sampling.sample",
+    "draw": "triton.sampling.draw",
+    "experts": "triton.experts.experts",
+    "adapted_experts": "triton.experts.experts",
+    "router": "triton.experts.route:router_for",
+    "read_table": "triton.step.read_table",
+    "guess_ngrams": "triton.step.guess_ngrams",
+    "guess_inputs": "triton.step.guess_inputs",
+    "accept": "triton.step.accept",
+    "arrange": "triton.linear.arranged",
+    "arranged_linear": "triton.linear.quantized_linear:quantized_linear",
+    "rounding": "triton.linear.rounded_linear:rounding_of",
+    "few_rows": "triton.linear.few_rows:few_rows_for",
+    "group_rows": "triton.lora.row_groups",
+    "lora_down": "triton.lora.lora",
+    "lora_up": "triton.lora.lora",
+    "peers": "triton.ranks.all_reduce:PeerKernels",
+}
 
 PLAIN = Kernels(
-    name="plain PyTorch",
-    graph_safe=False,
-    rms_norm=rms_norm.rms_norm,
-    add_rms_norm=rms_norm.add_rms_norm,
-    silu_and_mul=silu_and_mul.silu_and_mul,
-    norm_rope_store=norm_rope_store.norm_rope_store,
-    store_kvcache=store_kvcache.store_kvcache,
-    mask=mask.mask,
-    sample=sample.sample,
-    sample_masked=sample.sample_masked,
-    draw=draw.draw,
-    experts=experts.experts,
-    read_table=read_table.read_table,
-    guess_ngrams=guess_ngrams.guess_ngrams,
-    guess_inputs=guess_inputs.guess_inputs,
-    accept=accept.accept,
-    arrange=lambda weight: weight,
-    arranged_linear=quantized_linear.quantized_linear,
-    group_rows=lora.group_rows,
-    lora_down=lora.lora_down,
-    lora_up=lora.lora_up,
-    adapted_experts=experts.adapted_experts,
-)
+    "plain PyTorch", PLAIN_PLACES, arrange=_as_it_is, arrange_plain=_nothing, plain_of=_nothing,
+    rounding=_nothing, few_rows=_nothing, router=_nothing, write_table=None, peers=None,
+)  # fmt: skip
 
 
 def triton_kernels() -> Kernels:
     """The Triton kernels. An ImportError where Triton is not installed."""
-    from nanovllm.kernels.triton import (
-        accept,
-        all_reduce,
-        draw,
-        experts,
-        few_rows,
-        guess_inputs,
-        guess_ngrams,
-        lora,
-        mask,
-        norm_rope_store,
-        quantized_linear,
-        read_table,
-        rms_norm,
-        route,
-        row_groups,
-        sample,
-        silu_and_mul,
-        store_kvcache,
-        write_table,
-    )
+    from nanovllm.kernels.triton.step.write_table import write_table  # callers keep it
 
     return Kernels(
-        name="Triton",
-        graph_safe=True,
-        rms_norm=rms_norm.rms_norm,
-        add_rms_norm=rms_norm.add_rms_norm,
-        silu_and_mul=silu_and_mul.silu_and_mul,
-        norm_rope_store=norm_rope_store.norm_rope_store,
-        store_kvcache=store_kvcache.store_kvcache,
-        mask=mask.mask,
-        sample=sample.sample,
-        sample_masked=sample.sample_masked,
-        draw=draw.draw,
-        experts=experts.experts,
-        read_table=read_table.read_table,
-        guess_ngrams=guess_ngrams.guess_ngrams,
-        guess_inputs=guess_inputs.guess_inputs,
-        accept=accept.accept,
-        arrange=quantized_linear.arrange,
-        arranged_linear=quantized_linear.quantized_linear,
-        group_rows=row_groups.group_rows,
-        lora_down=lora.lora_down,
-        lora_up=lora.lora_up,
-        adapted_experts=experts.adapted_experts,
-        reads_plain=True,
-        rounding=quantized_linear.rounding_of,
-        few_rows=few_rows.few_rows_for,
-        router=route.Router.of,
-        write_table=write_table.write_table,
-        peers=all_reduce.PeerKernels,
-    )
+        "Triton", TRITON_PLACES, graph_safe=True, reads_plain=True, reads_stacks=True,
+        write_table=write_table, arrange_plain=_nothing, plain_of=_nothing,
+    )  # fmt: skip
 
 
 def cpu_kernels() -> Kernels:
     """The CPU's kernels in C++; each call is a RuntimeError where they cannot be compiled."""
-    from nanovllm.kernels.cpu import (
-        lora,
-        mask,
-        norm_rope_store,
-        read_table,
-        rms_norm,
-        sample,
-        silu_and_mul,
-    )
-    from nanovllm.kernels.cpu.tiled_linear import (
-        arrange,
-        arrange_plain,
-        plain_of,
-        tiled_linear,
-    )
-
-    return replace(
-        PLAIN,
-        name="C++",
-        rms_norm=rms_norm.rms_norm,
-        add_rms_norm=rms_norm.add_rms_norm,
-        silu_and_mul=silu_and_mul.silu_and_mul,
-        norm_rope_store=norm_rope_store.norm_rope_store,
-        mask=mask.mask,
-        sample=sample.sample,
-        sample_masked=sample.sample_masked,
-        read_table=read_table.read_table,
-        arrange=arrange,
-        arrange_plain=arrange_plain,
-        plain_of=plain_of,
-        arranged_linear=tiled_linear,
-        group_rows=lora.group_rows,
-        lora_down=lora.lora_down,
-        lora_up=lora.lora_up,
-    )
+    return Kernels(
+        "C++", CPU_PLACES, rounding=_nothing, few_rows=_nothing, router=_nothing,
+        write_table=None, peers=None,
+    )  # fmt: skip

@@ -13,7 +13,7 @@ from torch import nn
 
 from nanovllm.formats.format import DENSE, WeightFormat
 from nanovllm.formats.stored import Loaded, RankPart, copy_into
-from nanovllm.kernels.low_rank import LowRank
+from nanovllm.kernels.operands.low_rank import LowRank
 from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.linear import LinearBase

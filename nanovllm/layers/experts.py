@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,15 +12,16 @@ from nanovllm.formats.format import DENSE, Dense, Rename, Weight, WeightFormat, 
 from nanovllm.formats.matrix import Matrix, matrix_of
 from nanovllm.formats.names import EXPERTS, stacked_name
 from nanovllm.formats.stored import Loaded, RankPart, StoredTensor, check_shape
-from nanovllm.kernels.low_rank import LowRank
-from nanovllm.kernels.plain.experts import adapted_experts as plain_adapted_experts
-from nanovllm.kernels.plain.experts import experts as plain_experts
-from nanovllm.kernels.quantized import QuantizedMatrix, same_order, stacked
+from nanovllm.kernels.operands.low_rank import LowRank
+from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix, same_order, stacked
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.layer import Backend, Layer
 from nanovllm.layers.lora import AdapterRows, PairAdapters
 from nanovllm.layers.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.operands.low_rank import LowRank
 
 logger = logging.getLogger("nanovllm")
 
@@ -159,7 +160,7 @@ class Experts(Layer):
         """
         self.kernels = backend.kernels
         if self.matrices is None and self.operands is None:
-            if self.kernels.experts is plain_experts:
+            if not self.kernels.reads_stacks:
                 self.matrices = self._matrices("gate_up_proj"), self._matrices("down_proj")
             else:
                 self.operands = self._operand("gate_up_proj"), self._operand("down_proj")
@@ -203,7 +204,7 @@ class Experts(Layer):
             return self._forward_adapted(x, expert_ids, shares, adapters)
         if self.matrices is not None:
             gate_up, down = self.matrices
-            return plain_experts(
+            return self.kernels.experts(
                 x, gate_up, down, expert_ids, shares, self.num_experts,
                 linear=lambda x, matrix: matrix.linear(x),
             )  # fmt: skip
@@ -222,7 +223,7 @@ class Experts(Layer):
         pairs = adapters.of_pairs(expert_ids, self.num_own)
         additions = PairAdapters(pairs, *(self.low_ranks[name] for name in MATRICES))
         if self.matrices is not None:
-            return plain_adapted_experts(
+            return self.kernels.adapted_experts(
                 x, *self.matrices, expert_ids, shares, self.num_experts, additions,
                 linear=lambda x, matrix: matrix.linear(x),
             )  # fmt: skip

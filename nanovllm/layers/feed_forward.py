@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels.quantized import Rounding
-from nanovllm.kernels.table import PLAIN, Kernels
+from nanovllm.kernels.table import PLAIN, Kernels, Rounding
 from nanovllm.layers.build import Build
 from nanovllm.layers.layer import Backend, Layer
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear

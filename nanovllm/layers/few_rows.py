@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.kernels.low_rank import LowRank
-from nanovllm.kernels.plain.few_rows import ExpertWeights, Scaled
+from nanovllm.kernels.operands.low_rank import LowRank
+from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled
 from nanovllm.layers.block import Block
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.feed_forward import MLP, FeedForward, SiluAndMul
@@ -23,7 +23,7 @@ from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.layers.sparse_mlp import ExpertRouter, SparseMLP
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
+    from nanovllm.kernels.triton.linear.few_rows import FewRows  # which needs Triton
 
 
 def operands_of(block: Block) -> list[Any]:
@@ -134,7 +134,7 @@ def with_adapters(
             return None
         if isinstance(module, LinearBase) and module.low_rank:
             low_ranks[id(module.operand_and_bias[0])] = module.low_rank
-    from nanovllm.kernels.triton.adapted_few_rows import AdaptedFewRows, with_counters
+    from nanovllm.kernels.triton.lora.adapted_few_rows import AdaptedFewRows, with_counters
 
     return AdaptedFewRows(
         most_rows=few_rows.most_rows, arrivals=few_rows.arrivals, groups=adapters.groups,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels.plain.draw import Cuts
+from nanovllm.kernels.operands.cuts import Cuts
 from nanovllm.kernels.table import PLAIN, Kernels
 
 FORBIDDEN = -torch.inf

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.kernels.quantized import Rounding
-from nanovllm.kernels.table import PLAIN, Kernels
+from nanovllm.kernels.table import PLAIN, Kernels, Rounding
 from nanovllm.layers.layer import Backend, Layer
 from nanovllm.layers.ranks import ALONE, Ranks
 

@@ -5,7 +5,7 @@ checkpoint describe that part, and `matrix` how to multiply by it on this device
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,12 +13,14 @@ from torch import nn
 from nanovllm.formats.format import DENSE, Dense, WeightFormat
 from nanovllm.formats.matrix import DenseMatrix, Matrix, matrix_of
 from nanovllm.formats.stored import ROWS, Loaded, RankPart, Stored, StoredTensor, constant
-from nanovllm.kernels.low_rank import LowRank
-from nanovllm.kernels.quantized import Rounding
-from nanovllm.kernels.table import PLAIN
+from nanovllm.kernels.operands.low_rank import LowRank
+from nanovllm.kernels.table import PLAIN, Rounding
 from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.layer import Backend, Layer
 from nanovllm.layers.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.operands.low_rank import LowRank
 
 BIAS = Stored((ROWS,), fill=constant(0.0))
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.beside import beside
-from nanovllm.kernels.low_rank import LowRank
+from nanovllm.kernels.operands.low_rank import LowRank
+from nanovllm.kernels.side_stream import overlapped
 from nanovllm.kernels.table import Kernels
 
 MOST_BESIDE = 128  # rows; more rows fill the GPU with the layer alone
@@ -46,7 +46,7 @@ class AdapterRows:
         """
         down_of = partial(self.kernels.lora_down, x, weights, self.groups)
         if len(x) <= MOST_BESIDE:
-            out, down = beside(x.device, linear, down_of)
+            out, down = overlapped(x.device, linear, down_of)
         else:
             out, down = linear(), down_of()
         self.kernels.lora_up(down, weights, self.groups, out, None)

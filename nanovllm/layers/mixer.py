@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.plain.norm_rope_store import Rope
-from nanovllm.kernels.quantized import Rounding
+from nanovllm.kernels.table import Rounding
 from nanovllm.layers.cache_spec import CacheSpec, State
 
 Ropes = Mapping[str, Rope]  # a step's cosines and sines, by the name that the decoder gives a rope

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.triton.all_reduce import PeerKernels  # which needs Triton
+    from nanovllm.kernels.triton.ranks.all_reduce import PeerKernels  # which needs Triton
 
 
 class Ranks:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.plain.norm_rope_store import Rope
-from nanovllm.kernels.quantized import Rounding
+from nanovllm.kernels.table import Rounding
 from nanovllm.layers.attention.layer import Attention
 from nanovllm.layers.build import Build
 from nanovllm.layers.cache_spec import KeysAndValues

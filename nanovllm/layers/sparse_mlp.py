@@ -13,7 +13,7 @@ from nanovllm.layers.layer import Backend
 from nanovllm.layers.linear import ReplicatedLinear
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.triton.route import Router as RouterKernel  # which needs Triton
+    from nanovllm.kernels.triton.experts.route import Router as RouterKernel  # which needs Triton
 
 
 class ExpertRouter(ReplicatedLinear):

@@ -25,7 +25,7 @@ from nanovllm.layers.mixer import Mixer, Ropes, StateMixer
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.triton.few_rows import FewRows  # which needs Triton
+    from nanovllm.kernels.triton.linear.few_rows import FewRows  # which needs Triton
     from nanovllm.layers.lora import AdapterRows
 
 

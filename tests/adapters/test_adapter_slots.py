@@ -11,7 +11,7 @@ from thread_ranks import Meeting, ThreadRanks
 
 from nanovllm.adapters.peft import read_adapter
 from nanovllm.adapters.slots import AdapterSlots
-from nanovllm.kernels.low_rank import LowRank
+from nanovllm.kernels.operands.low_rank import LowRank
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.context import Context, adapter_rows, attending, keep_adapters_of
 from nanovllm.layers.lora import group_rows

@@ -6,7 +6,7 @@ import torch
 from nanovllm.formats.blocks import quantized_matrix
 from nanovllm.formats.stored import Axis, RankPart, Stored
 from nanovllm.kernels.plain.quantized_linear import dense_matrix
-from nanovllm.kernels.triton.arranged import arrange
+from nanovllm.kernels.triton.linear.arranged import arrange
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_groups_have_multiples_of_16_columns(
 @pytest.mark.parametrize("num_rows", [1, 70])
 def test_padded_groups_of_8_are_multiplied(bits: int, num_rows: int, kernel_device: str) -> None:
     """By the kernels for few rows, and those for many."""
-    from nanovllm.kernels.triton.quantized_linear import quantized_linear
+    from nanovllm.kernels.triton.linear.quantized_linear import quantized_linear
 
     torch.manual_seed(0)
     codes = torch.randint(-8, 8, (24, 72), dtype=torch.int8)

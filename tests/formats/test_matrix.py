@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.formats.matrix import JoinedMatrix, matrix_of
-from nanovllm.kernels.quantized import QuantizedMatrix
+from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -24,10 +24,10 @@ from nanovllm.formats.choice import QuantizedFormats
 from nanovllm.formats.names import USUAL_NAMES
 from nanovllm.formats.scheme import ONLINE
 from nanovllm.formats.stored import RankPart
+from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 from nanovllm.kernels.plain.quantized_linear import dense_matrix, dequantize
-from nanovllm.kernels.quantized import QuantizedMatrix
 from nanovllm.kernels.table import PLAIN, Kernels, triton_kernels
-from nanovllm.kernels.triton import few_rows
+from nanovllm.kernels.triton.linear import few_rows
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.layer import Backend
@@ -235,7 +235,7 @@ def test_kernels_may_take_experts_as_stacks(name: str, tmp_path: Path) -> None:
         return PLAIN.experts(x, *dense, *rest)
 
     expected = experts_out(load(path / DEQUANTIZED), PLAIN)
-    found = experts_out(load(path), replace(PLAIN, experts=experts))
+    found = experts_out(load(path), PLAIN.replace(experts=experts, reads_stacks=True))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert seen == [torch.Tensor if "order" in name else QuantizedMatrix]
 
@@ -245,7 +245,7 @@ def test_norms_and_activations_round_rows_for_the_layers_after_them(
     name: str, tmp_path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the attention's output is rounded by a kernel of its own. No logit changes by that."""
-    from nanovllm.kernels.triton.quantize_rows import RoundedRows, Rounding
+    from nanovllm.kernels.triton.linear.quantize_rows import RoundedRows, Rounding
 
     alone = 0
 

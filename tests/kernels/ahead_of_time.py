@@ -30,7 +30,7 @@ from unittest import mock
 import torch
 from quantized import Format, quantized
 
-from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
+from nanovllm.kernels.operands.kv_layer import CODES, SCALES, KVLayer
 
 # Compute capabilities (A100, H100, RTX 50), and the shared memory that a block can have there.
 CAPABILITIES = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
@@ -82,7 +82,7 @@ def layer(
 
 
 def store_kvcache(heads: Heads, codes: bool = False) -> None:
-    from nanovllm.kernels.triton.store_kvcache import store_kvcache
+    from nanovllm.kernels.triton.attention.store_kvcache import store_kvcache
 
     _, k, v = projected(heads)
     store_kvcache(k, v, layer(heads, codes=codes), torch.empty(TOKENS, dtype=torch.long))
@@ -97,16 +97,16 @@ def table_state() -> Any:
 
 
 def read_table(rows: int, width: int, num_queries: int = 1) -> Any:
-    from nanovllm.kernels.triton.read_table import read_table
+    from nanovllm.kernels.triton.step.read_table import read_table
 
     return read_table(table_state(), rows, width, BLOCK_SIZE, num_queries)
 
 
 def drafts() -> None:
     from nanovllm.kernels.plain.guess_inputs import Kept
-    from nanovllm.kernels.triton.accept import accept
-    from nanovllm.kernels.triton.guess_inputs import guess_inputs
-    from nanovllm.kernels.triton.guess_ngrams import guess_ngrams
+    from nanovllm.kernels.triton.step.accept import accept
+    from nanovllm.kernels.triton.step.guess_inputs import guess_inputs
+    from nanovllm.kernels.triton.step.guess_ngrams import guess_ngrams
 
     guess_ngrams(table_state(), 7, 4, 1, 4)
     kept = Kept(int32(ROWS), int32(ROWS), bf16(ROWS, 5, 64))
@@ -117,21 +117,21 @@ def drafts() -> None:
 
 
 def write_table() -> None:
-    from nanovllm.kernels.triton.write_table import write_table
+    from nanovllm.kernels.triton.step.write_table import write_table
 
     write_table(int32(ROWS), int32(2, 100), 7)
 
 
 def rms_norm(size: int) -> None:
-    from nanovllm.kernels.triton.rms_norm import add_rms_norm, rms_norm
+    from nanovllm.kernels.triton.linear.rms_norm import add_rms_norm, rms_norm
 
     rms_norm(bf16(TOKENS, size), bf16(size), EPS)
     add_rms_norm(bf16(TOKENS, size), bf16(TOKENS, size), bf16(size), EPS)
 
 
 def all_reduce(size: int, ranks: int, rows: int) -> None:
-    from nanovllm.kernels.triton.all_reduce import PeerKernels
-    from nanovllm.kernels.triton.exchange import REGIONS
+    from nanovllm.kernels.triton.ranks.all_reduce import PeerKernels
+    from nanovllm.kernels.triton.ranks.exchange import REGIONS
 
     places = torch.zeros(ranks + 1, dtype=torch.long)
     sums, x, norm = (
@@ -149,13 +149,13 @@ def all_reduce(size: int, ranks: int, rows: int) -> None:
 
 
 def silu_and_mul(size: int) -> None:
-    from nanovllm.kernels.triton.silu_and_mul import silu_and_mul
+    from nanovllm.kernels.triton.linear.silu_and_mul import silu_and_mul
 
     silu_and_mul(bf16(TOKENS, 2 * size))
 
 
 def experts(num_experts: int, per_token: int, hidden: int, inside: int, tokens: int) -> None:
-    from nanovllm.kernels.triton.experts import experts
+    from nanovllm.kernels.triton.experts.experts import experts
 
     ids = torch.zeros(tokens, per_token, dtype=torch.long)
     weights = bf16(num_experts, 2 * inside, hidden), bf16(num_experts, hidden, inside)
@@ -164,8 +164,8 @@ def experts(num_experts: int, per_token: int, hidden: int, inside: int, tokens: 
 
 
 def quantized_experts(form: Format, tokens: int) -> None:
-    from nanovllm.kernels.triton.experts import experts
-    from nanovllm.kernels.triton.quantized_linear import arrange
+    from nanovllm.kernels.triton.experts.experts import experts
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange
 
     form = replace(form, stack=(32,))
     gate_up, down = quantized(1536, 2048, form), quantized(2048, 768, form)
@@ -174,7 +174,7 @@ def quantized_experts(form: Format, tokens: int) -> None:
 
 
 def route(tokens: int, weight: torch.dtype = torch.bfloat16, num_experts: int = 128) -> None:
-    from nanovllm.kernels.triton.route import Router
+    from nanovllm.kernels.triton.experts.route import Router
 
     value = 1.0 if weight == torch.bfloat16 else 1.0001
     router = Router.of(torch.full((num_experts, 2048), value, dtype=weight), torch.bfloat16)
@@ -182,10 +182,10 @@ def route(tokens: int, weight: torch.dtype = torch.bfloat16, num_experts: int = 
 
 
 def few_experts(rows: int, form: Format | None = None) -> None:
-    from nanovllm.kernels.plain.few_rows import ExpertWeights, Scaled
-    from nanovllm.kernels.triton.few_experts import add_experts
-    from nanovllm.kernels.triton.quantized_linear import arrange
-    from nanovllm.kernels.triton.route import Router
+    from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled
+    from nanovllm.kernels.triton.experts.few_experts import add_experts
+    from nanovllm.kernels.triton.experts.route import Router
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange
 
     router = Router.of(bf16(128, 2048), torch.bfloat16)
     stacks: Any = bf16(128, 2 * 768, 2048), bf16(128, 2048, 768)
@@ -200,7 +200,7 @@ def few_experts(rows: int, form: Format | None = None) -> None:
 def few_rows(
     hidden: int, attended: int, inner: int, qkv: int, rows: int, bias: bool = False
 ) -> None:
-    from nanovllm.kernels.triton import few_rows
+    from nanovllm.kernels.triton.linear import few_rows
 
     def layer(size_out: int, size_in: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         return bf16(size_out, size_in), bf16(size_out) if bias else None
@@ -223,7 +223,7 @@ FORMATS = {
 
 
 def arranged(size_out: int, size_in: int, form: Format) -> Any:
-    from nanovllm.kernels.triton.quantized_linear import arrange
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange
 
     return arrange(quantized(size_out, size_in, form, rounds_inputs=form.kind != "int4"))
 
@@ -231,7 +231,7 @@ def arranged(size_out: int, size_in: int, form: Format) -> Any:
 def quantized_rows(
     size_out: int, size_in: int, form: Format, rows: int, dtype: torch.dtype, bias: bool = False
 ) -> None:
-    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange, quantized_linear
 
     x = torch.empty(rows, size_in, dtype=dtype)
     with mock.patch.object(row_tiles(), "num_multiprocessors", return_value=132):
@@ -241,20 +241,20 @@ def quantized_rows(
 
 def quantized_many_rows(form: Format, rows: int) -> None:
     """Rows that are not rounded, whatever their number."""
-    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange, quantized_linear
 
     with mock.patch.object(row_tiles(), "num_multiprocessors", return_value=132):
         quantized_linear(bf16(rows, 4096), arrange(quantized(4096, 4096, form)))
 
 
 def row_tiles() -> Any:
-    from nanovllm.kernels.triton import row_tiles
+    from nanovllm.kernels.triton.linear import row_tiles
 
     return row_tiles
 
 
 def quantized_few_rows(hidden: int, inner: int, form: Format, rows: int) -> None:
-    from nanovllm.kernels.triton.few_rows import FewRows
+    from nanovllm.kernels.triton.linear.few_rows import FewRows
 
     x, few = bf16(rows, hidden), FewRows(rows)
     with mock.patch.object(row_tiles(), "num_multiprocessors", return_value=132):
@@ -265,13 +265,13 @@ def quantized_few_rows(hidden: int, inner: int, form: Format, rows: int) -> None
 
 
 def dequantize(form: Format) -> None:
-    from nanovllm.kernels.triton.dequantize import dequantize
+    from nanovllm.kernels.triton.linear.dequantize import dequantize
 
     dequantize(arranged(4096, 4096, form), torch.bfloat16)
 
 
 def rounded_linear(form: Format) -> None:
-    from nanovllm.kernels.triton.rounded_linear import rounded_linear, rounding_of
+    from nanovllm.kernels.triton.linear.rounded_linear import rounded_linear, rounding_of
 
     weight = arranged(4096, 4096, form)
     rounding = rounding_of(weight, TOKENS)
@@ -286,7 +286,7 @@ def rounded_linear(form: Format) -> None:
 def norm_rope_store(
     heads: Heads, norm: bool, tokens: int, rotated: int | None = None, codes: bool = False
 ) -> None:
-    from nanovllm.kernels.triton.norm_rope_store import norm_rope_store
+    from nanovllm.kernels.triton.attention.norm_rope_store import norm_rope_store
 
     num_heads, num_kv_heads, head_dim = heads
     qkv = bf16(tokens, num_heads + 2 * num_kv_heads, head_dim)
@@ -301,7 +301,7 @@ def decode_attention(
     heads: Heads, block_size: int, window: int | None = None, eager: bool = False,
     codes: bool = False, queries: int = 1, soft_cap: float | None = None,
 ) -> None:  # fmt: skip
-    from nanovllm.kernels.triton.decode_attention import decode_attention, plan_decode
+    from nanovllm.kernels.triton.attention.decode_attention import decode_attention, plan_decode
 
     q, lens, tables = bf16(ROWS, heads[0], heads[2]), int32(ROWS), int32(ROWS // queries, BLOCKS)
     plan = plan_decode(lens, tables, heads[1], not eager, queries)
@@ -313,8 +313,8 @@ def prefill_attention(
     codes: bool = False, sequences: int = ROWS, soft_cap: float | None = None,
 ) -> None:  # fmt: skip
     """With block size 0, no part of a sequence is in the cache."""
-    from nanovllm.kernels.triton.prefill_attention import prefill_attention
-    from nanovllm.kernels.triton.prefill_plan import plan_prefill
+    from nanovllm.kernels.triton.attention.prefill_attention import prefill_attention
+    from nanovllm.kernels.triton.attention.prefill_plan import plan_prefill
 
     q, (_, k, v) = bf16(tokens, heads[0], heads[2]), projected(heads, tokens)
     tables = int32(sequences, BLOCKS) if block_size else None
@@ -324,7 +324,7 @@ def prefill_attention(
 
 
 def sample(race: bool, dtype: torch.dtype) -> None:
-    from nanovllm.kernels.triton.sample import sample
+    from nanovllm.kernels.triton.sampling.sample import sample
 
     logits = torch.empty(ROWS, 151936, dtype=dtype)
     if race:
@@ -334,7 +334,7 @@ def sample(race: bool, dtype: torch.dtype) -> None:
 
 
 def sample_masked(race: bool, dtype: torch.dtype, vocab_size: int = 151936) -> None:
-    from nanovllm.kernels.triton.sample import sample_masked
+    from nanovllm.kernels.triton.sampling.sample import sample_masked
 
     logits, bitmaps = torch.empty(ROWS, vocab_size, dtype=dtype), int32(7, -(-vocab_size // 32))
     longs = partial(torch.empty, dtype=torch.long)
@@ -343,14 +343,14 @@ def sample_masked(race: bool, dtype: torch.dtype, vocab_size: int = 151936) -> N
 
 
 def mask(vocab_size: int) -> None:
-    from nanovllm.kernels.triton.mask import mask
+    from nanovllm.kernels.triton.sampling.mask import mask
 
     mask(torch.empty(ROWS, vocab_size), int32(ROWS, -(-vocab_size // 32)))
 
 
 def draw(dtype: torch.dtype) -> None:
-    from nanovllm.kernels.plain.draw import Cuts
-    from nanovllm.kernels.triton.draw import draw
+    from nanovllm.kernels.operands.cuts import Cuts
+    from nanovllm.kernels.triton.sampling.draw import draw
 
     column = partial(torch.empty, ROWS, 1)
     inputs = torch.empty(ROWS, 151936, dtype=dtype), column(), column(dtype=torch.long)
@@ -359,9 +359,9 @@ def draw(dtype: torch.dtype) -> None:
 
 
 def lora(rows: int, dtype: torch.dtype = torch.bfloat16, max_rank: int = 64) -> None:
-    from nanovllm.kernels.low_rank import LowRank
-    from nanovllm.kernels.triton.lora import lora_down, lora_up
-    from nanovllm.kernels.triton.row_groups import group_rows
+    from nanovllm.kernels.operands.low_rank import LowRank
+    from nanovllm.kernels.triton.lora.lora import lora_down, lora_up
+    from nanovllm.kernels.triton.lora.row_groups import group_rows
 
     sizes, size_in = (4096, 1024, 1024), 4096
     a, b = (torch.empty(8, *shape, dtype=dtype) for shape in (
@@ -375,11 +375,12 @@ def lora(rows: int, dtype: torch.dtype = torch.bfloat16, max_rank: int = 64) -> 
 
 def adapted_few_rows(hidden: int, inner: int, rows: int, max_rank: int, one: bool) -> None:
     """Layers of `one` kernel each, or of three."""
-    from nanovllm.kernels.low_rank import LowRank
-    from nanovllm.kernels.plain.few_rows import Scaled
-    from nanovllm.kernels.triton import adapted_linear, few_rows
-    from nanovllm.kernels.triton.adapted_few_rows import AdaptedFewRows, with_counters
-    from nanovllm.kernels.triton.row_groups import group_rows
+    from nanovllm.kernels.operands.low_rank import LowRank
+    from nanovllm.kernels.operands.scaled import Scaled
+    from nanovllm.kernels.triton.linear import few_rows
+    from nanovllm.kernels.triton.lora import adapted_linear
+    from nanovllm.kernels.triton.lora.adapted_few_rows import AdaptedFewRows, with_counters
+    from nanovllm.kernels.triton.lora.row_groups import group_rows
 
     qkv, gate_up, down = bf16(2 * hidden, hidden), bf16(2 * inner, hidden), bf16(hidden, inner)
     sizes = {qkv: (hidden, hidden // 2, hidden // 2), gate_up: (inner, inner), down: (hidden,)}

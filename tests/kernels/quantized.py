@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.quantized import QuantizedMatrix
+from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
 
 @dataclass(frozen=True)

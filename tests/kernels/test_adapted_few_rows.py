@@ -15,13 +15,13 @@ from conftest import make_model
 
 from nanovllm.adapters.peft import read_adapter
 from nanovllm.adapters.slots import AdapterSlots
-from nanovllm.kernels.low_rank import LowRank
-from nanovllm.kernels.plain.few_rows import Scaled
+from nanovllm.kernels.operands.low_rank import LowRank
+from nanovllm.kernels.operands.scaled import Scaled
 from nanovllm.kernels.plain.silu_and_mul import silu_and_mul
 from nanovllm.kernels.table import PLAIN, triton_kernels
-from nanovllm.kernels.triton import adapted_linear
-from nanovllm.kernels.triton import few_rows as module
-from nanovllm.kernels.triton.adapted_few_rows import AdaptedFewRows, with_counters
+from nanovllm.kernels.triton.linear import few_rows as module
+from nanovllm.kernels.triton.lora import adapted_linear
+from nanovllm.kernels.triton.lora.adapted_few_rows import AdaptedFewRows, with_counters
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.few_rows import with_adapters

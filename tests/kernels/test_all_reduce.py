@@ -20,11 +20,11 @@ from triton.runtime import interpreter
 from waiting import LIMIT
 
 from nanovllm.kernels.plain import all_reduce as plain
-from nanovllm.kernels.triton import exchange
-from nanovllm.kernels.triton.all_reduce import PeerKernels
 from nanovllm.kernels.triton.common import INTERPRETED
-from nanovllm.kernels.triton.exchange import EMPTY_HALF, buffer_bytes
-from nanovllm.kernels.triton.sample import sample
+from nanovllm.kernels.triton.ranks import exchange
+from nanovllm.kernels.triton.ranks.all_reduce import PeerKernels
+from nanovllm.kernels.triton.ranks.exchange import EMPTY_HALF, buffer_bytes
+from nanovllm.kernels.triton.sampling.sample import sample
 from nanovllm.layers.ranks import Ranks
 
 pytestmark = [

@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from selection import examples
 
-from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.operands.kv_layer import KVLayer
 from nanovllm.kernels.plain import decode_attention as plain_decode
 from nanovllm.kernels.plain import prefill_attention as plain_prefill
 from nanovllm.kernels.plain.kv_codes import dequantize, quantize
@@ -163,7 +163,7 @@ class Paged:
 
     def decode(self) -> torch.Tensor:
         """Two layers with one plan: the second one reads the counters that the first one reset."""
-        from nanovllm.kernels.triton import decode_attention as kernels
+        from nanovllm.kernels.triton.attention import decode_attention as kernels
 
         with pytest.MonkeyPatch.context() as patch:
             heads = self.shape.kv_heads
@@ -185,9 +185,9 @@ class Paged:
 
     def prefill(self, use_cache: bool) -> torch.Tensor:
         """As the runner calls it: with the step's own keys, or with everything in the cache."""
-        from nanovllm.kernels.triton import prefill_attention as kernels
+        from nanovllm.kernels.triton.attention import prefill_attention as kernels
+        from nanovllm.kernels.triton.attention.prefill_plan import plan_prefill
         from nanovllm.kernels.triton.common import can_copy_tiles
-        from nanovllm.kernels.triton.prefill_plan import plan_prefill
 
         tables = self.tables if use_cache else None
         plan = plan_prefill(self.cu_q, self.cu_k, tables, len(self.q))
@@ -466,8 +466,8 @@ def test_prefill_with_copied_tiles_equals_its_twin(kernel_device: str, group: in
 
 
 def test_short_steps_do_not_copy_tiles(kernel_device: str) -> None:
+    from nanovllm.kernels.triton.attention.prefill_plan import plan_prefill
     from nanovllm.kernels.triton.common import can_copy_tiles
-    from nanovllm.kernels.triton.prefill_plan import plan_prefill
 
     ends = torch.tensor([0, 5000], dtype=torch.int32, device=kernel_device)
     copied = [plan_prefill(ends, ends, None, size).copies_tiles for size in (4096, 4095)]
@@ -510,7 +510,7 @@ def test_shares_cover_the_contexts_without_overlap(
     kernel_device: str, batch_size: int, num_queries: int
 ) -> None:
     """For batches larger than the plan reads at once; a sequence without keys counts as a tile."""
-    from nanovllm.kernels.triton import decode_attention as kernels
+    from nanovllm.kernels.triton.attention import decode_attention as kernels
 
     torch.manual_seed(batch_size)
     lens = torch.randint(0, 200, (batch_size,), dtype=torch.int32)
@@ -558,12 +558,12 @@ def test_programs_may_finish_in_any_order(
 @pytest.mark.parametrize("kv_heads", [1, 3, 8])
 def test_any_number_of_programs_covers_the_batch(kernel_device: str, kv_heads: int) -> None:
     """As many programs as the device has room for, and one where it has room for none."""
-    from nanovllm.kernels.triton.common import num_multiprocessors
-    from nanovllm.kernels.triton.decode_attention import (
+    from nanovllm.kernels.triton.attention.decode_attention import (
         PROGRAMS_PER_MULTIPROCESSOR,
         decode_attention,
         plan_decode,
     )
+    from nanovllm.kernels.triton.common import num_multiprocessors
 
     for heads in (kv_heads, 10_000):
         lens = torch.tensor([3, 0, 150], dtype=torch.int32, device=kernel_device)
@@ -633,7 +633,7 @@ def test_prefill_from_codes_equals_its_twin(kernel_device: str, shape: Shape) ->
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=20), st.integers(1, 64))
 def test_every_query_is_in_one_tile(kernel_device: str, queries: list[int], tile: int) -> None:
     """Surplus programs do nothing."""
-    from nanovllm.kernels.triton.prefill_plan import plan_prefill
+    from nanovllm.kernels.triton.attention.prefill_plan import plan_prefill
 
     ends = torch.tensor([0, *itertools.accumulate(queries)], dtype=torch.int32)
     ends = ends.to(kernel_device)
@@ -744,7 +744,7 @@ def replay_other_batches(device: str, batch_size: int, longest: int, **options: 
 
 def capture(static: Paged) -> Callable[[], tuple[torch.Tensor, ...]]:
     """Two layers of a decode step and its plan: a graph, or a function on the CPU."""
-    from nanovllm.kernels.triton.decode_attention import decode_attention, plan_decode
+    from nanovllm.kernels.triton.attention.decode_attention import decode_attention, plan_decode
 
     def step() -> tuple[torch.Tensor, ...]:
         shape = static.shape

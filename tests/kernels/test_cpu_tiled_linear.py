@@ -13,8 +13,8 @@ from conftest import PRODUCTS
 from nanovllm.kernels.cpu import library, processor
 from nanovllm.kernels.cpu.compile import load
 from nanovllm.kernels.cpu.tiled_linear import arrange, arrange_plain, tiled_linear
+from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 from nanovllm.kernels.plain import quantized_linear as plain
-from nanovllm.kernels.quantized import QuantizedMatrix
 from nanovllm.kernels.table import PLAIN, cpu_kernels
 
 pytestmark = [pytest.mark.usefixtures("compiler"), pytest.mark.usefixtures("one_thread")]

@@ -10,8 +10,13 @@ from tables import assert_equal_tables, on_device
 from nanovllm import SamplingParams
 from nanovllm.drafting.ngram_proposer import NgramText
 from nanovllm.engine.schedule.sequence import Sequence
-from nanovllm.kernels.plain.accept import CHANCE_BITS
-from nanovllm.kernels.plain.read_table import NO_DRAFT, Decoding, DraftState, TableState
+from nanovllm.kernels.plain.read_table import (
+    CHANCE_BITS,
+    NO_DRAFT,
+    Decoding,
+    DraftState,
+    TableState,
+)
 from nanovllm.kernels.table import PLAIN
 
 MOST = 5
@@ -88,7 +93,7 @@ def test_the_kernel_guesses_as_its_twin(
     bounds: tuple[int, int],
     data: st.DataObject,
 ) -> None:
-    from nanovllm.kernels.triton.guess_ngrams import guess_ngrams
+    from nanovllm.kernels.triton.step.guess_ngrams import guess_ngrams
 
     rows = [[5] * front + text for text, front, _ in texts]
     twin = make_state(rows, [count for *_, count in texts])
@@ -148,7 +153,7 @@ def test_drafts_are_accepted_by_chance(chance: float) -> None:
 def test_the_kernel_accepts_as_its_twin(
     kernel_device: str, seed: int, num_queries: int, accepted: int
 ) -> None:
-    from nanovllm.kernels.triton.accept import accept
+    from nanovllm.kernels.triton.step.accept import accept
 
     torch.manual_seed(seed)
     num_rows = 9

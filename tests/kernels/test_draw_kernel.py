@@ -3,7 +3,6 @@
 It costs more than 20 seconds: kernels are interpreted, with vocabularies of usual sizes.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,7 +36,7 @@ SIZES = st.sampled_from([1, 5, 64, 200, 640, 1300])
 
 def kernels(lanes: int) -> Kernels:
     """Plain kernels, except the draw."""
-    from nanovllm.kernels.triton import draw
+    from nanovllm.kernels.triton.sampling import draw
 
     def with_lanes(*inputs: Any) -> torch.Tensor:
         with pytest.MonkeyPatch.context() as patch:
@@ -45,7 +44,7 @@ def kernels(lanes: int) -> Kernels:
             patch.setattr(draw, "WARPS", max(1, lanes // 256))
             return draw.draw(*inputs)
 
-    return replace(PLAIN, draw=with_lanes)
+    return PLAIN.replace(draw=with_lanes)
 
 
 @pytest.mark.slow
@@ -120,14 +119,14 @@ CHOICES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_decides_rarely_in_a_large_batch(dtype: torch.dtype) -> None:
     """Of 2,048 draws at the engine's sizes, flat and peaked, almost none differs."""
-    from nanovllm.kernels.triton.draw import draw
+    from nanovllm.kernels.triton.sampling.draw import draw
 
     torch.manual_seed(0)
     rows = [dict(temperature=(0.5, 1.0, 2.0)[i % 3]) | CHOICES[i % 8] for i in range(256)]
     differ = 0
     for seed in range(8):
         logits = (torch.randn(256, 151_936, device="cuda") * (1.0, 4.0)[seed % 2]).to(dtype)
-        tokens, expected = tokens_of(logits, rows, 256 * seed, kernels=replace(PLAIN, draw=draw))
+        tokens, expected = tokens_of(logits, rows, 256 * seed, kernels=PLAIN.replace(draw=draw))
         differ += int((tokens != expected).sum())
     assert differ <= 4
 

@@ -103,7 +103,7 @@ def assert_near(out: torch.Tensor, inputs: Inputs) -> None:
 @example(Shape(70, 4, 4, below=1, above=1))
 @example(Shape(5, 2, 8, below=7))  # most tokens have no expert of this rank
 def test_experts_equal_their_definition(kernel_device: str, shape: Shape) -> None:
-    from nanovllm.kernels.triton.experts import experts
+    from nanovllm.kernels.triton.experts.experts import experts
 
     inputs = make(shape, kernel_device)
     before = [t.clone() for t in inputs[:-1]]
@@ -116,7 +116,7 @@ def test_experts_equal_their_definition(kernel_device: str, shape: Shape) -> Non
 @pytest.mark.parametrize("name", ["plain", "triton"])
 def test_a_token_does_not_depend_on_its_neighbours(name: str, kernel_device: str) -> None:
     """Tiles have rows of other tokens; a row changes only by the rounding of another shape."""
-    from nanovllm.kernels.triton.experts import experts
+    from nanovllm.kernels.triton.experts.experts import experts
 
     function = PLAIN.experts if name == "plain" else experts
     x, gate_up, down, ids, shares, e = make(Shape(40, 3, 8), kernel_device)
@@ -133,7 +133,7 @@ def test_a_token_does_not_depend_on_its_neighbours(name: str, kernel_device: str
 @pytest.mark.parametrize("name", ["plain", "triton"])
 def test_an_unused_expert_is_not_read(name: str, kernel_device: str) -> None:
     """The cost is that of the active ones; NaN shows every other read."""
-    from nanovllm.kernels.triton.experts import experts
+    from nanovllm.kernels.triton.experts.experts import experts
 
     function = PLAIN.experts if name == "plain" else experts
     x, gate_up, down, ids, shares, e = make(Shape(20, 2, 8, favourites=True), kernel_device)
@@ -147,7 +147,7 @@ def test_an_unused_expert_is_not_read(name: str, kernel_device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_of_the_experts_add_up(name: str, dtype: torch.dtype, kernel_device: str) -> None:
     """Parts of two ranks, with three and five experts; a token without any gets zeros."""
-    from nanovllm.kernels.triton.experts import experts
+    from nanovllm.kernels.triton.experts.experts import experts
 
     function = PLAIN.experts if name == "plain" else experts
     whole = make(Shape(33, 3, 8, dtype=dtype), kernel_device)
@@ -181,7 +181,7 @@ def test_pairs_of_other_ranks_cost_no_work(
     kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither written nor read: the memory's earlier values show both."""
-    from nanovllm.kernels.triton.experts import experts
+    from nanovllm.kernels.triton.experts.experts import experts
 
     inputs = make(Shape(20, 3, 8, below=3, above=2), kernel_device)
     made = poison_rows_of_pairs(60, monkeypatch)
@@ -195,7 +195,7 @@ def test_pairs_of_other_ranks_cost_no_work(
 
 def test_tiles_are_small_for_few_pairs_of_an_expert(kernel_device: str) -> None:
     """Chosen by all pairs, as if they were those of this rank's experts."""
-    from nanovllm.kernels.triton.experts import group
+    from nanovllm.kernels.triton.experts.experts import group
 
     ids = make(Shape(64, 2, 32), kernel_device)[3]
     assert group(ids, 32, 32).block_m == group(ids - 4, 4, 32).block_m == 16
@@ -209,7 +209,7 @@ def test_tiles_cover_all_pairs(
     tokens: int, favourites: bool, elsewhere: tuple[int, int], kernel_device: str
 ) -> None:
     """The grid is chosen before the pairs' experts are known, and must be large enough for any."""
-    from nanovllm.kernels.triton.experts import group
+    from nanovllm.kernels.triton.experts.experts import group
 
     below, above = elsewhere
     shape = Shape(tokens, 2, 7, favourites=favourites, below=below, above=above)
@@ -236,8 +236,8 @@ def test_quantized_experts_are_those_of_their_weights(
     form: Format, tokens: int, kernel_device: str
 ) -> None:
     """Both sizes of tiles; a part of the experts is on other ranks, and inputs have an order."""
-    from nanovllm.kernels.triton.experts import experts, group
-    from nanovllm.kernels.triton.quantized_linear import arrange
+    from nanovllm.kernels.triton.experts.experts import experts, group
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange
 
     shape = Shape(tokens, 3, 6, hidden=200, inside=72, below=1, above=1)
     x, _, _, ids, shares, e = make(shape, kernel_device)
@@ -256,7 +256,7 @@ def test_quantized_experts_are_those_of_their_weights(
 @pytest.mark.parametrize("above", [0, 100])
 def test_a_graph_computes_the_experts_of_its_replay(above: int) -> None:
     """Rows take other experts in the replay."""
-    from nanovllm.kernels.triton.experts import experts
+    from nanovllm.kernels.triton.experts.experts import experts
 
     shape = Shape(16, 8, 128, 2048, 768, torch.bfloat16, above=above)
     first, other = make(shape, "cuda"), make(replace(shape, seed=1), "cuda")

@@ -14,12 +14,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from quantized import Format, quantized
 
-from nanovllm.kernels.plain.few_rows import ExpertWeights, Scaled, add_experts
+from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled, add_experts
 from nanovllm.kernels.plain.quantized_linear import dequantize
-from nanovllm.kernels.triton import few_experts as module
 from nanovllm.kernels.triton.common import can_copy_tiles
-from nanovllm.kernels.triton.quantized_linear import arrange
-from nanovllm.kernels.triton.route import Router
+from nanovllm.kernels.triton.experts import few_experts as module
+from nanovllm.kernels.triton.experts.route import Router
+from nanovllm.kernels.triton.linear.quantized_linear import arrange
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

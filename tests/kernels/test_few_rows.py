@@ -27,12 +27,12 @@ from nanovllm.kernels.plain.few_rows import (
     scaled_linear,
 )
 from nanovllm.kernels.table import PLAIN, triton_kernels
-from nanovllm.kernels.triton import few_rows as module
-from nanovllm.kernels.triton import held_weights
 from nanovllm.kernels.triton.common import ROOM, rows_with_room, with_room
-from nanovllm.kernels.triton.few_rows import FewRows, few_rows_for
-from nanovllm.kernels.triton.held_weights import can_hold_tiles, can_share_tiles
-from nanovllm.kernels.triton.route import Router
+from nanovllm.kernels.triton.experts.route import Router
+from nanovllm.kernels.triton.linear import few_rows as module
+from nanovllm.kernels.triton.linear import held_weights
+from nanovllm.kernels.triton.linear.few_rows import FewRows, few_rows_for
+from nanovllm.kernels.triton.linear.held_weights import can_hold_tiles, can_share_tiles
 from nanovllm.layers.few_rows import expert_weights
 from nanovllm.models import decoder as decoder_module
 from nanovllm.models.decoder import Decoder
@@ -137,7 +137,7 @@ def test_up_to_16_rows_of_small_weights_take_tensor_cores(
     size_in: int, size_out: int, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the results of the twin; Gluon has no interpreter."""
-    from nanovllm.kernels.triton import held_tiles
+    from nanovllm.kernels.triton.linear import held_tiles
 
     used = can_hold_tiles(16, torch.zeros(size_out * (1 + gated), size_in, dtype=bf16), gated)
     launched = rows_of_launches(held_tiles, monkeypatch)
@@ -157,7 +157,7 @@ def test_up_to_32_rows_of_small_weights_share_memory(
     size_in: int, size_out: int, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the results of the twin, and zeros left behind; Gluon has no interpreter."""
-    from nanovllm.kernels.triton import shared_tiles
+    from nanovllm.kernels.triton.linear import shared_tiles
 
     used = can_share_tiles(32, torch.zeros(size_out * (1 + gated), size_in, dtype=bf16))
     launched = rows_of_launches(shared_tiles, monkeypatch)

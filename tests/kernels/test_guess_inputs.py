@@ -101,7 +101,7 @@ def test_a_draft_model_reads_the_last_token_and_a_draft_before_it() -> None:
 def test_the_kernel_reads_as_its_twin(
     kernel_device: str, seed: int, num_queries: int, num_rows: int, is_model: bool
 ) -> None:
-    from nanovllm.kernels.triton.guess_inputs import guess_inputs
+    from nanovllm.kernels.triton.step.guess_inputs import guess_inputs
 
     torch.manual_seed(seed)
     lengths = torch.randint(-1, BLOCK_SIZE * MAX_BLOCKS - MOST, (7,)).tolist()

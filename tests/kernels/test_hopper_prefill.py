@@ -3,9 +3,7 @@
 Gluon has no interpreter, so its results need the GPU. `test_ahead_of_time` compiles it without.
 """
 
-import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ from test_attention_kernels import (
     uninitialized_memory_is_nan,  # noqa: F401  a fixture for all tests here too
 )
 
-from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.operands.kv_layer import KVLayer
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -37,7 +35,7 @@ def test_it_is_used_for_steps_of_long_sequences(
     monkeypatch: pytest.MonkeyPatch, tokens: int, sequences: int, paged: bool, overlaps: bool
 ) -> None:
     """The shapes for which it was measured. Others gain less than its launch costs, or lose."""
-    from nanovllm.kernels.triton import prefill_plan
+    from nanovllm.kernels.triton.attention import prefill_plan
 
     ends = torch.zeros(sequences + 1, dtype=torch.int32)
     tables = torch.zeros(sequences, 1, dtype=torch.int32) if paged else None
@@ -99,27 +97,9 @@ def test_it_fits_layers_that_the_accelerator_can_copy(
     inputs: tuple[torch.Tensor, ...], kv: KVLayer, own: bool, paged: bool
 ) -> None:
     """With the step's own keys, and with those of the cache."""
-    from nanovllm.kernels.triton.hopper_prefill import fits
+    from nanovllm.kernels.triton.attention.hopper_prefill import fits
 
     assert (fits(*inputs, kv, paged=False), fits(*inputs, kv, paged=True)) == (own, paged)
-
-
-@pytest.mark.parametrize("programs", [1, 2, 4, 132])
-@pytest.mark.parametrize("total", [1, 3, 4, 131, 132, 133, 1000])
-def test_every_tile_is_taken_once(
-    monkeypatch: pytest.MonkeyPatch, programs: int, total: int
-) -> None:
-    from nanovllm.kernels.triton import hopper_tiles
-
-    fake = SimpleNamespace(num_programs=lambda axis: programs, where=lambda c, a, b: a if c else b)
-    monkeypatch.setattr(hopper_tiles, "gl", fake)
-    taken = [
-        [hopper_tiles.turned.fn(start, total) for start in range(program, total, programs)]
-        for program in range(programs)
-    ]
-    assert sorted(itertools.chain(*taken)) == list(range(total))
-    rounds = [[number // programs for number in numbers] for numbers in taken]
-    assert all(numbers == sorted(numbers) for numbers in rounds), "not in the order of rounds"
 
 
 # On a Hopper GPU
@@ -128,7 +108,7 @@ def test_every_tile_is_taken_once(
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of each launch of its kernel; the test needs one launch at least."""
-    from nanovllm.kernels.triton import hopper_prefill
+    from nanovllm.kernels.triton.attention import hopper_prefill
     from nanovllm.kernels.triton.common import can_overlap
 
     if not can_overlap(torch.device("cuda")):

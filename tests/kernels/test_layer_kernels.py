@@ -12,7 +12,7 @@ from conftest import kernel_settings
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
+from nanovllm.kernels.operands.kv_layer import CODES, SCALES, KVLayer
 from nanovllm.kernels.plain.paged import gather_blocks
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 
@@ -255,7 +255,7 @@ def assert_norms_rotates_and_stores_as_its_twin(
 
     with pytest.MonkeyPatch.context() as patch:
         if shape.many and tested.kernels.name == "Triton":
-            patch.setattr("nanovllm.kernels.triton.norm_rope_store.FEW_TOKENS", 0)
+            patch.setattr("nanovllm.kernels.triton.attention.norm_rope_store.FEW_TOKENS", 0)
         q, k, v = call(tested.kernels.norm_rope_store, caches, scales)
     twins = call(PLAIN.norm_rope_store, expected_caches, expected_scales)
 

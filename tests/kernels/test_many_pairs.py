@@ -36,8 +36,8 @@ SHAPES = st.builds(
 
 def many(inputs: Inputs) -> torch.Tensor:
     """The layer, by the kernels for many pairs."""
-    from nanovllm.kernels.triton import many_pairs
-    from nanovllm.kernels.triton.experts import experts
+    from nanovllm.kernels.triton.experts import many_pairs
+    from nanovllm.kernels.triton.experts.experts import experts
 
     x, _, down, ids, _, num_experts = inputs
     assert many_pairs.takes(x, down, ids.numel(), num_experts)
@@ -62,7 +62,7 @@ def test_a_token_of_many_does_not_depend_on_its_neighbours(
     copied: bool, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles have rows of other tokens, and of the next expert."""
-    from nanovllm.kernels.triton import many_pairs
+    from nanovllm.kernels.triton.experts import many_pairs
 
     if not copied:
         monkeypatch.setattr(many_pairs, "can_copy_tiles", lambda device: False)
@@ -107,7 +107,7 @@ def test_few_pairs_and_other_rows_have_other_kernels(
     copied: bool, least: int, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number counts all pairs, as if they were those of this rank's experts."""
-    from nanovllm.kernels.triton import many_pairs
+    from nanovllm.kernels.triton.experts import many_pairs
 
     def takes(dtype: torch.dtype, hidden: int, inside: int, pairs: int) -> bool:
         x, down = torch.empty(1, hidden, dtype=dtype), torch.empty(2, hidden, inside, dtype=dtype)
@@ -121,14 +121,14 @@ def test_few_pairs_and_other_rows_have_other_kernels(
 
 
 def test_tiles_of_many_pairs_are_large() -> None:
-    from nanovllm.kernels.triton.many_pairs import rows_of_tile
+    from nanovllm.kernels.triton.experts.many_pairs import rows_of_tile
 
     assert rows_of_tile(64 * 128, 128) == 128 and rows_of_tile(64 * 128 - 1, 128) == 64
 
 
 def test_many_pairs_of_quantized_experts_have_other_kernels(kernel_device: str) -> None:
-    from nanovllm.kernels.triton.experts import experts
-    from nanovllm.kernels.triton.quantized_linear import arrange
+    from nanovllm.kernels.triton.experts.experts import experts
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange
 
     shape = Shape(70, 2, 4, hidden=64, inside=64, dtype=HALF)
     x, _, _, ids, shares, e = make(shape, kernel_device)
@@ -148,8 +148,8 @@ def test_tiles_have_all_pairs_of_their_experts_in_order(
     kernel_device: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The grid is chosen before the pairs' experts are known, and must be large enough for any."""
-    from nanovllm.kernels.triton import tiled_pairs
-    from nanovllm.kernels.triton.tiled_pairs import tile_pairs
+    from nanovllm.kernels.triton.experts import tiled_pairs
+    from nanovllm.kernels.triton.experts.tiled_pairs import tile_pairs
 
     monkeypatch.setattr(tiled_pairs, "SCANNED", 4)  # of up to 11 chunks
 

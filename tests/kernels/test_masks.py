@@ -193,7 +193,7 @@ def in_pieces(kernels: Kernels, programs: int) -> Iterator[None]:
     """Triton's kernel runs as about so many programs, which then have several blocks each."""
     with pytest.MonkeyPatch.context() as patch:
         if kernels.name == "Triton":
-            from nanovllm.kernels.triton import sample
+            from nanovllm.kernels.triton.sampling import sample
 
             patch.setattr(sample, "PROGRAMS", programs)
         yield
@@ -245,8 +245,8 @@ def test_masks_beside_other_filters(kernels: Kernels, device: str, dtype: torch.
 @pytest.mark.parametrize("share", [0.9, 1e-4])
 def test_masked_rows_of_a_large_vocabulary(share: float, dtype: torch.dtype) -> None:
     """In pieces of the engine's sizes: a large batch, a few rows of it, and one alone."""
-    from nanovllm.kernels.triton import mask as triton_mask
-    from nanovllm.kernels.triton import sample
+    from nanovllm.kernels.triton.sampling import mask as triton_mask
+    from nanovllm.kernels.triton.sampling import sample
 
     torch.manual_seed(0)
     vocab_size, num_rows = 151_936, 256

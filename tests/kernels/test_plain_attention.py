@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from selection import examples
 
-from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
+from nanovllm.kernels.operands.kv_layer import CODES, SCALES, KVLayer
 from nanovllm.kernels.plain import prefill_attention as plain_prefill
 from nanovllm.kernels.plain.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.plain.paged import (

@@ -65,7 +65,7 @@ def test_the_triton_kernel_equals_its_twin(
     kernel_device: str, num_rows: int, max_blocks: int, narrower: int, block_size: int,
     num_queries: int, seed: int,
 ) -> None:  # fmt: skip
-    from nanovllm.kernels.triton.read_table import read_table
+    from nanovllm.kernels.triton.step.read_table import read_table
 
     shape = num_rows, max_blocks, narrower, block_size, num_queries, seed
     assert_reads_as_its_twin(read_table, kernel_device, *shape)

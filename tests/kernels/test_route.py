@@ -8,10 +8,10 @@ from conftest import kernel_settings
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nanovllm.kernels.plain.few_rows import Scaled
+from nanovllm.kernels.operands.scaled import Scaled
 from nanovllm.kernels.plain.route import route
-from nanovllm.kernels.triton import route as module
-from nanovllm.kernels.triton.route import Router
+from nanovllm.kernels.triton.experts import route as module
+from nanovllm.kernels.triton.experts.route import Router
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,7 +15,7 @@ from nanovllm.kernels.table import PLAIN
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from nanovllm.kernels.triton.noise import log_exponential as triton_log_exponential  # noqa: E402
+from nanovllm.kernels.triton.sampling.noise import log_exponential as triton_log_exponential  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,7 +51,7 @@ class Step:
         return logits, torch.tensor(self.temperatures, device=device), keys.to(device)
 
     def draw(self, *inputs: torch.Tensor | None) -> torch.Tensor:
-        from nanovllm.kernels.triton import sample
+        from nanovllm.kernels.triton.sampling import sample
 
         logits = inputs[0]
         assert logits is not None
@@ -165,7 +165,7 @@ def test_ties_go_to_the_first_token(kernel_device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_vocabulary_of_a_large_model(kernel_device: str, dtype: torch.dtype) -> None:
     """In pieces of the engine's sizes; 151936 is Qwen3's."""
-    from nanovllm.kernels.triton import sample
+    from nanovllm.kernels.triton.sampling import sample
 
     temperatures = [0.0, 1.0, 0.6]
     for vocab_size in (151936, 128256 + 1):
@@ -242,7 +242,7 @@ def test_the_kernel_draws_its_twins_tokens_in_a_large_batch(
     rows: int, vocab_size: int, dtype: torch.dtype
 ) -> None:
     """The first two are within 1e-5 of each other, and may swap, once in 1e5 draws."""
-    from nanovllm.kernels.triton import sample
+    from nanovllm.kernels.triton.sampling import sample
 
     differ = greedy = 0
     for seed in range(1000 // rows + 4):

@@ -9,7 +9,7 @@ from conftest import kernel_settings
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nanovllm.kernels.kv_layer import SCALES, KVLayer
+from nanovllm.kernels.operands.kv_layer import SCALES, KVLayer
 from nanovllm.kernels.plain.kv_codes import quantize
 from nanovllm.kernels.table import PLAIN
 
@@ -73,7 +73,7 @@ def layer(caches: torch.Tensor, scales: torch.Tensor | None = None, **options: A
 
 def assert_stores_as_its_twin(inputs: Inputs) -> None:
     """Compares all of the memory: slots that are not named are unchanged."""
-    from nanovllm.kernels.triton.store_kvcache import store_kvcache
+    from nanovllm.kernels.triton.attention.store_kvcache import store_kvcache
 
     key, value, caches, slots = inputs
     expected = caches.clone()
@@ -115,7 +115,7 @@ def test_slots_beyond_32_bits_do_not_wrap_around(
     """With one byte for each element, few of them touched: gigabytes of addresses, not memory."""
     from triton.runtime.interpreter import GridExecutor
 
-    from nanovllm.kernels.triton.store_kvcache import store_kvcache
+    from nanovllm.kernels.triton.attention.store_kvcache import store_kvcache
 
     # The interpreter copies arguments back to the device; on the CPU they never left it, and the
     # copy would touch every page.
@@ -142,7 +142,7 @@ def test_slots_beyond_32_bits_do_not_wrap_around(
 
 @pytest.mark.cuda
 def test_slots_beyond_32_bits_do_not_wrap_around_in_a_real_cache() -> None:
-    from nanovllm.kernels.triton.store_kvcache import store_kvcache
+    from nanovllm.kernels.triton.attention.store_kvcache import store_kvcache
 
     num_slots, heads, head_dim = 2**31 // (8 * 128) + 16, 8, 128
     if torch.cuda.mem_get_info()[0] < 6 << 30:
@@ -159,7 +159,7 @@ def test_slots_beyond_32_bits_do_not_wrap_around_in_a_real_cache() -> None:
 
 @pytest.mark.parametrize("kernel", ["plain", "triton"])
 def test_rows_that_are_keys_and_values_are_written_once(kernel: str, kernel_device: str) -> None:
-    from nanovllm.kernels.triton.store_kvcache import store_kvcache
+    from nanovllm.kernels.triton.attention.store_kvcache import store_kvcache
 
     store = store_kvcache if kernel == "triton" else PLAIN.store_kvcache
     key, value, (cache, _), slots = Shape([True, False, True], 1, 40).inputs(kernel_device)
@@ -169,7 +169,7 @@ def test_rows_that_are_keys_and_values_are_written_once(kernel: str, kernel_devi
 
 
 def test_a_cache_that_is_not_contiguous_is_refused(kernel_device: str) -> None:
-    from nanovllm.kernels.triton.store_kvcache import store_kvcache
+    from nanovllm.kernels.triton.attention.store_kvcache import store_kvcache
 
     key, value, (k_cache, v_cache), slots = Shape([True] * 3, 2, 64).inputs(kernel_device)
     for k, v, *caches in (
@@ -224,7 +224,7 @@ class Codes(Shape):
 )
 def test_the_kernel_stores_the_codes_of_its_twin(kernel_device: str, shape: Codes) -> None:
     """To the last bit, and returns what it stores."""
-    from nanovllm.kernels.triton.store_kvcache import store_kvcache
+    from nanovllm.kernels.triton.attention.store_kvcache import store_kvcache
 
     out = shape.store(store_kvcache, kernel_device)
     assert all(map(torch.equal, out, shape.store(PLAIN.store_kvcache, kernel_device)))
@@ -263,7 +263,7 @@ def test_codes_are_the_nearest_and_scales_the_least(
     heads[..., 0] = 448.0  # so that the scale is 1
     device, store = "cpu", PLAIN.store_kvcache
     if room == "triton":
-        from nanovllm.kernels.triton.store_kvcache import store_kvcache as store
+        from nanovllm.kernels.triton.attention.store_kvcache import store_kvcache as store
 
         device = request.getfixturevalue("kernel_device")
     if room == "C++":
@@ -299,7 +299,7 @@ def test_nan_and_infinity_stay_in_their_head(
     """With scales of the heads, and with fixed ones, with which infinity saturates."""
     device, store = "cpu", PLAIN.store_kvcache
     if room == "triton":
-        from nanovllm.kernels.triton.store_kvcache import store_kvcache as store
+        from nanovllm.kernels.triton.attention.store_kvcache import store_kvcache as store
 
         device = request.getfixturevalue("kernel_device")
     key = torch.ones(3, 1, 64, device=device)

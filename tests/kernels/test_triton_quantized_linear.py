@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from quantized import FORMATS, Format, quantized, random
 
+from nanovllm.kernels.operands.scaled import Scaled, add_linear, scaled_gated, scaled_linear
 from nanovllm.kernels.plain import quantize_rows as plain_rows
 from nanovllm.kernels.plain import quantized_linear as plain
-from nanovllm.kernels.plain.few_rows import Scaled, add_linear, scaled_gated, scaled_linear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,8 +47,8 @@ def assert_near(out: torch.Tensor, expected: torch.Tensor, bound: float) -> None
 def test_weights_are_those_of_the_definition(
     form: Format, size: tuple[int, int], kernel_device: str
 ) -> None:
-    from nanovllm.kernels.triton.dequantize import dequantize
-    from nanovllm.kernels.triton.quantized_linear import arrange
+    from nanovllm.kernels.triton.linear.dequantize import dequantize
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange
 
     matrix = quantized(*size, form, kernel_device)
     assert torch.equal(dequantize(arrange(matrix), torch.float32), plain.dequantize(matrix))
@@ -64,7 +64,7 @@ def test_weights_are_those_of_the_definition(
 def test_a_product_is_that_of_the_definition(
     form: Format, size: tuple[int, int], num_rows: int, kernel_device: str
 ) -> None:
-    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange, quantized_linear
 
     matrix = quantized(*size, form, kernel_device)
     x, bias = random(1, num_rows, size[1]).to(kernel_device), random(2, size[0]).to(kernel_device)
@@ -82,7 +82,7 @@ def test_few_rows_of_narrow_types_are_not_rounded(
     form: Format, dtype: torch.dtype, kernel_device: str
 ) -> None:
     """The sums are of exact products, in float32; the result is rounded once."""
-    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange, quantized_linear
 
     matrix = quantized(72, 320, form, kernel_device, rounds_inputs=True)
     for num_rows in (3, 20, 32):
@@ -98,7 +98,7 @@ def test_few_rows_of_narrow_types_are_not_rounded(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_code_becomes_its_number(kind: str, dtype: torch.dtype, kernel_device: str) -> None:
     """Multiplied by the identity: what the instructions make of each byte."""
-    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange, quantized_linear
 
     size = 256 if kind == "int4" else 64  # both halves of bytes
     matrix = quantized(256, size, Format(kind), kernel_device)
@@ -122,7 +122,7 @@ def test_every_code_becomes_its_number(kind: str, dtype: torch.dtype, kernel_dev
 def test_a_code_that_is_nan_makes_its_output_nan(
     block: tuple[int, int], kernel_device: str
 ) -> None:
-    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange, quantized_linear
 
     matrix = quantized(130, 256, Format("e4m3", block), kernel_device, rounds_inputs=True)
     matrix.codes.view(torch.uint8)[5, 255] = 0x7F
@@ -137,7 +137,11 @@ def test_a_code_that_is_nan_makes_its_output_nan(
 @pytest.mark.parametrize("form", ROUNDED, ids=form_id)
 def test_an_input_that_is_nan_makes_its_row_nan(form: Format, kernel_device: str) -> None:
     """Rows that are rounded, by a kernel of their own or with a norm."""
-    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear, rounding_of
+    from nanovllm.kernels.triton.linear.quantized_linear import (
+        arrange,
+        quantized_linear,
+        rounding_of,
+    )
 
     arranged = arrange(quantized(64, 256, form, kernel_device, rounds_inputs=True))
     rounding = rounding_of(arranged, 70)
@@ -152,7 +156,7 @@ def test_an_input_that_is_nan_makes_its_row_nan(form: Format, kernel_device: str
 
 
 def test_columns_may_be_in_another_order(kernel_device: str) -> None:
-    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange, quantized_linear
 
     order = torch.randperm(256, generator=torch.Generator().manual_seed(0)).to(kernel_device)
     matrix = quantized(64, 256, Format("int4", (1, 128)), kernel_device, order=order)
@@ -166,7 +170,7 @@ def test_columns_may_be_in_another_order(kernel_device: str) -> None:
 
 def test_rows_of_a_larger_matrix_are_read_as_they_are(kernel_device: str) -> None:
     """Rows that are not contiguous, and memory after them that is NaN."""
-    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange, quantized_linear
 
     matrix = quantized(64, 300, Format("int4", (1, 128)), kernel_device)
     wide = torch.full((6, 310), torch.nan, device=kernel_device)
@@ -187,9 +191,9 @@ def test_every_tile_gives_the_same_sums(
     form: Format, tile: tuple[int, int, int], kernel_device: str
 ) -> None:
     """More programs than parts of K, too: the last ones have nothing to add."""
-    from nanovllm.kernels.triton.quantized_linear import arrange
-    from nanovllm.kernels.triton.quantized_rows import launch
-    from nanovllm.kernels.triton.row_tiles import Tiles
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange
+    from nanovllm.kernels.triton.linear.quantized_rows import launch
+    from nanovllm.kernels.triton.linear.row_tiles import Tiles
 
     (rows, outputs, splits) = tile
     matrix = quantized(100, 640, form, kernel_device)
@@ -224,8 +228,8 @@ def test_fused_layers_equal_their_twins(
     form: Format, num_rows: int, with_bias: bool, kernel_device: str
 ) -> None:
     """The twins of `few_rows`, with the dequantized weight in float32."""
-    from nanovllm.kernels.triton.few_rows import FewRows
-    from nanovllm.kernels.triton.quantized_linear import arrange
+    from nanovllm.kernels.triton.linear.few_rows import FewRows
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange
 
     few = FewRows(64)
     x = random(1, num_rows, 320).to(kernel_device, bf16)
@@ -250,8 +254,8 @@ def test_fused_layers_equal_their_twins(
 
 def test_layers_that_few_rows_cannot_compute_are_refused(kernel_device: str) -> None:
     from nanovllm.kernels.triton.common import can_copy_tiles
-    from nanovllm.kernels.triton.few_rows import FewRows, few_rows_for
-    from nanovllm.kernels.triton.quantized_linear import arrange
+    from nanovllm.kernels.triton.linear.few_rows import FewRows, few_rows_for
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange
 
     if not can_copy_tiles(torch.device(kernel_device)):
         pytest.skip("few_rows is for Hopper GPUs")
@@ -275,8 +279,8 @@ def test_layers_that_few_rows_cannot_compute_are_refused(kernel_device: str) -> 
 def test_rounded_rows_equal_their_twin(
     dtype: torch.dtype, group: int, scale: float | None, kernel_device: str
 ) -> None:
-    from nanovllm.kernels.triton.arranged import in_word_order
-    from nanovllm.kernels.triton.quantize_rows import Rounding
+    from nanovllm.kernels.triton.linear.arranged import in_word_order
+    from nanovllm.kernels.triton.linear.quantize_rows import Rounding
 
     static = None if scale is None else torch.tensor(scale, device=kernel_device)
     for size in (64, 300, 4096 + 128):
@@ -299,9 +303,9 @@ def test_norms_and_activations_round_their_rows_as_a_kernel_of_its_own_would(
     dtype: torch.dtype, group: int, scale: float | None, kernel_device: str
 ) -> None:
     """The codes are those of the values that are rounded to the rows' type first."""
-    from nanovllm.kernels.triton.quantize_rows import RoundedRows, Rounding
-    from nanovllm.kernels.triton.rms_norm import add_rms_norm, rms_norm
-    from nanovllm.kernels.triton.silu_and_mul import silu_and_mul
+    from nanovllm.kernels.triton.linear.quantize_rows import RoundedRows, Rounding
+    from nanovllm.kernels.triton.linear.rms_norm import add_rms_norm, rms_norm
+    from nanovllm.kernels.triton.linear.silu_and_mul import silu_and_mul
 
     def assert_equal(rows: RoundedRows, expected: RoundedRows) -> None:
         assert torch.equal(rows.codes.view(torch.int8), expected.codes.view(torch.int8))
@@ -335,8 +339,8 @@ def rounded(x: torch.Tensor, form: Format, scale: torch.Tensor | None) -> torch.
 @pytest.mark.parametrize("static", [False, True])
 def test_products_of_rounded_rows(form: Format, static: bool, kernel_device: str) -> None:
     """As if rows were rounded and then multiplied exactly. Few rows are not rounded."""
-    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
-    from nanovllm.kernels.triton.rounded_linear import can_round
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange, quantized_linear
+    from nanovllm.kernels.triton.linear.rounded_linear import can_round
 
     scale = torch.tensor(0.03, device=kernel_device) if static else None
     options = dict(rounds_inputs=True, input_scale=scale)
@@ -363,9 +367,9 @@ def test_every_tile_of_rounded_rows_gives_the_same_sums(
     form: Format, tile: tuple[int, int, int, int], kernel_device: str
 ) -> None:
     """More programs than parts of K, too."""
-    from nanovllm.kernels.triton.quantized_linear import arrange, rounding_of
-    from nanovllm.kernels.triton.rounded_linear import multiply
-    from nanovllm.kernels.triton.row_tiles import Tiles
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange, rounding_of
+    from nanovllm.kernels.triton.linear.rounded_linear import multiply
+    from nanovllm.kernels.triton.linear.row_tiles import Tiles
 
     rows, outputs, splits, runs = tile
     size = 768
@@ -386,8 +390,8 @@ def test_many_rounded_rows_of_few_outputs(
     kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A weight counts the parts of few tiles; with more tiles, no programs share one."""
-    from nanovllm.kernels.triton import rounded_linear
-    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
+    from nanovllm.kernels.triton.linear import rounded_linear
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange, quantized_linear
 
     monkeypatch.setattr(rounded_linear, "num_multiprocessors", lambda _: 132)
     arranged = arrange(quantized(16, 2048, Format(), kernel_device, rounds_inputs=True))
@@ -404,7 +408,7 @@ def test_many_rounded_rows_of_few_outputs(
 def test_rounded_rows_fill_whole_tiles(num_rows: int, kernel_device: str) -> None:
     """A product of 136 rows takes longer than one of 256, which has no tile with rows missing."""
     from nanovllm.kernels.triton.common import ROOM, with_room
-    from nanovllm.kernels.triton.quantized_linear import arrange, rounding_of
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange, rounding_of
 
     matrix = quantized(64, 256, Format(), kernel_device, rounds_inputs=True)
     rounding = rounding_of(arrange(matrix), num_rows)
@@ -423,8 +427,8 @@ def test_rounded_rows_fill_whole_tiles(num_rows: int, kernel_device: str) -> Non
 
 
 def test_weights_that_must_not_be_rounded_with_their_inputs(kernel_device: str) -> None:
-    from nanovllm.kernels.triton.quantized_linear import arrange
-    from nanovllm.kernels.triton.rounded_linear import can_round
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange
+    from nanovllm.kernels.triton.linear.rounded_linear import can_round
 
     def rounds(form: Format, rounds_inputs: bool = True) -> bool:
         matrix = quantized(64, 256, form, kernel_device, rounds_inputs=rounds_inputs)
@@ -443,7 +447,7 @@ def test_weights_that_must_not_be_rounded_with_their_inputs(kernel_device: str) 
 @pytest.mark.parametrize("num_rows", [1, 8, 16, 32, 64, 256])
 def test_a_graph_multiplies_the_rows_of_its_replay(form: Format, num_rows: int) -> None:
     """At a real size; a graph's replays find the arrivals that the last one has reset."""
-    from nanovllm.kernels.triton.quantized_linear import arrange, quantized_linear
+    from nanovllm.kernels.triton.linear.quantized_linear import arrange, quantized_linear
 
     matrix = quantized(4096, 4096, form, "cuda", rounds_inputs=form in ROUNDED)
     arranged = arrange(matrix)

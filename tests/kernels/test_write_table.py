@@ -14,7 +14,7 @@ from nanovllm.engine.run.device_table import BUFFERS, FEW, DeviceTable, TableCha
 @given(sizes=st.lists(st.sampled_from([1, 7, 256, 300, FEW, FEW + 1]), min_size=1, max_size=7))
 def test_changes_are_as_copied(sizes: list[int], kernel_device: str) -> None:
     """Few and many in turns, and more writes than there are buffers."""
-    from nanovllm.kernels.triton.write_table import write_table
+    from nanovllm.kernels.triton.step.write_table import write_table
 
     rng, layout = np.random.default_rng(len(sizes)), TableLayout(63, 60, 16, 4, 100)
     device = torch.device(kernel_device)
@@ -35,7 +35,7 @@ def test_changes_are_as_copied(sizes: list[int], kernel_device: str) -> None:
 @pytest.mark.cuda
 def test_buffers_are_enough_for_the_steps_in_flight() -> None:
     """The device is busy while the host writes the changes of the next steps."""
-    from nanovllm.kernels.triton.write_table import write_table
+    from nanovllm.kernels.triton.step.write_table import write_table
 
     layout = TableLayout(63, 60, 16)
     table = DeviceTable(layout, torch.device("cuda"), write_table)

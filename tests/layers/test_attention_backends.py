@@ -16,7 +16,7 @@ from conftest import PRODUCTS, make_model
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
 from nanovllm.kernels.cpu import processor, tiled_linear
-from nanovllm.kernels.kv_layer import CODES, KVLayer
+from nanovllm.kernels.operands.kv_layer import CODES, KVLayer
 from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton import common
 from nanovllm.kernels.triton.common import can_copy_tiles
@@ -174,7 +174,8 @@ def test_kernels_for_codes_are_tried_at_the_start(
     what: str, name: str, kernel_device: str, compiler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both that store codes and those that read them: one may not compile where others do."""
-    module = importlib.import_module(f"nanovllm.kernels.{name}.{what}")
+    room = "triton.attention" if name == "triton" else name
+    module = importlib.import_module(f"nanovllm.kernels.{room}.{what}")
     real = getattr(module, what)
 
     def checking(*args: Any) -> Any:
@@ -262,7 +263,7 @@ def test_a_backend_that_does_not_run_is_refused_at_once(
     kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton can be imported without a C compiler, but not run."""
-    from nanovllm.kernels.triton import decode_attention
+    from nanovllm.kernels.triton.attention import decode_attention
 
     def broken(*args: Any) -> None:
         raise RuntimeError("Failed to find C compiler")
@@ -278,7 +279,7 @@ def test_the_reason_has_a_compilers_first_and_last_line(
     """Triton's errors: first a line with the place, then the source, last the error itself."""
     from triton.compiler.errors import CompilationError
 
-    from nanovllm.kernels.triton import prefill_attention
+    from nanovllm.kernels.triton.attention import prefill_attention
 
     tree = ast.parse("def f():\n    foo(1)")
 

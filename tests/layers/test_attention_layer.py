@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.kernels.kv_layer import CODES, SCALES
+from nanovllm.kernels.operands.kv_layer import CODES, SCALES
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 from nanovllm.layers.attention.layer import Attention
 from nanovllm.layers.attention.torch_backend import TorchBackend

@@ -9,8 +9,8 @@ from conftest import make_model
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.quantized import QuantizedMatrix
-from nanovllm.kernels.triton.arranged import arrange
+from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
+from nanovllm.kernels.triton.linear.arranged import arrange
 from nanovllm.weights.live import held_weights
 from nanovllm.weights.tensors import replace_values, tensors_in, weights_of
 

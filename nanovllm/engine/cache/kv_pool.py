@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.engine.cache.groups import CacheGroups
 from nanovllm.engine.cache.windows import Window, longest_sequence, most_held
-from nanovllm.kernels.kv_layer import CODES, SCALES
+from nanovllm.kernels.operands.kv_layer import CODES, SCALES
 from nanovllm.utils.sizes import memory_text
 
 logger = logging.getLogger("nanovllm")

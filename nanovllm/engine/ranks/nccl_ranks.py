@@ -22,7 +22,7 @@ from nanovllm.engine.ranks.process_ranks import ProcessRanks
 
 if TYPE_CHECKING:
     from nanovllm.engine.ranks.peers import Peers
-    from nanovllm.kernels.triton.all_reduce import PeerKernels
+    from nanovllm.kernels.triton.ranks.all_reduce import PeerKernels
 
 dist: Any = torch.distributed  # its bindings have no types
 

@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 
 from nanovllm.engine.ranks.peer_memory import HANDLE_BYTES, PeerMemory
-from nanovllm.kernels.triton.all_reduce import PeerKernels
-from nanovllm.kernels.triton.exchange import EMPTY_HALF, REGION_BYTES, REGIONS, buffer_bytes
+from nanovllm.kernels.triton.ranks.all_reduce import PeerKernels
+from nanovllm.kernels.triton.ranks.exchange import EMPTY_HALF, REGION_BYTES, REGIONS, buffer_bytes
 from nanovllm.layers.ranks import Ranks
 
 logger = logging.getLogger("nanovllm")

@@ -17,8 +17,7 @@ from nanovllm.engine.run.entries import (
 from nanovllm.engine.run.reports import ReportInputs, drawn_report_inputs, reports_next
 from nanovllm.engine.run.transfer import Array
 from nanovllm.engine.schedule.sequence import Sequence
-from nanovllm.kernels.plain.draw import Cuts
-from nanovllm.kernels.plain.ranking import are_few
+from nanovllm.kernels.operands.cuts import Cuts, are_few
 from nanovllm.layers.filters import Filters, Penalties
 from nanovllm.sampling_params import SamplingParams
 

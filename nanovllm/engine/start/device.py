@@ -5,8 +5,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from nanovllm.kernels.cpu import processor
-from nanovllm.kernels.kv_layer import CODES
+from nanovllm.kernels.operands.kv_layer import CODES
 from nanovllm.layers.ranks import ALONE, Ranks
 
 
@@ -31,9 +30,11 @@ def resolve_device(device: str, ranks: Ranks = ALONE) -> torch.device:
 def resolve_dtype(dtype: str, model_dtype: str, device: torch.device) -> torch.dtype:
     """Resolve `Config.dtype`; "auto" is the model's own type, or float32 on a CPU without it."""
     resolved: torch.dtype = getattr(torch, model_dtype if dtype == "auto" else dtype)
-    if dtype != "auto" or device.type != "cpu" or processor.products().computes(resolved):
+    if dtype != "auto" or device.type != "cpu":
         return resolved
-    return torch.float32
+    from nanovllm.kernels.cpu import processor
+
+    return resolved if processor.products().computes(resolved) else torch.float32
 
 
 def resolve_kv_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:

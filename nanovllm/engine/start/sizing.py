@@ -6,7 +6,7 @@ from nanovllm.config import Config
 from nanovllm.engine.engine_config import most_running
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.start.warm_up import warm_up
-from nanovllm.kernels.kv_layer import CODES
+from nanovllm.kernels.operands.kv_layer import CODES
 from nanovllm.utils.sizes import GIB, MIB
 
 MAX_GIB = 1 << 30  # more than any machine has: an infinite option becomes a finite integer

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels.cpu.library import address, constant, function
-from nanovllm.kernels.low_rank import LowRank
+from nanovllm.kernels.operands.low_rank import LowRank
 
 
 class RowGroups(NamedTuple):

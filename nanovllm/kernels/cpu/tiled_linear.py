@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.kernels.cpu import processor
 from nanovllm.kernels.cpu.library import DTYPES, address, constant, function
-from nanovllm.kernels.quantized import QuantizedMatrix
+from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
 KINDS = ("int8", "int4", "e4m3", "bfloat16", "float32")  # as `Kind` of tiled_linear.h numbers them
 PLAIN = {torch.bfloat16: "bfloat16", torch.float32: "float32"}

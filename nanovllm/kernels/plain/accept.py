@@ -6,9 +6,7 @@ those drawn after right drafts, and the one after the row's last token.
 
 import torch
 
-from nanovllm.kernels.plain.read_table import Decoding, TableState
-
-CHANCE_BITS = 20
+from nanovllm.kernels.plain.read_table import CHANCE_BITS, Decoding, TableState
 
 
 def accept(

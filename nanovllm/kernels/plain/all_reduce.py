@@ -6,7 +6,7 @@ The ranks' exchanges compute sums otherwise: these define the Triton kernels. T 
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.plain.few_rows import Scaled
+from nanovllm.kernels.operands.scaled import Scaled
 from nanovllm.kernels.plain.rms_norm import rms_norm
 
 

@@ -7,37 +7,16 @@ equal and its id is lower.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
+from nanovllm.kernels.operands.cuts import BLOCK, Cuts
 from nanovllm.kernels.plain.noise import GOLDEN, log_exponential
-from nanovllm.kernels.plain.ranking import BLOCK, most_likely
+from nanovllm.kernels.plain.ranking import most_likely
 from nanovllm.kernels.plain.sample import first_max
 
 LOG2_E = 1 / math.log(2)
 CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}  # as for `sample`, with more bytes for each
-
-
-@dataclass(slots=True)
-class Cuts:
-    """The filters of R rows: [R, 1] each, with a value that keeps everything for other rows.
-
-    A filter is None if no row has it. If `num_candidates` is not 0, it is at least every top_k, and
-    rows are drawn from their first `num_candidates` tokens alone. A row with both top_k and top_p
-    needs that: top_p is a share of the mass that top_k keeps.
-    """
-
-    min_p: torch.Tensor | None = None
-    top_k: torch.Tensor | None = None
-    top_p: torch.Tensor | None = None
-    num_candidates: int = 0
-
-    def of(self, rows: slice) -> "Cuts":
-        """The filters of some of the rows."""
-        columns = (self.min_p, self.top_k, self.top_p)
-        min_p, top_k, top_p = (None if x is None else x[rows] for x in columns)
-        return Cuts(min_p, top_k, top_p, self.num_candidates)
 
 
 def cut(logits: torch.Tensor, temperatures: torch.Tensor, cuts: Cuts) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.low_rank import PairAdditions
+from nanovllm.kernels.operands.low_rank import PairAdditions
 from nanovllm.kernels.plain.silu_and_mul import silu_and_mul
 
 # One matrix for each expert: stacked, or a list of matrices in another form.

@@ -4,44 +4,13 @@ Plain PyTorch has no use for them: they define the Triton kernels for decode ste
 T rows, K inputs, N outputs.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled
 from nanovllm.kernels.plain.experts import experts
 from nanovllm.kernels.plain.route import route
 from nanovllm.kernels.plain.silu_and_mul import silu_and_mul
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """Rows [T, K] times a norm's weight, not yet divided by each row's root mean square.
-
-    The missing factor of a row is 1 / sqrt(sum(squares) / K + eps). A linear layer can apply it to
-    its outputs instead.
-    """
-
-    product: torch.Tensor  # of the rows and the norm's weight
-    squares: torch.Tensor  # [T, any], float32: parts of the rows' sums of squares
-    eps: float
-
-    def normed(self) -> torch.Tensor:
-        """The norm, in float32."""
-        squares = self.squares.sum(dim=1, keepdim=True)
-        return self.product.float() * torch.rsqrt(squares / self.product.shape[1] + self.eps)
-
-
-@dataclass(frozen=True)
-class ExpertWeights:
-    """What the kernels read of a layer of experts: a token takes `per_token` of them."""
-
-    router: Any
-    gate_up: Any  # [E, 2 * I, hidden]
-    down: Any  # [E, hidden, I]
-    per_token: int
-    normalized: bool  # whether a token's shares sum to one
 
 
 def scaled_linear(

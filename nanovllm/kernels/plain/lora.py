@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.low_rank import LowRank
+from nanovllm.kernels.operands.low_rank import LowRank
 
 
 def group_rows(group_ids: torch.Tensor, num_groups: int) -> Any:  # noqa: ARG001

@@ -2,6 +2,8 @@
 
 import torch
 
+from nanovllm.kernels.plain.sample import sample
+
 BYTE = 8
 
 
@@ -16,3 +18,28 @@ def mask(logits: torch.Tensor, bitmaps: torch.Tensor) -> None:
     bits = bitmaps.view(torch.uint8)[:, :, None] >> shifts
     bits &= 1
     logits.masked_fill_((bits == 0).view(num_rows, -1)[:, :vocab_size], -torch.inf)
+
+
+def sample_masked(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor | None,
+    keys: torch.Tensor | None,
+    rows: torch.Tensor,
+    bitmaps: torch.Tensor,
+    token_ids: torch.Tensor,
+) -> None:
+    """Write the token ids of the rows `rows` [R] to `token_ids` [B]: `sample`, of what is allowed.
+
+    `mask` defines the bitmaps [R, W]. A row that may draw nothing gives token 0. Rows of -1 are
+    left out. Peak memory: that of `mask` and `sample`, and a float32 copy of these rows.
+    """
+    if bool((rows < 0).any()):
+        rows, bitmaps = rows[rows >= 0], bitmaps[rows >= 0]
+    if not len(rows):
+        return
+    part = logits[rows].to(torch.float32)
+    mask(part, bitmaps)
+    if temperatures is None or keys is None:
+        token_ids[rows] = sample(part, None, None)
+    else:
+        token_ids[rows] = sample(part, temperatures[rows], keys[rows])

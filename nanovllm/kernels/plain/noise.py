@@ -10,7 +10,7 @@ E is not random but a hash, so that a draw can be repeated anywhere. The key of 
 the sequence's length, with the request's seed. A token's E is a hash of the key and the token's
 id. So a request's draws depend on its own seed, position and logits, never on its neighbours.
 
-`kernels/triton/noise.py` and `kernels/cpu/noise.h` compute the same with the constants below.
+`kernels/triton/sampling/noise.py` and `kernels/cpu/noise.h` compute the same with these constants.
 docs/sampling.md explains how filters are applied to the race.
 """
 

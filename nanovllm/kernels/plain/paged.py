@@ -8,8 +8,7 @@ import math
 
 import torch
 
-from nanovllm.kernels.kv_layer import KVLayer
-from nanovllm.kernels.plain.kv_codes import dequantize
+from nanovllm.kernels.operands.kv_layer import KVLayer
 
 # Lengths within this ratio share a group: padding costs less than another call per layer.
 GROUP_RATIO = 1.5
@@ -74,6 +73,8 @@ def gather_blocks(
             break
         rows = cache.flatten(1).index_select(0, blocks).view(-1, *cache.shape[1:])
         if scales is not None:
+            from nanovllm.kernels.plain.kv_codes import dequantize
+
             rows = dequantize(rows, scales[blocks].transpose(1, 2), dtype)
         found.append(rows.view(len(tables), -1, *cache.shape[2:]).transpose(1, 2))
     return found[0], found[-1]

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-BLOCK = 64
+from nanovllm.kernels.operands.cuts import BLOCK, are_few
 
 
 def most_likely(x: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,11 +25,6 @@ def most_likely(x: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tenso
         x = blocks[torch.arange(num_rows, device=x.device)[:, None], first].flatten(1)
     places = _sortable(x, ids).topk(number).indices
     return x.gather(1, places), ids.gather(1, places)
-
-
-def are_few(number: int, size: int) -> bool:
-    """Whether searching blocks is worthwhile for the first `number` of `size` tokens."""
-    return 2 * number * BLOCK <= size
 
 
 def _sortable(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

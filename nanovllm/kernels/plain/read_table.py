@@ -13,6 +13,7 @@ from nanovllm.kernels.plain.noise import noise_keys
 
 UNUSED_LENGTH = -1  # the length of a row that no sequence owns
 NO_DRAFT = -1
+CHANCE_BITS = 20  # of `DraftState.chance`
 
 
 class DraftState(NamedTuple):

@@ -2,7 +2,6 @@
 
 import torch
 
-from nanovllm.kernels.plain.mask import mask
 from nanovllm.kernels.plain.noise import GOLDEN, log_exponential
 
 # Logits that are raced at a time: few enough that a pass finds the last one's results in the cache.
@@ -32,31 +31,6 @@ def sample(
         scores = times.mul_(-temperatures[rows, None]).add_(logits[rows])
         tokens[rows] = first_max(scores)
     return tokens
-
-
-def sample_masked(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor | None,
-    keys: torch.Tensor | None,
-    rows: torch.Tensor,
-    bitmaps: torch.Tensor,
-    token_ids: torch.Tensor,
-) -> None:
-    """Write the token ids of the rows `rows` [R] to `token_ids` [B]: `sample`, of what is allowed.
-
-    `mask` defines the bitmaps [R, W]. A row that may draw nothing gives token 0. Rows of -1 are
-    left out. Peak memory: that of `mask` and `sample`, and a float32 copy of these rows.
-    """
-    if bool((rows < 0).any()):
-        rows, bitmaps = rows[rows >= 0], bitmaps[rows >= 0]
-    if not len(rows):
-        return
-    part = logits[rows].to(torch.float32)
-    mask(part, bitmaps)
-    if temperatures is None or keys is None:
-        token_ids[rows] = sample(part, None, None)
-    else:
-        token_ids[rows] = sample(part, temperatures[rows], keys[rows])
 
 
 def first_max(x: torch.Tensor) -> torch.Tensor:

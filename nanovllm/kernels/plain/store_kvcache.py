@@ -2,8 +2,7 @@
 
 import torch
 
-from nanovllm.kernels.kv_layer import KVLayer
-from nanovllm.kernels.plain.kv_codes import store_codes
+from nanovllm.kernels.operands.kv_layer import KVLayer
 
 
 def store_kvcache(
@@ -18,6 +17,8 @@ def store_kvcache(
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:
         kept = slot_mapping >= 0
     if kv.k_scales is not None:
+        from nanovllm.kernels.plain.kv_codes import store_codes
+
         return store_codes(key, value, kv, slot_mapping, kept)
     if not kv.is_empty:
         kv.k_cache.flatten(0, 1)[slot_mapping[kept]] = key[kept]

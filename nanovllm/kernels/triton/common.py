@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.integers import cdiv
-from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.operands.kv_layer import KVLayer
 
 MEASURED = 90  # the compute capability where early launches and copied tiles are known to help
 GLUON = ("3.6.", "3.7.")  # the versions of Triton that compile our kernels in Gluon

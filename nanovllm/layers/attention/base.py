@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.operands.kv_layer import KVLayer
 from nanovllm.layers.cache_spec import Heads
 from nanovllm.layers.context import Context
 

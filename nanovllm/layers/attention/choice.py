@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
+from nanovllm.kernels.operands.kv_layer import CODES, SCALES, KVLayer
 from nanovllm.kernels.plain.read_table import DraftState, TableState
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 from nanovllm.layers.ahead import compile_ahead
@@ -147,6 +147,7 @@ def _check_triton(spec: AttentionSpec, refusal: str) -> None:
 
 
 def _check_flash_attn(spec: AttentionSpec, refusal: str) -> None:
+
     instead = "'triton' needs nothing more, 'torch' works everywhere"
     device, dtype = spec.device.type, str(spec.dtype).removeprefix("torch.")
     if device != "cuda":

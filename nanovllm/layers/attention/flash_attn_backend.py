@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.operands.kv_layer import KVLayer
 from nanovllm.layers.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.layers.context import Context
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nanovllm.formats.stored import Loaded, copy_whole
-from nanovllm.kernels.kv_layer import SCALES, KVLayer
+from nanovllm.kernels.operands.kv_layer import SCALES, KVLayer
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.attention.base import AttentionBackend

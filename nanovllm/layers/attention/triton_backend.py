@@ -18,7 +18,11 @@ class TritonBackend(PlannedBackend):
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec.block_size)
-        from nanovllm.kernels.triton import decode_attention, prefill_attention, prefill_plan
+        from nanovllm.kernels.triton.attention import (
+            decode_attention,
+            prefill_attention,
+            prefill_plan,
+        )
 
         self.heads, self.caps_scores = spec.heads, spec.kv_dtype == spec.dtype
         self.num_kv_heads = spec.num_kv_heads

@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.engine.run.reports import Columns
 from nanovllm.engine.run.transfer import download, upload, upload_ahead, with_tensors
-from nanovllm.kernels.plain.draw import Cuts
+from nanovllm.kernels.operands.cuts import Cuts
 from nanovllm.layers.filters import Filters, Penalties
 
 

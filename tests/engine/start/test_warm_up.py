@@ -45,7 +45,7 @@ def shard(config: Config) -> Iterator[Shard]:
     options = dict(attention_backend="torch", dtype="float32", max_num_seqs=4)
     with LLM(config.model, device="cpu", num_kvcache_blocks=8, max_model_len=64, **options) as llm:
         shard = llm.model_runner.shard
-        shard.backend = shard.backend._replace(kernels=dataclasses.replace(PLAIN, graph_safe=True))
+        shard.backend = shard.backend._replace(kernels=PLAIN.replace(graph_safe=True))
         with shard.computing():
             yield shard
 

@@ -1,0 +1,1 @@
+"""What kernels read apart from plain tensors, for every implementation."""

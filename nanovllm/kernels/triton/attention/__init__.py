@@ -1,0 +1,1 @@
+"""Attention, and the cache of keys and values."""

@@ -1,0 +1,1 @@
+"""Layers of experts, and their routers."""

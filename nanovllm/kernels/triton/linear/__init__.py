@@ -1,0 +1,1 @@
+"""Linear layers, and the norms and activations around them."""

@@ -1,0 +1,297 @@
+"""Linear layers of few rows, each in one kernel with the operations before and after it.
+
+T rows, K inputs, N outputs.
+
+A decode step of few rows is bound by the number of its kernels, and by their starts and ends: a
+kernel takes about five microseconds, of which reading the weight is one or two. So a norm has no
+kernel of its own. The kernel that adds to the residual also writes the sum times the norm's weight,
+and its sums of squares; the next linear layer computes each row's factor from those, and applies it
+to its outputs.
+
+A program computes one tile of the outputs, from all inputs. The tiles that it reads are copied by
+Hopper's tensor memory accelerator. Up to 16 rows of small weights take `held_tiles`, and up to 32
+`shared_tiles`; one or two rows of small weights whose sizes these do not take, `held_weights`.
+"""
+
+import functools
+import math
+from dataclasses import dataclass, field
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.integers import cdiv, next_power_of_2
+from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled
+from nanovllm.kernels.triton.common import (
+    ROOM,
+    await_inputs,
+    can_copy_tiles,
+    can_overlap,
+    dot,
+    early,
+    let_next_begin,
+    num_multiprocessors,
+    rows_with_room,
+    tiles_of,
+    with_room,
+)
+from nanovllm.kernels.triton.experts.few_experts import add_experts
+from nanovllm.kernels.triton.linear import held_weights, quantized_rows
+from nanovllm.kernels.triton.linear.arranged import ArrangedMatrix
+from nanovllm.kernels.triton.linear.rounded_linear import can_round
+from nanovllm.kernels.triton.linear.row_outputs import store_outputs
+from nanovllm.kernels.triton.linear.row_tiles import FEW, FEW_ROUNDED
+
+LEAST = 16  # tensor cores multiply matrices with sizes that are multiples of it
+MOST_ROWS = {32 << 20: 256, 128 << 20: 128}  # by a layer's weights; with more, cuBLAS is faster
+MOST_OF_LARGE = 64  # rows, of larger layers
+Weight = torch.Tensor | ArrangedMatrix  # [N, K], or a stack of them
+Addends = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # residual, norm, the product with it
+MOST_TILES = held_weights.MOST_BYTES >> 17  # of `shared_tiles`: a program holds 128 KiB of weights
+SHARED_BYTES = {1: 208 << 10, 2: 104 << 10}  # for tiles, by programs on a multiprocessor
+
+
+@triton.jit
+def multiply_tiles(  # type: ignore[no-untyped-def]
+    x_tiles, weight_tiles, first_t, first_n, N: tl.constexpr, K: tl.constexpr,
+    GATED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """A tile of the products with gates, or with all outputs, and one with the ups, if GATED."""
+    # Tensor cores take 64 rows of the left matrix: the outputs, if the tile is large enough.
+    TURNED: tl.constexpr = BLOCK_N >= 64  # noqa: N806
+    acc = tl.zeros([BLOCK_N, BLOCK_T] if TURNED else [BLOCK_T, BLOCK_N], tl.float32)
+    up = acc
+    for k in range(0, K, BLOCK_K):
+        x = x_tiles.load([first_t, k])
+        weight = weight_tiles.load([first_n, k])
+        acc += dot(weight, tl.trans(x)) if TURNED else dot(x, tl.trans(weight))
+        if GATED:
+            weight = weight_tiles.load([N + first_n, k])
+            up += dot(weight, tl.trans(x)) if TURNED else dot(x, tl.trans(weight))
+    let_next_begin(EARLY)
+    if TURNED:
+        acc = tl.trans(acc)
+        up = tl.trans(up)
+    return acc, up
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear_kernel(  # type: ignore[no-untyped-def]
+    x_tiles, weight_tiles, squares_ptr, bias_ptr, residual_ptr, norm_ptr, out_ptr, product_ptr,
+    out_squares_ptr, num_rows, eps,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_P: tl.constexpr, P: tl.constexpr, BIAS: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One tile of outputs. Neighbouring programs share its weights, for other rows."""
+    first_t = tl.program_id(0) * BLOCK_T
+    first_n = tl.program_id(1) * BLOCK_N
+    t = first_t + tl.arange(0, BLOCK_T)
+    n = first_n + tl.arange(0, BLOCK_N)
+    real = (t < num_rows)[:, None]
+    at = t[:, None] * N + n[None, :]
+    await_inputs(EARLY)
+    # Loads for the end of the kernel start before those of the weights, which take longest.
+    if P:
+        p = tl.arange(0, BLOCK_P)
+        parts = real & (p < P)[None, :]
+        squares = tl.load(squares_ptr + t[:, None] * P + p[None, :], mask=parts, other=0.0)
+    if ADD:
+        residual = tl.load(residual_ptr + at, mask=real, other=0.0)
+        norm = tl.load(norm_ptr + n)
+    acc, up = multiply_tiles(x_tiles, weight_tiles, first_t, first_n, N, K, GATED, BLOCK_T, BLOCK_N,
+                             BLOCK_K, EARLY)  # fmt: skip
+    store_outputs(acc, up, squares if P else acc, bias_ptr, residual if ADD else acc,
+                  norm if ADD else acc, out_ptr, product_ptr, out_squares_ptr, t, n,
+                  tl.program_id(1), at, real, num_rows, eps, N, K, P, BIAS, GATED, ADD,
+                  BLOCK_N)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class FewRows:
+    """The kernels, and the largest number of rows for which they are faster.
+
+    A model has its own: the zeros are for one kernel at a time. A bias may differ for each row.
+    """
+
+    most_rows: int
+    arrivals: torch.Tensor | None = field(default=None, compare=False)  # zeros, for `shared_tiles`
+
+    def linear(self, x: Scaled, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`norm @ weight.T + bias` for weight [N, K]."""
+        out = x.product.new_empty(len(x.product), weight.shape[0])
+        self._launch(x.product, weight, bias, out, scaled=x)
+        return out
+
+    def product(
+        self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`x @ weight.T + bias`: a rank's part of a sum."""
+        out = x.new_empty(len(x), weight.shape[0])
+        self._launch(x, weight, bias, out)
+        return out
+
+    def gated(self, x: Scaled, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """`silu(gate) * up` of `norm @ weight.T + bias` for weight [2 * N, K]: [T, N]."""
+        out = rows_with_room(len(x.product), weight.shape[0] // 2, x.product)
+        self._launch(x.product, weight, bias, out, scaled=x, gated=True)
+        return out
+
+    def add(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, Scaled]:
+        """`residual + x @ weight.T + bias`, and the sum scaled by the next norm's weight.
+
+        May overwrite the residual.
+        """
+        total, product = torch.empty_like(residual), rows_with_room(len(x), weight.shape[0], x)
+        squares = self._launch(x, weight, bias, total, addends=(residual, norm, product))
+        return total, Scaled(product, squares, eps)
+
+    def add_experts(
+        self,
+        x: Scaled,
+        weights: ExpertWeights,
+        residual: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, Scaled]:
+        """`residual` plus the experts of the norm, and the sum scaled by the next norm's weight."""
+        return add_experts(x, weights, residual, norm, eps)
+
+    def _launch(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        scaled: Scaled | None = None,
+        gated: bool = False,
+        addends: Addends | None = None,
+    ) -> torch.Tensor:
+        """Launch the weight's kernel. Returns the sums of squares, if there are addends."""
+        if isinstance(weight, ArrangedMatrix):
+            assert weight.order is None, "the kernel takes inputs in the order of the codes"
+            return quantized_rows.launch(x, weight, bias, out, scaled, gated, addends)
+        (num_rows, size_in), size_out = x.shape, out.shape[1]
+        squares = x.new_empty(num_rows, 0, dtype=torch.float32)
+        squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
+        if held_weights.can_hold_tiles(num_rows, weight, gated) and can_overlap(x.device):
+            from nanovllm.kernels.triton.linear import (
+                held_tiles,  # here: Triton may be without Gluon
+            )
+
+            return held_tiles.launch(x, weight, bias, out, squares_in, eps, gated, addends)
+        if held_weights.can_share_tiles(num_rows, weight) and can_overlap(x.device):
+            from nanovllm.kernels.triton.linear import shared_tiles
+
+            zeros = self.arrivals
+            if zeros is None:
+                zeros = x.new_zeros(MOST_TILES, dtype=torch.int32)
+            return shared_tiles.launch(x, weight, bias, out, squares_in, eps, gated, addends, zeros)
+        if held_weights.can_hold(num_rows, weight):
+            return held_weights.launch(x, weight, bias, out, squares_in, eps, gated, addends)
+        tiles = tiles_for(num_rows, size_in, size_out, gated, num_multiprocessors(x.device))
+        columns = size_out // tiles.outputs
+        if addends:
+            squares = x.new_empty(num_rows, columns, dtype=torch.float32)
+        residual, norm, product = addends or (x, x, x)
+        width = squares_in.shape[1]
+        _linear_kernel[(cdiv(num_rows, tiles.rows), columns)](
+            tiles_of(with_room(x, tiles.rows), tiles.rows, tiles.inputs),
+            tiles_of(weight, tiles.outputs, tiles.inputs),
+            squares_in, x if bias is None else bias, residual, norm, out, product, squares,
+            num_rows, eps,
+            N=size_out, K=size_in, P=width, BLOCK_P=next_power_of_2(max(1, width)),
+            BIAS=0 if bias is None else bias.dim(), GATED=gated, ADD=addends is not None,
+            BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, BLOCK_K=tiles.inputs,
+            num_warps=4, num_stages=tiles.stages, **early(x.device),
+        )  # fmt: skip
+        return squares
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a product is divided; outputs and inputs are divisors of the sizes."""
+
+    rows: int
+    outputs: int
+    inputs: int  # at a time
+    stages: int  # tiles of inputs in flight
+    side_by_side: int  # programs on a multiprocessor
+
+
+@functools.cache
+def tiles_for(num_rows: int, size_in: int, size_out: int, gated: bool, processors: int) -> Tiles:
+    """The tiles that were fastest for the layers of Qwen3-0.6B, 1.7B, 4B and 8B.
+
+    The smallest ones with which all programs run at the same time, alone on a multiprocessor; else
+    two on each; else the largest.
+    """
+    sizes = [rows for rows in (16, 32, 64, ROOM) if rows < 2 * max(num_rows, LEAST)]
+    alone = [(rows, 64, 1) for rows in sizes if not (gated and rows == ROOM)]
+    if gated and num_rows <= 16:
+        alone.append((16, 128, 1))
+    for rows, most, side_by_side in [*alone, *((rows, 64, 2) for rows in sizes)]:
+        outputs = _divisor(size_out, most)
+        programs = cdiv(num_rows, rows) * size_out // outputs
+        if programs <= side_by_side * processors:
+            break
+    inputs = 64 if side_by_side == 2 else 256 if rows <= 32 and not gated else 128
+    inputs = _divisor(size_in, inputs)
+    tile_bytes = (rows + outputs * (1 + gated)) * inputs * 2
+    stages = SHARED_BYTES[side_by_side] // tile_bytes
+    return Tiles(rows, outputs, inputs, min(6, stages), side_by_side)
+
+
+def _divisor(size: int, most: int) -> int:
+    """The largest power of two that divides `size`, at most `most`."""
+    return min(most, size & -size)
+
+
+def few_rows_for(
+    weights: list[Weight | ExpertWeights | None], dtype: torch.dtype = torch.bfloat16
+) -> FewRows | None:
+    """The kernels for a layer's weights and the type of its rows; None where they do not help.
+
+    Not for float16, where rows without their norm's factor may overflow. Experts set no limit.
+    """
+    made: list[Weight] = []
+    for weight in weights:
+        if weight is None or not _is_computed(weight):
+            return None
+        if not isinstance(weight, ExpertWeights):
+            made.append(weight)
+    if dtype != torch.bfloat16:
+        return None
+    device = made[0].device
+    if not can_copy_tiles(device):
+        return None
+    arranged = [weight for weight in made if isinstance(weight, ArrangedMatrix)]
+    if arranged:
+        return FewRows(
+            min(FEW_ROUNDED if can_round(weight, device) else FEW for weight in arranged)
+        )
+    if cdiv(max(weight.shape[0] for weight in made), 2 * 64) > 2 * num_multiprocessors(device):
+        return None  # gate and up in tiles of 64 would not all run at once: not measured
+    size = sum(math.prod(weight.shape) for weight in made)
+    most = next((rows for limit, rows in MOST_ROWS.items() if size < limit), MOST_OF_LARGE)
+    return FewRows(most, torch.zeros(MOST_TILES, dtype=torch.int32, device=device))
+
+
+def _is_computed(weight: Weight | ExpertWeights) -> bool:
+    """Whether there is a kernel for the weight."""
+    if isinstance(weight, ExpertWeights):
+        stacks = weight.gate_up, weight.down
+        return weight.router is not None and all(map(_is_computed, stacks))
+    if isinstance(weight, ArrangedMatrix):
+        return weight.has_rows_kernel and weight.order is None
+    return weight.dtype == torch.bfloat16 and not any(n % LEAST for n in weight.shape[-2:])

@@ -1,0 +1,127 @@
+"""A linear layer of one row or two, with what surrounds it: weights are held in registers.
+
+T rows, K inputs, N outputs.
+
+A program computes some outputs from all inputs, without tensor cores. It loads all its weights
+while the kernel before it ends: the programs run at the same time, and hold the whole matrix. When
+that kernel has ended, they read the rows alone. Then the next kernel may begin with its weights, so
+that memory is always read.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.integers import next_power_of_2
+from nanovllm.kernels.triton.common import await_inputs, early, let_next_begin
+from nanovllm.kernels.triton.linear.row_outputs import store_outputs
+
+MOST_ROWS = 2
+MOST_BYTES = 16 << 20  # of a matrix: what the programs that run at the same time hold
+WARPS = 4
+HELD = WARPS * 32 * 128  # weights of a program: 128 of a thread, in 64 registers
+MOST_TILE_ROWS = 16
+TILE = 16  # outputs of a program of `held_tiles`, which has 4 times as many warps at most
+TILE_INPUTS = 16 * 64  # 64 for each of its warps are two loads of 16 bytes of 4 threads
+MOST_SHARED_ROWS = 32  # of `shared_tiles`
+SHARED_OUTPUTS = 64  # of a program of it
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _held_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, weight_ptr, squares_ptr, bias_ptr, residual_ptr, norm_ptr, out_ptr, product_ptr,
+    out_squares_ptr, num_rows, eps,
+    N: tl.constexpr, K: tl.constexpr, BLOCK_P: tl.constexpr, P: tl.constexpr, BIAS: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N outputs of all rows."""
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    t = tl.arange(0, BLOCK_T)
+    real = (t < num_rows)[:, None]
+    at = t[:, None] * N + n[None, :]
+    weight_at = weight_ptr + n[:, None] * K + k[None, :]
+    weight = tl.load(weight_at, mask=(k < K)[None, :], other=0.0)
+    if GATED:
+        up_weight = tl.load(weight_at + N * K, mask=(k < K)[None, :], other=0.0)
+    norm = tl.load(norm_ptr + n) if ADD else 0.0
+    await_inputs(EARLY)
+    let_next_begin(EARLY)
+    acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+    squares, residual, up = acc, acc, acc
+    if P:
+        p = tl.arange(0, BLOCK_P)
+        parts = real & (p < P)[None, :]
+        squares = tl.load(squares_ptr + t[:, None] * P + p[None, :], mask=parts, other=0.0)
+    if ADD:
+        residual = tl.load(residual_ptr + at, mask=real, other=0.0)
+    for row in tl.static_range(BLOCK_T):
+        x = tl.load(x_ptr + row * K + k, mask=(k < K) & (row < num_rows), other=0.0)
+        x = x.to(tl.float32)[None, :]
+        this = (t == row)[:, None]
+        acc = tl.where(this, tl.sum(weight.to(tl.float32) * x, axis=1)[None, :], acc)
+        if GATED:
+            up = tl.where(this, tl.sum(up_weight.to(tl.float32) * x, axis=1)[None, :], up)
+    store_outputs(acc, up, squares, bias_ptr, residual, norm, out_ptr, product_ptr,
+                  out_squares_ptr, t, n, tl.program_id(1), at, real, num_rows, eps, N, K, P, BIAS,
+                  GATED, ADD, BLOCK_N)  # fmt: skip
+
+
+def can_hold(num_rows: int, weight: torch.Tensor) -> bool:
+    """Whether the kernel is faster than that of `few_rows`, for a weight [N, K]."""
+    size_in = next_power_of_2(weight.shape[1])
+    return num_rows <= MOST_ROWS and weight.nbytes <= MOST_BYTES and 2 * size_in <= HELD
+
+
+def can_hold_tiles(num_rows: int, weight: torch.Tensor, gated: bool) -> bool:
+    """Whether `held_tiles` is faster than `few_rows` for a weight [N, K].
+
+    If `gated`, that is the weight of gate and up.
+    """
+    size_out, size_in = weight.shape
+    return (
+        num_rows <= MOST_TILE_ROWS and weight.nbytes <= MOST_BYTES and size_in % TILE_INPUTS == 0
+        and size_out % (TILE * (1 + gated)) == 0 and TILE * size_in * (1 + gated) <= 4 * HELD
+    )  # fmt: skip
+
+
+def can_share_tiles(num_rows: int, weight: torch.Tensor) -> bool:
+    """Whether `shared_tiles` is faster than `few_rows` for a weight [N, K], or [2 * N, K]."""
+    size_out, size_in = weight.shape
+    return (
+        MOST_TILE_ROWS < num_rows <= MOST_SHARED_ROWS and weight.nbytes <= MOST_BYTES
+        and size_in % TILE_INPUTS == 0 and size_out % SHARED_OUTPUTS == 0
+    )  # fmt: skip
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    squares_in: torch.Tensor,
+    eps: float,
+    gated: bool,
+    addends: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
+    """Launch the kernel; `squares_in` has no columns if x is not to be scaled.
+
+    Returns the sums of squares, if there are addends.
+    """
+    assert x.is_contiguous() and weight.is_contiguous()
+    (num_rows, size_in), size_out = x.shape, out.shape[1]
+    block_k = next_power_of_2(size_in)
+    outputs = min(HELD // block_k // (1 + gated), size_out & -size_out)
+    programs, width = size_out // outputs, squares_in.shape[1]
+    squares = x.new_empty(num_rows, programs if addends else 0, dtype=torch.float32)
+    residual, norm, product = addends or (x, x, x)
+    _held_kernel[(1, programs)](
+        x, weight, squares_in, x if bias is None else bias, residual, norm, out, product, squares,
+        num_rows, eps,
+        N=size_out, K=size_in, P=width, BLOCK_P=next_power_of_2(max(1, width)),
+        BIAS=0 if bias is None else bias.dim(), GATED=gated, ADD=addends is not None,
+        BLOCK_T=next_power_of_2(num_rows), BLOCK_N=outputs, BLOCK_K=block_k, num_warps=WARPS,
+        **early(x.device),
+    )  # fmt: skip
+    return squares

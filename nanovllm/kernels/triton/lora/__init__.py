@@ -1,0 +1,1 @@
+"""What adapters add to linear layers."""

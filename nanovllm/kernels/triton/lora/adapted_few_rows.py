@@ -1,0 +1,92 @@
+"""`FewRows` for steps in which rows have adapters.
+
+T rows, K inputs, N outputs.
+
+A linear layer and its adapters take one kernel. Weights or adapters that it cannot compute take two
+more: what adapters add to gate and up is then a bias of each row, and what they add to a sum with
+the residual is added to the residual first.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.kernels.operands.low_rank import LowRank
+from nanovllm.kernels.operands.scaled import Scaled
+from nanovllm.kernels.side_stream import overlapped
+from nanovllm.kernels.triton.linear.few_rows import Addends, FewRows, Weight
+from nanovllm.kernels.triton.lora import adapted_linear
+from nanovllm.kernels.triton.lora.lora import lora_bias, lora_down, lora_up, lora_up_scaled
+from nanovllm.kernels.triton.lora.row_groups import RowGroups
+
+
+class Adapters(NamedTuple):
+    """A weight's adapters, and the counter of its kernel's arrivals: zero before its one launch."""
+
+    low_rank: LowRank
+    arrivals: torch.Tensor
+
+
+def with_counters(low_ranks: Mapping[int, LowRank]) -> dict[int, Adapters]:
+    """The adapters of weights with new zeros, for one step."""
+    if not low_ranks:
+        return {}
+    device = next(iter(low_ranks.values())).a.device
+    zeros = torch.zeros(len(low_ranks), 1, dtype=torch.int32, device=device).unbind()
+    return {
+        weight: Adapters(low_rank, zero)
+        for (weight, low_rank), zero in zip(low_ranks.items(), zeros, strict=True)
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedFewRows(FewRows):
+    """The kernels of one step, with the adapters' additions.
+
+    `adapters` has those of the weights with room for some, by the weights' `id`. Experts have no
+    room for any.
+    """
+
+    groups: RowGroups
+    adapters: Mapping[int, Adapters]
+
+    def _launch(
+        self,
+        x: torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        scaled: Scaled | None = None,
+        gated: bool = False,
+        addends: Addends | None = None,
+    ) -> torch.Tensor:
+        adapters, groups = self.adapters.get(id(weight)), self.groups
+        if adapters is None:
+            return super()._launch(x, weight, bias, out, scaled, gated, addends)
+        low_rank, arrivals = adapters
+        if isinstance(weight, torch.Tensor):
+            division = adapted_linear.divide(len(x), weight, low_rank, groups, gated)
+            if division is not None:
+                return adapted_linear.launch(
+                    x, weight, bias, out, scaled, gated, addends, low_rank, groups, division,
+                    arrivals,
+                )  # fmt: skip
+        launch = partial(super()._launch, x, weight)
+        if gated:
+            assert scaled is not None
+            of_rows = lora_bias(scaled, low_rank, groups)
+            bias = of_rows if bias is None else of_rows.add_(bias)
+            return launch(bias, out, scaled, gated, addends)
+        down_of = partial(lora_down, x, low_rank, groups)
+        if addends:
+            lora_up(down_of(), low_rank, groups, addends[0])
+            return launch(bias, out, scaled, gated, addends)
+        squares, down = overlapped(x.device, partial(launch, bias, out, scaled), down_of)
+        if scaled is None:
+            lora_up(down, low_rank, groups, out)
+        else:
+            lora_up_scaled(down, scaled, low_rank, groups, out)
+        return squares

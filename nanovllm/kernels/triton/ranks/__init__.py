@@ -1,0 +1,1 @@
+"""Exchanges of few rows between GPUs."""

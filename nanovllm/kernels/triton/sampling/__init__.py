@@ -1,0 +1,1 @@
+"""Draws of tokens from logits."""

@@ -1,0 +1,1 @@
+"""A step's inputs from the device table, and its drafts."""
