@@ -391,8 +391,9 @@ def test_graphs_do_not_change_triton_outputs(
 def num_compiled() -> dict[str, int]:
     """The number of binaries of each kernel."""
     triton = pytest.importorskip("triton")
-    names = ["decode_attention", "prefill_attention", "norm_rope_store", "rms_norm", "sample",
-             "silu_and_mul"]  # fmt: skip
+    names = ["attention.decode_attention", "attention.prefill_attention",
+             "attention.norm_rope_store", "linear.rms_norm", "linear.silu_and_mul",
+             "sampling.sample"]  # fmt: skip
     counts = {}
     for name in names:
         module = importlib.import_module(f"nanovllm.kernels.triton.{name}")
