@@ -10,6 +10,8 @@ from nanovllm.engine.requests.parts import Constraints
 from nanovllm.engine.run.graphs import Redraws
 from nanovllm.engine.run.hidden_reader import HiddenReader
 from nanovllm.engine.run.model_runner import ModelRunner
+from nanovllm.engine.run.shard import Shard
+from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.start.parts import DrawMasked, ShardParts
 from nanovllm.models.config import ModelConfig
 
@@ -36,6 +38,20 @@ class AllFeatures(Features):
 
             memory = sleep_memory
         return ShardParts(drafting, adapters, memory, masked_draws)
+
+    def drafting(self, config: Config, shard: Shard) -> Drafting:
+        """How steps get drafts, by the options and rank 0's started shard."""
+        if config.speculative_config is None:
+            return Drafting()
+        from nanovllm.drafting.choice import drafting_of
+
+        return drafting_of(config.speculative_config, shard, mixes=config.scheduling == "mixed")
+
+    def forced_drafting(self, shard: Shard) -> Drafting:
+        """How steps get the tokens that constraints force, if the options do not say it."""
+        from nanovllm.drafting.choice import forced_drafting
+
+        return forced_drafting(shard)
 
     def adapters(self, runner: ModelRunner) -> Adapters:
         """The adapters of requests."""

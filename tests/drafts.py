@@ -10,8 +10,10 @@ from reference import make_llm
 
 from nanovllm import LLM
 from nanovllm.drafting.guesser import Guesser
+from nanovllm.drafting.host_drafting import HostDrafting
 from nanovllm.drafting.pace import Pace
-from nanovllm.drafting.speculator import Speculator
+from nanovllm.drafting.paced_drafting import PacedDrafting
+from nanovllm.drafting.table_drafting import TableDrafting
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.engine.schedule.step_size import Size
 from nanovllm.kernels.plain.guess_ngrams import guess_ngrams
@@ -69,31 +71,35 @@ class Adversary(RandomProposer):
         return right + guess[len(right) :]
 
 
-def speculate(llm: LLM, adversary: Adversary, most_drafts: int = 5) -> Speculator:
+def speculate(llm: LLM, adversary: Adversary, most_drafts: int = 5) -> PacedDrafting:
     """Let an engine verify the adversary's drafts; where the device guesses, one like it there.
 
     Where other ranks guess, too, all go on with their own guessers.
     """
     if llm.config.tensor_parallel_size > 1 and llm.model_runner.shard.placement.most_drafts:
-        llm.scheduler.speculator = speculator = Speculator(None, most_drafts, Eager)
-        return speculator
+        llm.scheduler.drafting = in_table = _table_drafting(llm, most_drafts)
+        return in_table
     if not llm.model_runner.shard.placement.most_drafts:
-        llm.scheduler.speculator = speculator = Speculator(adversary, most_drafts, Eager)
-        return speculator
+        llm.scheduler.drafting = drafting = HostDrafting(adversary, most_drafts, Eager)
+        return drafting
     texts = [[*prompt, *output] for (prompt, _), output in adversary.outputs.items()]
     return speculate_in_table(llm, texts, 3, adversary.num_tokens, most_drafts)[0]
 
 
-def speculator_of(llm: LLM) -> Speculator:
-    """The engine's own speculator, which must be there."""
-    assert llm.scheduler.speculator is not None
-    return llm.scheduler.speculator
+def drafting_of(llm: LLM) -> PacedDrafting:
+    """The engine's own drafting, which must be there."""
+    assert isinstance(llm.scheduler.drafting, PacedDrafting)
+    return llm.scheduler.drafting
+
+
+def _table_drafting(llm: LLM, most_drafts: int) -> TableDrafting:
+    return TableDrafting(most_drafts, Eager, mixes=llm.config.scheduling == "mixed")
 
 
 def make_eager(path: Path, config: dict[str, Any], **options: Any) -> LLM:
     """An engine in which all sequences get as many drafts as fit."""
     llm = make_llm(path, **options | {"speculative_config": config})
-    speculator_of(llm)._make_pace = Eager
+    drafting_of(llm)._make_pace = Eager
     return llm
 
 
@@ -114,6 +120,8 @@ class TableAdversary(Guesser):
 
     def guess(self, table: TableState, size: Size) -> None:
         """Right and wrong drafts, some or none."""
+        if size.num_queries == 1:
+            return
         most, state = size.num_queries - 1, table.drafts
         guess_ngrams(table, size.num_seqs, most, 1, 1)  # completes the history
         for row in table.batch[: size.num_seqs].tolist():
@@ -133,9 +141,9 @@ class TableAdversary(Guesser):
 
 def speculate_in_table(
     llm: LLM, texts: list[list[int]], seed: int, num_tokens: int, most_drafts: int = 5
-) -> tuple[Speculator, TableAdversary]:
+) -> tuple[TableDrafting, TableAdversary]:
     """Let an engine verify what an adversary guesses that knows prompts with their outputs."""
     guesser = TableAdversary(seed, num_tokens, texts)
-    llm.model_runner.shard.guesser = guesser
-    llm.scheduler.speculator = speculator = Speculator(None, most_drafts, Eager)
-    return speculator, guesser
+    llm.model_runner.shard.drafting = guesser
+    llm.scheduler.drafting = drafting = _table_drafting(llm, most_drafts)
+    return drafting, guesser

@@ -26,13 +26,15 @@ from hypothesis.stateful import (
 from nanovllm.adapters.adapter import Adapter
 from nanovllm.config import Config
 from nanovllm.drafting.grammar_proposer import GrammarProposer
-from nanovllm.drafting.speculator import Speculator
+from nanovllm.drafting.host_drafting import HostDrafting
+from nanovllm.drafting.table_drafting import TableDrafting
 from nanovllm.engine.cache import prefixes
 from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.run.step_inputs import states_before_and_after
 from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.schedule.scheduler import Scheduler
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
@@ -106,18 +108,22 @@ class Simulation:
         self.num_slots = num_blocks * size
         config = Config("m", overlap=overlap, **options)
         self.config = EngineConfig.settle(config, num_blocks, self.num_slots)
-        speculator = None
+        drafting: Drafting | None = None
         self.forces = forces
         if draft_seed is not None:  # few tokens, so that many drafts are right
             proposer = RandomProposer(draft_seed, 2)
             proposer.on_propose = self.touch
-            speculator = Speculator(None if in_table else proposer, MOST_DRAFTS, Eager)
+            if in_table:
+                mixes = self.config.scheduling == "mixed"
+                drafting = TableDrafting(MOST_DRAFTS, Eager, mixes=mixes)
+            else:
+                drafting = HostDrafting(proposer, MOST_DRAFTS, Eager)
         if forces and not in_table:
-            speculator = Speculator(
+            drafting = HostDrafting(
                 None if draft_seed is None else proposer, 0 if draft_seed is None else 3, Eager,
                 grammar=GrammarProposer(), most_forced=MOST_DRAFTS,
             )  # fmt: skip
-        self.scheduler = Scheduler(self.config, CacheLayout(windows, states), speculator)
+        self.scheduler = Scheduler(self.config, CacheLayout(windows, states), drafting)
         self.states = {0: EMPTY}  # what a slot holds, as the number of a prefix
         self.num_restored = 0
         self.arriving: dict[int, list[tuple[Sequence, range]]] = {}  # states, by id of a batch

@@ -23,7 +23,7 @@ HEAVY = (
 SCHEDULER_SIDE = (
     "engine.schedule.scheduler", "engine.cache.block_manager", "engine.cache.prefixes",
     "engine.schedule.forecast", "engine.schedule.sequence", "engine.schedule.batch",
-    "engine.engine_config", "drafting.speculator",
+    "engine.engine_config", "drafting.drafting",
 )  # fmt: skip
 
 # What the engine still imports of features' rooms.

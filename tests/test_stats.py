@@ -47,12 +47,12 @@ def test_accepted_drafts_count_as_decoded(model_dir: Path) -> None:
     with make_llm(model_dir) as llm:
         (out,) = llm.generate(prompt, GREEDY, use_tqdm=False)
         before = llm.stats()
-        speculator = speculate(llm, Adversary(1, 259, {((1, 2, 3), 0): out.token_ids}))
+        drafting = speculate(llm, Adversary(1, 259, {((1, 2, 3), 0): out.token_ids}))
         assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].token_ids == out.token_ids
         stats = llm.stats()
         assert stats.decode_tokens - before.decode_tokens == 7
-        assert stats.drafted_tokens == speculator.num_drafted
-        assert 0 < stats.accepted_tokens == sum(speculator.accepted_at) < stats.drafted_tokens
+        assert stats.drafted_tokens == drafting.num_drafted
+        assert 0 < stats.accepted_tokens == sum(drafting.accepted_at) < stats.drafted_tokens
         assert 1 < llm.counter.tokens_per_step(StepCounter()) < 6
 
 

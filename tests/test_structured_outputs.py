@@ -28,6 +28,7 @@ from reference import (
 )
 
 from nanovllm import LLM, SamplingParams, StructuredOutputs
+from nanovllm.drafting.host_drafting import HostDrafting
 from nanovllm.structured.grammars import Grammars
 from nanovllm.structured.masked_draws import MaskedDraws
 
@@ -143,7 +144,7 @@ def test_greedy_equals_transformers_with_an_oracle(
     with make_llm(model_dir, **REGIMES[name]) as llm:
         assert_same(llm.generate(prompts, params, use_tqdm=False), expected)
         audit_at_rest(llm)
-        assert (llm.stats().accepted_tokens > 0) == (llm.scheduler.speculator is not None)
+        assert (llm.stats().accepted_tokens > 0) == isinstance(llm.scheduler.drafting, HostDrafting)
 
 
 def watch_masked_draws(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -217,9 +218,9 @@ def test_drafts_keep_the_output(
         outputs = {
             (tuple(prompt), 0): tokens for prompt, tokens in zip(prompts, expected, strict=True)
         }
-        speculator = speculate(llm, Adversary(3, VOCAB_SIZE, outputs))
+        drafting = speculate(llm, Adversary(3, VOCAB_SIZE, outputs))
         assert_same(llm.generate(prompts, params, use_tqdm=False), expected)
-        assert sum(speculator.accepted_at) > 100
+        assert sum(drafting.accepted_at) > 100
         audit_at_rest(llm)
 
 

@@ -8,8 +8,9 @@ drafts a sequence gets, what a step with them computes and draws, and what becom
 import random
 from collections.abc import Iterable, Iterator
 
+from nanovllm.drafting.host_drafting import HostDrafting
 from nanovllm.drafting.proposer import Proposer
-from nanovllm.drafting.speculator import Speculator
+from nanovllm.drafting.table_rows import TableRows
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.llm import LLM
@@ -39,14 +40,13 @@ class PaddedProposer:
         self._proposer.reset()
 
 
-class AcceptByChance(Speculator):
-    """A speculator that accepts a draft with a given chance if those before it are accepted.
+class AcceptByChance(HostDrafting):
+    """Drafting that accepts a draft with a given chance if those before it are accepted.
 
-    An accepted draft becomes the sequence's token, in place of the one that was drawn. Where the
-    device accepts drafts, its table has the chance.
+    An accepted draft becomes the sequence's token, in place of the one that was drawn.
     """
 
-    def __init__(self, engines: Speculator, chance: float, vocab_size: int, seed: int) -> None:
+    def __init__(self, engines: HostDrafting, chance: float, vocab_size: int, seed: int) -> None:
         self._chance, self._rng = chance, random.Random(seed)
         own = engines.proposer
         proposer = own and PaddedProposer(own, vocab_size, random.Random(seed))
@@ -68,8 +68,13 @@ class AcceptByChance(Speculator):
 
 
 def accept_by_chance(llm: LLM, chance: float, seed: int) -> None:
-    """Let this engine accept drafts with the probability `chance`. It must speculate."""
-    engines = llm.scheduler.speculator
-    assert engines is not None
-    llm.scheduler.speculator = AcceptByChance(engines, chance, llm.model_config.vocab_size, seed)
-    llm.model_runner.ledger.set_chance(chance)
+    """Let this engine accept drafts with the probability `chance`. It must make some.
+
+    Where the device accepts drafts, its table has the chance.
+    """
+    engines, rows = llm.scheduler.drafting, llm.model_runner.ledger.ahead
+    if isinstance(rows, TableRows):
+        rows.set_chance(chance)
+        return
+    assert isinstance(engines, HostDrafting)
+    llm.scheduler.drafting = AcceptByChance(engines, chance, llm.model_config.vocab_size, seed)

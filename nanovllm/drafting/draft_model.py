@@ -7,8 +7,10 @@ before (`catch_up`).
 
 import torch
 
+from nanovllm.drafting.catch_up import warm_up_step
 from nanovllm.drafting.model_guesser import ModelGuesser, Places
 from nanovllm.engine.cache.kv_pool import KVPool
+from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
 from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.plain.guess_inputs import GuessInputs
 from nanovllm.layers.context import Context, attending
@@ -49,7 +51,7 @@ class DraftModelGuesser(ModelGuesser):
         if model.state_mixers:
             raise ValueError("speculative_config: a draft model that keeps states is not supported")
         super().__init__(model.attentions, placement)
-        self.model = config, model
+        self.models = [(config, model)]
         self.longest_window = config.longest_window
         self.longest = placement.max_positions
         self._model, self._vocab_size, self._own_size = model, vocab_size, config.vocab_size
@@ -72,6 +74,10 @@ class DraftModelGuesser(ModelGuesser):
         nothing = positions.new_empty(0)
         with attending(context, self.backend.attention):
             self._model(self._own(input_ids), positions, nothing)
+
+    def warm_up_steps(self, prefill: PrefillInputs, width: int) -> list[StepInputs]:
+        """A step for `catch_up` with a prefill's tokens."""
+        return [warm_up_step(prefill, width, self.longest)]
 
     def _logits(
         self,

@@ -7,7 +7,7 @@ from nanovllm.engine.cache.prefixes import block_hashes
 from nanovllm.engine.schedule.sequence import Sequence
 
 
-class Lack(NamedTuple):
+class Missing(NamedTuple):
     """Known tokens [start, end) of a sequence that the draft model has to compute."""
 
     seq: Sequence

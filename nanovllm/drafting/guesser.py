@@ -1,57 +1,56 @@
 """Guesser: what makes drafts on the device, at the beginning of the step that verifies them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-import torch
-
-from nanovllm.engine.cache.kv_pool import KVPool
-from nanovllm.engine.run.step_inputs import PrefillInputs
+from nanovllm.config import Config
+from nanovllm.drafting.catch_up import drafts_read_by_draws, with_catch_ups
+from nanovllm.drafting.step_times import StepTimes, time_catch_up, time_graphs
+from nanovllm.drafting.table_rows import TableRows
+from nanovllm.engine.run.device_drafting import DeviceDrafting
+from nanovllm.engine.run.device_table import DeviceTable, TableLayout
+from nanovllm.engine.run.shard import Shard
+from nanovllm.engine.run.step_inputs import StepInputs
+from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.engine.schedule.step_size import Size
+from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.plain.read_table import TableState
 from nanovllm.kernels.table import Kernels
-from nanovllm.layers.context import Context
-from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.speculative_config import SpeculativeConfig
 
 
-class Guesser:
-    """Writes drafts to the device table. It runs in decode graphs, so it waits for nothing.
+class Guesser(DeviceDrafting):
+    """What all guessers have in common: rank 0 sends what they have not seen, and steps are timed.
 
-    The base class makes none: it is for steps without drafts.
+    `longest` is the most tokens of a sequence that it computes when it catches up.
     """
 
     name = "guesser"  # in messages
-    reads_history = False  # whether it needs all tokens of a row in the table
-    reads_residuals = False  # whether it sees every step; else only steps with drafts
-    longest: int | None = None  # the most tokens of a sequence that it computes when it catches up
+    longest: int | None = None
     num_bytes = 0.0  # the weights that a draft reads, on all ranks together
-    longest_window: int | None = 0  # how far back it attends; None for everything
-    pools: Sequence[KVPool] = ()  # its KV, in blocks with the numbers of the model's
-    model: tuple[ModelConfig, CausalLM] | None = None  # the draft model, if there is one
+    times = StepTimes()
+    _rows: TableRows | None = None  # on rank 0
 
-    def make_rows(self, num_rows: int) -> None:
-        """Make room for what must be known of so many table rows."""
+    def measure(self, shard: Shard) -> None:
+        """Time the decode graphs, and catching up. All ranks do it at the same time."""
+        self.times = StepTimes(time_graphs(shard), time_catch_up(shard, self.longest))
 
-    def guess(self, table: TableState, size: Size) -> None:
-        """Write drafts for the batch's rows."""
+    def rows_ahead(self, layout: TableLayout) -> TableRows:
+        """What the ledger of a table notes for drafts."""
+        self._rows = TableRows(layout, self.longest)
+        return self._rows
 
-    def keep(self, table: TableState, size: Size, residuals: list[torch.Tensor]) -> None:
-        """Keep what the model has computed of a decode step's queries [B * Q]."""
+    def steps(self, inputs: StepInputs, budget: int) -> list[StepInputs]:
+        """The step, and before it those in which a draft model computes what is missing."""
+        if self._rows is None or not self._rows.missing:
+            return [inputs]
+        missing, self._rows.missing = self._rows.missing, []
+        return with_catch_ups(inputs, missing, self._rows.block_size, budget)
 
-    def prefill(
-        self,
-        table: TableState,
-        inputs: PrefillInputs,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        context: Context,
-        residuals: list[torch.Tensor],
-    ) -> None:
-        """Keep what the model has computed of a prefill's tokens."""
-
-    def catch_up(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context) -> None:
-        """Compute tokens that it has not seen."""
+    def known_drafts(self, batch: Batch, table: DeviceTable) -> Mapping[Sequence, list[int]]:
+        """The drafts that a step's draws depend on. It waits for the device if it needs them."""
+        return drafts_read_by_draws(batch, table)
 
 
 class NgramGuesser(Guesser):
@@ -65,14 +64,23 @@ class NgramGuesser(Guesser):
         self._shortest, self._longest = shortest, longest
 
     def guess(self, table: TableState, size: Size) -> None:
-        """Write drafts for the batch's rows."""
-        self._kernels.guess_ngrams(
-            table, size.num_seqs, size.num_queries - 1, self._shortest, self._longest
-        )
+        """Write drafts for the batch's rows, if the decode step has some."""
+        if size.num_queries > 1:
+            self._kernels.guess_ngrams(
+                table, size.num_seqs, size.num_queries - 1, self._shortest, self._longest
+            )
 
 
-def guesser_of(config: SpeculativeConfig | None, kernels: Kernels) -> Guesser:
-    """The guesser that the option asks for; one with weights has to be loaded."""
-    if config is None or config.method != "ngram":
-        return Guesser()
-    return NgramGuesser(kernels, config.prompt_lookup_min, config.prompt_lookup_max)
+@dataclass(frozen=True)
+class NgramSource:
+    """What every rank needs to guess n-grams of these lengths: there is nothing to load."""
+
+    shortest: int
+    longest: int
+
+    def load(self, config: Config, model: CausalLM, placement: Placement) -> DeviceDrafting:
+        """The guesser; where the host guesses n-grams, none."""
+        del config, model
+        if not placement.most_drafts:
+            return DeviceDrafting()
+        return NgramGuesser(placement.backend.kernels, self.shortest, self.longest)

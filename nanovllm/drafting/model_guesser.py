@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.drafting.guesser import Guesser
-from nanovllm.engine.cache.groups import single_group
+from nanovllm.engine.cache.groups import CacheGroups, single_group
 from nanovllm.engine.cache.kv_pool import KVPool
 from nanovllm.engine.schedule.step_size import Size
 from nanovllm.engine.start.placement import Placement
@@ -37,6 +37,7 @@ class ModelGuesser(Guesser):
     """
 
     kept: Kept | None = None  # what a head reads
+    sees_all_steps = False  # else only steps with drafts
     make_pool = KVPool
 
     def __init__(self, layers: list[Attention], placement: Placement) -> None:
@@ -47,6 +48,15 @@ class ModelGuesser(Guesser):
         self.pools = [self.pool]
         self.sampler = Sampler(placement.backend.kernels)
 
+    def check(self, groups: CacheGroups) -> None:
+        """Raise a ValueError if its pool cannot share the blocks of these groups."""
+        if groups.parts[:1] == (1,):
+            return
+        needs = "whose layers without a window have the largest rows of keys or latents"
+        if not groups.groups:
+            needs = "with attention layers, whose blocks its own keys and values share"
+        raise ValueError(f"speculative_config: a {self.name} needs a model {needs}")
+
     def guess(self, table: TableState, size: Size) -> None:
         """Write drafts for the batch's rows, and store the keys of new positions.
 
@@ -54,6 +64,8 @@ class ModelGuesser(Guesser):
         draw there.
         """
         num_seqs, num_queries = size[:2]
+        if num_queries == 1 and not self.sees_all_steps:
+            return
         inputs = self.backend.kernels.guess_inputs(
             table, self.kept, num_seqs, num_queries, self.pool.block_size
         )

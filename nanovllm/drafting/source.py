@@ -6,6 +6,7 @@ from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.drafting.draft_model import DraftModelGuesser
+from nanovllm.drafting.guesser import NgramSource
 from nanovllm.drafting.head_source import HeadSource, find_head
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.engine.start.load import load_part
@@ -47,16 +48,20 @@ class DraftSource:
         return DraftModelGuesser(draft, self.model_config, placement, self.vocab_size)
 
 
-Source = DraftSource | HeadSource
+Source = DraftSource | HeadSource | NgramSource
 
 
 def find_source(config: Config, model_config: ModelConfig, tokenizer: Any) -> Source | None:
-    """The draft model or the head that the options name, if they do.
+    """What makes drafts on the device, if the options ask for that: n-grams, a model or a head.
 
-    One that does not fit is an error.
+    A model that does not fit is an error.
     """
     asked = config.speculative_config
-    if asked is None or asked.model is None:
+    if asked is None:
+        return None
+    if asked.method == "ngram":
+        return NgramSource(asked.prompt_lookup_min, asked.prompt_lookup_max)
+    if asked.model is None:
         return None
     if asked.method == "eagle3":
         return find_head(config, model_config)

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.drafting.catch_up import warm_up_step
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.schedule.step_size import Size
-from nanovllm.engine.start.warm_up import catch_up_inputs, warmup_inputs
+from nanovllm.engine.start.warm_up import warmup_inputs
 
 MOST_LOOKUP = 32  # tokens of an n-gram
 FEW_TOKENS = 8  # with which catching up is timed
@@ -59,14 +60,14 @@ def time_graphs(shard: Shard) -> dict[Size, float]:
     return seconds
 
 
-def time_catch_up(shard: Shard) -> float:
+def time_catch_up(shard: Shard, longest: int | None) -> float:
     """Seconds in which the draft model computes a few tokens; 0 without one.
 
-    All ranks do it at the same time.
+    It computes the first `longest` tokens of sequences. All ranks do it at the same time.
     """
-    if not shard.guesser.longest:
+    if not longest:
         return 0.0
-    inputs = catch_up_inputs(warmup_inputs(FEW_TOKENS, FEW_TOKENS), shard)
+    inputs = warm_up_step(warmup_inputs(FEW_TOKENS, FEW_TOKENS), 0, longest)
     seconds = []
     for _ in range(ROUNDS):
         start = time.perf_counter()

@@ -8,6 +8,8 @@ from nanovllm.engine.requests.adapters import Adapters
 from nanovllm.engine.requests.parts import Constraints
 from nanovllm.engine.run.hidden_reader import HiddenReader
 from nanovllm.engine.run.model_runner import ModelRunner
+from nanovllm.engine.run.shard import Shard
+from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.start.parts import NO_PARTS, ShardParts
 from nanovllm.models.config import ModelConfig
 
@@ -29,6 +31,14 @@ class Features:
     ) -> ShardParts:
         """What the options ask for on every rank."""
         return NO_PARTS
+
+    def drafting(self, config: Config, shard: Shard) -> Drafting:  # noqa: ARG002
+        """How steps get drafts, by the options and rank 0's started shard."""
+        return Drafting()
+
+    def forced_drafting(self, shard: Shard) -> Drafting:  # noqa: ARG002
+        """How steps get the tokens that constraints force, if the options do not say it."""
+        return Drafting()
 
     def adapters(self, runner: ModelRunner) -> Adapters:  # noqa: ARG002
         """The adapters of requests."""

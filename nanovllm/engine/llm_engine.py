@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
 from nanovllm.config import Config
-from nanovllm.drafting.measured_costs import costs_of
-from nanovllm.drafting.speculator import speculator_of
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.features import NO_FEATURES, Features
 from nanovllm.engine.requests.intake import Accepted, Intake
@@ -28,7 +26,6 @@ from nanovllm.models.loader import resolve_model
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.speculative_config import MOST_FORCED
 from nanovllm.utils.checks import shorten
 
 T = TypeVar("T")
@@ -69,21 +66,15 @@ class LLMEngine:
             asked.tokenizer, path, download_dir=asked.download_dir, warns=warns
         )
         parts = self.features.shard_parts(asked, self.model_config, self.tokenizer)
-        self.model_runner, times = start_runner(asked, self.model_config, path, parts)
+        self.model_runner = start_runner(asked, self.model_config, path, parts)
         self._finalizer = weakref.finalize(self, self.model_runner.close)
         self.config = self.model_runner.config
         shard = self.model_runner.shard
-        most_forced = MOST_FORCED if shard.backend.attention.packs_few_queries else 0
-        if shard.pools.states is not None:  # a sequence has slots for this many drafts
-            most_forced = min(most_forced, shard.placement.most_rejected)
-        speculator = speculator_of(
-            asked.speculative_config, costs_of(shard, times),
-            in_table=shard.placement.most_drafts > 0, longest=shard.guesser.longest,
-            most_forced=most_forced,
-        )  # fmt: skip
+        drafting = self.features.drafting(asked, shard)
+        self._forces = asked.speculative_config is not None  # or a request has asked for it
         self.adapters = self.features.adapters(self.model_runner)
         self.scheduler = Scheduler(
-            self.config, shard.pools.layout, speculator, self.adapters.admissions
+            self.config, shard.pools.layout, drafting, self.adapters.admissions
         )
         self.counter = StepCounter()
         self.meter = RequestMeter()
@@ -145,8 +136,7 @@ class LLMEngine:
 
     def get_metrics(self) -> list[Metric]:
         """Counters, gauges and histograms by vLLM's names; see `nanovllm.metrics`."""
-        speculator = self.scheduler.speculator
-        drafts = speculator.metrics(self.config.model) if speculator else []
+        drafts = self.scheduler.drafting.metrics(self.config.model)
         running_tokens = sum(sum(r.nums_generated) for r in self.unfinished.values())
         return self.meter.metrics(self.stats(), running_tokens, self.config.model) + drafts
 
@@ -425,6 +415,9 @@ class LLMEngine:
         self.unfinished[request.request_id] = request
         if request.seqs[0].keeper is not None and self.model_runner.hidden_reader is None:
             self.model_runner.hidden_reader = self.features.hidden_reader()
+        if request.seqs[0].constraint is not None and not self._forces:
+            self._forces = True
+            self.scheduler.drafting = self.features.forced_drafting(self.model_runner.shard)
         self.scheduler.add(request.seqs[0])
         return request.request_id
 

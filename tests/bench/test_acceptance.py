@@ -15,6 +15,8 @@ from nanovllm.bench.acceptance import accept_by_chance
 from nanovllm.bench.roofline import Machine
 from nanovllm.command.main import main
 from nanovllm.drafting.costs import TokenCosts
+from nanovllm.drafting.host_drafting import HostDrafting
+from nanovllm.engine.schedule.drafting import Drafting
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -50,9 +52,9 @@ def test_all_drafts_are_right(llm: LLM) -> None:
 
 def test_no_draft_is_right(llm: LLM) -> None:
     """Then the output is the model's own, although its drafts are random."""
-    speculator, llm.scheduler.speculator = llm.scheduler.speculator, None
+    drafting, llm.scheduler.drafting = llm.scheduler.drafting, Drafting()
     expected = run(llm, 3)
-    llm.scheduler.speculator = speculator
+    llm.scheduler.drafting = drafting
     accept_by_chance(llm, 0, seed=3)
     assert run(llm, 3) == expected
     assert llm.stats().accepted_tokens == 0 < llm.stats().drafted_tokens
@@ -60,17 +62,17 @@ def test_no_draft_is_right(llm: LLM) -> None:
 
 def test_accepted_drafts_are_the_output(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     accept_by_chance(llm, 1, seed=3)
-    speculator = llm.scheduler.speculator
-    assert speculator is not None
+    drafting = llm.scheduler.drafting
+    assert isinstance(drafting, HostDrafting)
     drafts: list[int] = []
-    propose = speculator.proposer.propose
+    propose = drafting.proposer.propose
 
     def recording(*args: Any) -> list[list[int]]:
         (proposed,) = propose(*args)
         drafts.extend(proposed)
         return [proposed]
 
-    monkeypatch.setattr(speculator.proposer, "propose", recording)
+    monkeypatch.setattr(drafting.proposer, "propose", recording)
     (tokens,) = run(llm)
     assert [token for place, token in enumerate(tokens) if place % 5] == drafts
 
@@ -79,15 +81,15 @@ def test_accepted_drafts_are_the_output(llm: LLM, monkeypatch: pytest.MonkeyPatc
 def test_drafts_are_right_with_the_given_probability(chance: float, llm: LLM) -> None:
     """Of 4,000 drafts that are judged or more, five standard deviations are 0.04. It is seeded."""
     accept_by_chance(llm, chance, seed=5)
-    speculator = llm.scheduler.speculator
-    assert speculator is not None
-    speculator._make_pace = Eager
+    drafting = llm.scheduler.drafting
+    assert isinstance(drafting, HostDrafting)
+    drafting._make_pace = Eager
     run(llm, 20, 200)
-    accepted = speculator.accepted_at
-    judged = [speculator.num_drafts, *accepted[:-1]]
+    accepted = drafting.accepted_at
+    judged = [drafting.num_drafts, *accepted[:-1]]
     assert sum(accepted) / sum(judged) == pytest.approx(chance, abs=0.04)
     assert all(more > less for more, less in zip(judged, accepted, strict=True))
-    assert speculator.num_drafted > 3.8 * speculator.num_drafts
+    assert drafting.num_drafted > 3.8 * drafting.num_drafts
 
 
 def test_a_seed_decides_which_drafts_are_right(model_dir: Path) -> None:
@@ -95,9 +97,9 @@ def test_a_seed_decides_which_drafts_are_right(model_dir: Path) -> None:
     for seed in (1, 1, 2):
         with make_llm(model_dir, speculative_config=NGRAM, seed=0) as llm:
             accept_by_chance(llm, 0.6, seed)
-            tokens, speculator = run(llm), llm.scheduler.speculator
-            assert speculator is not None
-            runs.append((speculator.accepted_at, tokens))
+            tokens, drafting = run(llm), llm.scheduler.drafting
+            assert isinstance(drafting, HostDrafting)
+            runs.append((drafting.accepted_at, tokens))
     assert runs[0] == runs[1]
     assert runs[0][0] != runs[2][0]
 
@@ -111,15 +113,15 @@ def test_the_engine_decides_how_many_drafts_are_worth_it(llm: LLM) -> None:
 
 def test_the_engines_proposer_is_asked_too(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its time counts."""
-    speculator = llm.scheduler.speculator
-    assert speculator is not None
-    asked, propose = [], speculator.proposer.propose
+    drafting = llm.scheduler.drafting
+    assert isinstance(drafting, HostDrafting)
+    asked, propose = [], drafting.proposer.propose
 
     def recording(*args: Any) -> list[list[int]]:
         asked.append(args)
         return propose(*args)
 
-    monkeypatch.setattr(speculator.proposer, "propose", recording)
+    monkeypatch.setattr(drafting.proposer, "propose", recording)
     accept_by_chance(llm, 1, seed=1)
     run(llm)
     assert len(asked) == 8

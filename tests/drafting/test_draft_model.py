@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import edit_config, make_model, need_gpus
-from drafts import make_eager, speculator_of, use_graphs
+from drafts import drafting_of, make_eager, use_graphs
 from reference import (
     HARD,
     SMALL_POOL,
@@ -34,6 +34,7 @@ from nanovllm.drafting.costs import Candidate, TokenCosts
 from nanovllm.drafting.draft_model import DraftModelGuesser
 from nanovllm.drafting.pace import Pace
 from nanovllm.engine.run.step_inputs import StepInputs
+from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.schedule.step_size import Size
 from nanovllm.kernels.plain.read_table import NO_DRAFT, TableState
 from nanovllm.outputs import RequestOutput
@@ -78,7 +79,7 @@ def make(path: Path, draft: Path, keys: dict[str, Any] | None = None, **options:
 
 
 def guesser_of(llm: LLM) -> DraftModelGuesser:
-    guesser = llm.model_runner.shard.guesser
+    guesser = llm.model_runner.shard.drafting
     assert isinstance(guesser, DraftModelGuesser)
     return guesser
 
@@ -135,16 +136,16 @@ def test_drafts_of_the_model_itself_are_all_right(
 ) -> None:
     """Whatever became of the blocks, and also after steps that the draft model does not see."""
     with make(model_dir, model_dir, **REGIMES[name]) as llm:
-        speculator = speculator_of(llm)
+        drafting = drafting_of(llm)
         if toggles:
-            speculator.costs = AnyNumber(len(name))
+            drafting.costs = AnyNumber(len(name))
         if graphs:
             use_graphs(llm)
         for _ in range(2):  # then from the cache
             got = llm.generate(PROMPTS, endless(len(PROMPTS)), use_tqdm=False)
             assert_same(got, endless_outputs)
             audit_at_rest(llm)
-        assert sum(speculator.accepted_at) == speculator.num_drafted > 100
+        assert sum(drafting.accepted_at) == drafting.num_drafted > 100
 
 
 @pytest.mark.parametrize("options", [{}, HARD, dict(HARD, scheduling="mixed", overlap=True)])
@@ -153,8 +154,8 @@ def test_greedy_drafts_keep_what_transformers_generates(
 ) -> None:
     with make(standard.path, standard.path, **options) as llm:
         assert_same(generate(llm, standard), standard.expected)
-        speculator = speculator_of(llm)
-        assert 60 < sum(speculator.accepted_at) > 0.9 * speculator.num_drafted
+        drafting = drafting_of(llm)
+        assert 60 < sum(drafting.accepted_at) > 0.9 * drafting.num_drafted
 
 
 @pytest.mark.sampled(share=0.5)
@@ -165,9 +166,9 @@ def test_wrong_drafts_keep_the_output(
     with make(standard.path, near_dir, **options) as llm:
         assert_same(generate(llm, standard), standard.expected)
         audit_at_rest(llm)
-        speculator = speculator_of(llm)
-        rate = sum(speculator.accepted_at) / speculator.num_drafted
-        assert 0.1 < rate < 0.9 and min(speculator.accepted_at) > 5
+        drafting = drafting_of(llm)
+        rate = sum(drafting.accepted_at) / drafting.num_drafted
+        assert 0.1 < rate < 0.9 and min(drafting.accepted_at) > 5
 
 
 @pytest.mark.sampled(share=0.5)
@@ -186,10 +187,10 @@ def test_sampled_drafts_keep_every_output(
         assert [o.prompt_logprobs is None for o in got] == [
             o.prompt_logprobs is None for o in expected
         ]
-        speculator = speculator_of(llm)
+        drafting = drafting_of(llm)
         if is_own:
-            assert sum(speculator.accepted_at) > 0.4 * speculator.num_drafted
-        assert sum(speculator.accepted_at) > 50
+            assert sum(drafting.accepted_at) > 0.4 * drafting.num_drafted
+        assert sum(drafting.accepted_at) > 50
         audit_at_rest(llm)
 
 
@@ -204,12 +205,12 @@ def test_penalties_and_bad_words_keep_every_output(
     """The large model's draws count the drafts before them; the draft model draws without."""
     params = sampled_params(READERS)
     with make_llm(model_dir, **options) as plain:
-        plain.scheduler.speculator = None
+        plain.scheduler.drafting = Drafting()
         expected = plain.generate(PROMPTS, params, use_tqdm=False)
     with make(model_dir, model_dir if is_own else near_dir, **options) as llm:
         assert all_samples(llm.generate(PROMPTS, params, use_tqdm=False)) == all_samples(expected)
-        speculator = speculator_of(llm)
-        assert 100 < sum(speculator.accepted_at) < 0.9 * speculator.num_drafted
+        drafting = drafting_of(llm)
+        assert 100 < sum(drafting.accepted_at) < 0.9 * drafting.num_drafted
         audit_at_rest(llm)
 
 
@@ -239,13 +240,13 @@ def test_drafts_are_what_the_draft_model_generates(
     """After right drafts and wrong ones."""
     params = endless(len(PROMPTS))
     with make(model_dir, near_dir, **REGIMES[name]) as llm:
-        speculator = speculator_of(llm)
+        drafting = drafting_of(llm)
         if toggles:
-            speculator.costs = AnyNumber(len(name))
+            drafting.costs = AnyNumber(len(name))
         noted = note_drafts(llm)
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         audit_at_rest(llm)
-        assert 0.2 < sum(speculator.accepted_at) / speculator.num_drafted < 0.9
+        assert 0.2 < sum(drafting.accepted_at) / drafting.num_drafted < 0.9
     asked = [
         (prompt + output.token_ids[:number], param, noted[param.seed, len(prompt) + number])
         for prompt, param, output in zip(PROMPTS, params, outputs, strict=True)
@@ -268,12 +269,12 @@ def test_drafts_are_what_the_draft_model_generates(
 def test_a_text_is_computed_once(model_dir: Path) -> None:
     """The prompt before the first drafts, and later what steps without drafts have added."""
     with make(model_dir, model_dir) as llm:
-        counts, speculator = count_catch_ups(llm), speculator_of(llm)
+        counts, drafting = count_catch_ups(llm), drafting_of(llm)
         params = endless(1, max_tokens=31)
         llm.generate([[1, 2, 3, 4, 5, 6, 7]], params, use_tqdm=False)
-        assert (counts, speculator.num_drafts) == ([7], 6)
+        assert (counts, drafting.num_drafts) == ([7], 6)
         numbers = iter([NUM_DRAFTS, 0, 0, 0, NUM_DRAFTS, NUM_DRAFTS])
-        speculator.costs.worthwhile = lambda *_, **__: iter([next(numbers, 0)])  # type: ignore
+        drafting.costs.worthwhile = lambda *_, **__: iter([next(numbers, 0)])  # type: ignore
         counts.clear()
         llm.generate([[9, 8, 7]], params, use_tqdm=False)
         lost = NUM_DRAFTS + 1  # that the host is not sure of
@@ -286,7 +287,7 @@ def test_a_prompt_is_computed_in_chunks(model_dir: Path) -> None:
         prompts = [[i] * 3 + list(range(20)) for i in range(3)]
         llm.generate(prompts, endless(3), use_tqdm=False)
         assert max(counts) == 16 and sum(counts) == 3 * 23
-        assert sum(speculator_of(llm).accepted_at) == speculator_of(llm).num_drafted > 20
+        assert sum(drafting_of(llm).accepted_at) == drafting_of(llm).num_drafted > 20
 
 
 def test_samples_of_a_prompt_share_what_is_computed_of_it(model_dir: Path) -> None:
@@ -302,7 +303,7 @@ def test_samples_of_a_prompt_share_what_is_computed_of_it(model_dir: Path) -> No
         assert counts == [165 + 2 * 5]
         llm.generate([prompt], again, use_tqdm=False)
         assert counts == [165 + 2 * 5, 5]
-        assert sum(speculator_of(llm).accepted_at) == 4
+        assert sum(drafting_of(llm).accepted_at) == 4
 
 
 def test_a_fork_leaves_what_the_draft_model_has_computed(model_dir: Path) -> None:
@@ -317,7 +318,7 @@ def test_a_fork_leaves_what_the_draft_model_has_computed(model_dir: Path) -> Non
         llm.generate([[4], [5]], short, use_tqdm=False)  # the free blocks are in order again
         llm.generate([prompt], sampled, use_tqdm=False)
         assert counts == [40, 40 - 2 * 16]
-        assert sum(speculator_of(llm).accepted_at) == speculator_of(llm).num_drafted > 20
+        assert sum(drafting_of(llm).accepted_at) == drafting_of(llm).num_drafted > 20
 
 
 def test_preempted_sequences_keep_what_their_blocks_hold(standard: Case) -> None:
@@ -343,8 +344,8 @@ def test_drafts_keep_the_output_of_models_with(
     for draft, least in ((case.path, share), (small_dir, 0.0)):
         with make(case.path, draft, **options) as llm:
             assert_same(generate(llm, case), case.expected)
-            speculator = speculator_of(llm)
-            assert sum(speculator.accepted_at) >= least * speculator.num_drafted > 0 or not least
+            drafting = drafting_of(llm)
+            assert sum(drafting.accepted_at) >= least * drafting.num_drafted > 0 or not least
             audit_at_rest(llm)
             has_window = name == "a window" and draft == case.path
             assert (llm.scheduler.layout.windows[0] is not None) == has_window
@@ -364,9 +365,9 @@ def test_drafts_with_an_fp8_cache(standard: Case) -> None:
     with make(standard.path, standard.path, kv_cache_dtype="fp8") as llm:
         got = [output.token_ids for output in generate(llm, standard)]
         same = sum(one == other for one, other in zip(got, expected, strict=True))
-        speculator = speculator_of(llm)
+        drafting = drafting_of(llm)
         assert same >= 0.9 * len(expected)
-        assert sum(speculator.accepted_at) > 0.9 * speculator.num_drafted
+        assert sum(drafting.accepted_at) > 0.9 * drafting.num_drafted
 
 
 def test_an_error_keeps_the_output(standard: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,8 +396,8 @@ def test_an_error_keeps_the_output(standard: Case, monkeypatch: pytest.MonkeyPat
             llm.scheduler.audit()
         assert errors > 2
         assert_same([outputs[i] for i in ids], expected)
-        speculator = speculator_of(llm)
-        assert sum(speculator.accepted_at) == speculator.num_drafted > 100
+        drafting = drafting_of(llm)
+        assert sum(drafting.accepted_at) == drafting.num_drafted > 100
         audit_at_rest(llm)
 
 
@@ -434,7 +435,7 @@ def test_a_draft_model_may_be_padded_more(model_dir: Path, padded: Path) -> None
         assert all_samples(llm.generate(PROMPTS[:8], params, use_tqdm=False)) == all_samples(
             expected
         )
-        assert speculator_of(llm).num_drafted > 100
+        assert drafting_of(llm).num_drafted > 100
 
 
 def test_ids_that_the_draft_model_lacks_keep_the_output(model_dir: Path, padded: Path) -> None:
@@ -450,7 +451,7 @@ def test_ids_that_the_draft_model_lacks_keep_the_output(model_dir: Path, padded:
         expected = plain.generate(prompts, params, use_tqdm=False)
     with make(padded, model_dir) as llm:
         assert all_samples(llm.generate(prompts, params, use_tqdm=False)) == all_samples(expected)
-        assert speculator_of(llm).num_drafted > 50
+        assert drafting_of(llm).num_drafted > 50
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -482,7 +483,7 @@ def test_the_pools_share_the_memory(model_dir: Path, small_dir: Path) -> None:
         assert llm.config.num_kvcache_blocks == num_blocks * 2 // 3
         model, draft = llm.model_runner.shard, guesser_of(llm)
         assert model.pool.cache.shape[1] == draft.pool.cache.shape[1] == num_blocks * 2 // 3
-        assert speculator_of(llm).costs._guess == pytest.approx(0.6, abs=0.05)  # type: ignore
+        assert drafting_of(llm).costs._guess == pytest.approx(0.6, abs=0.05)  # type: ignore
 
 
 def test_random_weights_need_no_tokenizers(model_dir: Path, tmp_path: Path) -> None:
@@ -491,7 +492,7 @@ def test_random_weights_need_no_tokenizers(model_dir: Path, tmp_path: Path) -> N
     with make(model_dir, other, load_format="dummy") as llm:
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         llm.generate([[1, 2, 3]], params, use_tqdm=False)
-        assert speculator_of(llm).num_drafted > 0
+        assert drafting_of(llm).num_drafted > 0
 
 
 def change_tokenizer(path: Path) -> Path:
@@ -572,15 +573,15 @@ def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path, near
         expected = plain.generate(PROMPTS, params, use_tqdm=False)
     for draft in (model_dir, near_dir):
         with make(model_dir, draft, **gpu) as llm:
-            speculator = speculator_of(llm)
+            drafting = drafting_of(llm)
             natural = llm.generate(PROMPTS, params, use_tqdm=False)
             assert ends_of(natural) == ends_of(expected)
-            speculator.costs = TokenCosts()  # what is measured would not pay
+            drafting.costs = TokenCosts()  # what is measured would not pay
             got = llm.generate(PROMPTS, params, use_tqdm=False)
             assert ends_of(got) == ends_of(expected)
             if draft == model_dir:
-                assert sum(speculator.accepted_at) > 0.4 * speculator.num_drafted
-            assert sum(speculator.accepted_at) > 20
+                assert sum(drafting.accepted_at) > 0.4 * drafting.num_drafted
+            assert sum(drafting.accepted_at) > 20
             audit_at_rest(llm)
 
 

@@ -15,6 +15,8 @@ import selection
 from simulation import MOST_DRAFTS, Simulation, Slot, walk
 
 from nanovllm.drafting.costs import Candidate
+from nanovllm.drafting.table_drafting import TableDrafting
+from nanovllm.drafting.table_rows import TableRows
 from nanovllm.engine.run.device_table import TableLayout
 from nanovllm.engine.run.ledger import Ledger
 from nanovllm.engine.run.step_inputs import step_inputs
@@ -44,15 +46,16 @@ class DraftedSimulation(Simulation):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options | {"in_table": True, "draft_seed": options["max_num_seqs"]})
-        speculator = self.scheduler.speculator
-        assert speculator is not None
-        speculator.costs = Whims(self.rng)
-        speculator.longest = self.most_drafted = self.rng.choice([7, 20, 50, 1 << 30])
+        drafting = self.scheduler.drafting
+        assert isinstance(drafting, TableDrafting)
+        drafting.costs = Whims(self.rng)
+        drafting.longest = self.most_drafted = self.rng.choice([7, 20, 50, 1 << 30])
         max_blocks = -(-self.longest // self.block_size)
         self.layout = TableLayout(
             self.config.max_num_running, max_blocks, self.block_size, MOST_DRAFTS
         )
-        self.ledger = Ledger(self.layout, self.most_drafted)
+        self.rows = TableRows(self.layout, self.most_drafted)
+        self.ledger = Ledger(self.layout, self.rows)
         self.words = np.zeros(self.layout.size, np.int64)  # the device table
         self.advancing: list[tuple[Batch, Sequence, int, int]] = []  # rows, and tokens before
         self.recent: dict[int, list[int]] = {}  # by row: what its last step with drafts has added
@@ -76,13 +79,13 @@ class DraftedSimulation(Simulation):
         for seq in batch.seqs:
             self.check_row(seq)
         self.begin_step(batch, [*map(self.row_of, batch.seqs)])
-        for lack in inputs.lacks:
-            assert lack.end <= min(self.most_drafted, len(self.computed[lack.seq]) - 1)
-            self.check_drafted_to(lack.seq, lack.start)
-            numbers = self.numbered(lack.seq)
-            for place in range(lack.start, lack.end):
-                self.drafted[self.slot(lack.seq, place)] = numbers[place]
-            self.num_caught_up += lack.end - lack.start
+        for seq, _, start, end in self.rows.missing:
+            assert end <= min(self.most_drafted, len(self.computed[seq]) - 1)
+            self.check_drafted_to(seq, start)
+            numbers = self.numbered(seq)
+            for place in range(start, end):
+                self.drafted[self.slot(seq, place)] = numbers[place]
+            self.num_caught_up += end - start
         for seq in batch.seqs if batch.num_drafts else ():
             self.check_drafted_to(seq, self.first_guessed(seq))
 

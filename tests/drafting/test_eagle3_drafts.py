@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import edit_config, make_model, need_gpus
-from drafts import make_eager, speculator_of, use_graphs
+from drafts import drafting_of, make_eager, use_graphs
 from heads import make_head
 from reference import (
     HARD,
@@ -78,7 +78,7 @@ def make(path: Path | str, head: Path | str, **options: Any) -> LLM:
 
 
 def guesser_of(llm: LLM) -> Eagle3Guesser:
-    guesser = llm.model_runner.shard.guesser
+    guesser = llm.model_runner.shard.drafting
     assert isinstance(guesser, Eagle3Guesser)
     return guesser
 
@@ -92,7 +92,7 @@ def test_wrong_guesses_keep_what_transformers_generates(
         for _ in range(2):  # then from the cache
             assert_same(generate(llm, standard), standard.expected)
             audit_at_rest(llm)
-        assert speculator_of(llm).num_drafted > 50
+        assert drafting_of(llm).num_drafted > 50
 
 
 @torch.inference_mode()
@@ -144,12 +144,12 @@ def test_a_trained_head_keeps_every_output_and_is_mostly_right(
     with make(EMBEDDED_MODEL, EMBEDDED_HEAD, **options) as llm:
         if graphs:
             use_graphs(llm)
-        speculator = speculator_of(llm)
+        drafting = drafting_of(llm)
         for kind, expected in sums.items():
             assert all_samples(solve(llm, kind)) == expected
             audit_at_rest(llm)
-        tokens_a_step = 1 + sum(speculator.accepted_at) / speculator.num_drafts
-        assert speculator.num_drafts > 100 and tokens_a_step > 1.9
+        tokens_a_step = 1 + sum(drafting.accepted_at) / drafting.num_drafts
+        assert drafting.num_drafts > 100 and tokens_a_step > 1.9
 
 
 @pytest.mark.sampled(share=0.5)
@@ -167,7 +167,7 @@ def test_every_parameter_keeps_every_output(
         expected = all_samples(plain.generate(PROMPTS, params, use_tqdm=False))
     with make(model_dir, head_dir, **options) as llm:
         assert all_samples(llm.generate(PROMPTS, params, use_tqdm=False)) == expected
-        assert speculator_of(llm).num_drafted > 50
+        assert drafting_of(llm).num_drafted > 50
         audit_at_rest(llm)
 
 
@@ -194,8 +194,8 @@ def test_a_quantized_cache_is_the_heads_too(sums: dict[str, list[Any]]) -> None:
         outputs = all_samples(solve(llm, "greedy"))
         same = sum(a == b for a, b in zip(outputs, sums["greedy"], strict=True))
         assert same > 0.9 * len(outputs)
-        speculator = speculator_of(llm)
-        assert sum(speculator.accepted_at) > speculator.num_drafts
+        drafting = drafting_of(llm)
+        assert sum(drafting.accepted_at) > drafting.num_drafts
 
 
 def test_a_head_has_the_types_and_blocks_of_its_model(head_dir: Path, model_dir: Path) -> None:
@@ -227,7 +227,7 @@ def test_an_equal_embedding_is_shared(model_dir: Path, tmp_path: Path) -> None:
 def test_random_weights_make_a_head_too(model_dir: Path, head_dir: Path) -> None:
     with make(model_dir, head_dir, load_format="dummy") as llm:
         llm.generate(PROMPTS[:3], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
-        assert speculator_of(llm).num_drafted > 0
+        assert drafting_of(llm).num_drafted > 0
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_guesses_add_to_what_drafts_cost(sums: dict[str, list[Any]]) -> None:
     """On a CPU by the bytes of their weights. A trained head is asked, and its drafts count."""
     config = {"method": "eagle3", "model": EMBEDDED_HEAD}
     with make_llm(Path(EMBEDDED_MODEL), speculative_config=config, max_num_seqs=2) as llm:
-        costs = speculator_of(llm).costs
+        costs = drafting_of(llm).costs
         assert isinstance(costs, TokenCosts) and 0.2 < costs._guess < 0.4
         assert all_samples(solve(llm, "greedy")) == sums["greedy"]
         stats = llm.stats()
@@ -296,15 +296,15 @@ def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path, head
             expected = plain.generate(PROMPTS, params, use_tqdm=False)
             answers = all_samples(solve(plain, "drawn"))
         with make(path, head, **gpu) as llm:
-            speculator = speculator_of(llm)
-            speculator.costs = TokenCosts()  # what is measured would not pay
+            drafting = drafting_of(llm)
+            drafting.costs = TokenCosts()  # what is measured would not pay
             got = llm.generate(PROMPTS, params, use_tqdm=False)
             assert ends_of(got) == ends_of(expected)
-            speculator.num_drafts, speculator.accepted_at = 0, [0] * NUM_DRAFTS
+            drafting.num_drafts, drafting.accepted_at = 0, [0] * NUM_DRAFTS
             assert all_samples(solve(llm, "drawn")) == answers
-            assert speculator.num_drafts > 20
+            assert drafting.num_drafts > 20
             if head == Path(EMBEDDED_HEAD):
-                assert sum(speculator.accepted_at) > 0.8 * speculator.num_drafts
+                assert sum(drafting.accepted_at) > 0.8 * drafting.num_drafts
             audit_at_rest(llm)
 
 

@@ -25,10 +25,12 @@ from reference import (
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.drafting.costs import GraphCosts, TokenCosts
-from nanovllm.drafting.speculator import Speculator
+from nanovllm.drafting.paced_drafting import PacedDrafting
 from nanovllm.drafting.step_times import time_graphs
+from nanovllm.drafting.table_drafting import TableDrafting
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.schedule.step_size import Size
 from nanovllm.outputs import RequestOutput
 
@@ -133,12 +135,12 @@ def all_samples(outputs: list[RequestOutput]) -> list[Any]:
 
 def generate_twice(
     llm: LLM, params: list[SamplingParams], seed: int
-) -> tuple[list[RequestOutput], list[RequestOutput], Speculator]:
+) -> tuple[list[RequestOutput], list[RequestOutput], PacedDrafting]:
     """Outputs without drafts, then with drafts of an adversary that knows them."""
     expected = llm.generate(PROMPTS, params, use_tqdm=False)
     ids = [[one.token_ids for one in output.outputs] for output in expected]
-    speculator = speculate(llm, Adversary(seed, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
-    return expected, llm.generate(PROMPTS, params, use_tqdm=False), speculator
+    drafting = speculate(llm, Adversary(seed, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
+    return expected, llm.generate(PROMPTS, params, use_tqdm=False), drafting
 
 
 @pytest.fixture(scope="module")
@@ -156,10 +158,10 @@ def adversary_of(case: Case, seed: int) -> Adversary:
 def test_greedy_drafts_keep_what_transformers_generates(name: str, standard: Case) -> None:
     """The adversary knows the tokens after the end, too."""
     with make_llm(standard.path, **REGIMES[name]) as llm:
-        speculator = speculate(llm, adversary_of(standard, seed=len(name)))
+        drafting = speculate(llm, adversary_of(standard, seed=len(name)))
         assert_same(generate(llm, standard), standard.expected)
         audit_at_rest(llm)
-        assert 30 < sum(speculator.accepted_at) < 0.9 * speculator.num_drafted
+        assert 30 < sum(drafting.accepted_at) < 0.9 * drafting.num_drafted
         assert_same(generate(llm, standard), standard.expected)  # from the cache
         assert llm.stats()["prefix_cache_hits"] > 0 or not llm.config.enable_prefix_caching
 
@@ -194,13 +196,13 @@ def test_guesses_of_the_device_keep_what_transformers_generates(
 ) -> None:
     with make_llm(standard.path, **TABLE_REGIMES[name]) as llm:
         texts = known_texts(standard.prompts, [[tokens] for tokens in standard.tokens])
-        speculator, guesser = speculate_in_table(llm, texts, len(name), VOCAB_SIZE)
+        drafting, guesser = speculate_in_table(llm, texts, len(name), VOCAB_SIZE)
         if graphs:
             use_graphs(llm)
         assert_same(generate(llm, standard), standard.expected)
         audit_at_rest(llm)
         assert guesser.num_guesses > 100
-        assert 30 < sum(speculator.accepted_at) < 0.9 * speculator.num_drafted
+        assert 30 < sum(drafting.accepted_at) < 0.9 * drafting.num_drafted
         assert_same(generate(llm, standard), standard.expected)  # from the cache
 
 
@@ -210,14 +212,14 @@ def test_guesses_of_the_device_keep_every_output(name: str, model_dir: Path) -> 
     """Beside sequences whose tokens the host must know, and all that narrows a draw."""
     params = sampled_params([*PARAMS, *PARAMS[:4], *READERS])
     with make_llm(model_dir, **TABLE_REGIMES[name]) as llm:
-        llm.scheduler.speculator = None
+        llm.scheduler.drafting = Drafting()
         expected = llm.generate(PROMPTS, params, use_tqdm=False)
         ids = [[one.token_ids for one in output.outputs] for output in expected]
-        speculator, guesser = speculate_in_table(llm, known_texts(PROMPTS, ids), 3, VOCAB_SIZE)
+        drafting, guesser = speculate_in_table(llm, known_texts(PROMPTS, ids), 3, VOCAB_SIZE)
         got = llm.generate(PROMPTS, params, use_tqdm=False)
         assert all_samples(got) == all_samples(expected)
         assert guesser.num_guesses > 50
-        assert 50 < sum(speculator.accepted_at) < 0.9 * speculator.num_drafted
+        assert 50 < sum(drafting.accepted_at) < 0.9 * drafting.num_drafted
         audit_at_rest(llm)
 
 
@@ -245,9 +247,9 @@ def test_greedy_drafts_keep_the_output_of_models_with(
 ) -> None:
     case = make_case(make_model(tmp_path, seed=1, **MODELS[name]), make_prompts())
     with make_llm(case.path, **options) as llm:
-        speculator = speculate(llm, adversary_of(case, seed=3))
+        drafting = speculate(llm, adversary_of(case, seed=3))
         assert_same(generate(llm, case), case.expected)
-        assert sum(speculator.accepted_at) > 30
+        assert sum(drafting.accepted_at) > 30
         audit_at_rest(llm)
 
 
@@ -271,12 +273,12 @@ def test_sampled_drafts_keep_every_output(options: dict[str, Any], model_dir: Pa
     """Stops, texts, log-probabilities, several samples: with right drafts and wrong ones."""
     params = sampled_params()
     with make_llm(model_dir, **options) as llm:
-        expected, got, speculator = generate_twice(llm, params, seed=5)
+        expected, got, drafting = generate_twice(llm, params, seed=5)
         assert all_samples(got) == all_samples(expected)
         assert [output.prompt_logprobs is None for output in got] == [
             output.prompt_logprobs is None for output in expected
         ]
-        assert 100 < sum(speculator.accepted_at) < 0.9 * speculator.num_drafted
+        assert 100 < sum(drafting.accepted_at) < 0.9 * drafting.num_drafted
         audit_at_rest(llm)
 
 
@@ -290,9 +292,9 @@ def test_penalties_and_bad_words_count_right_drafts(
     """Each token is drawn as after the drafts before it; wrong drafts leave no counts behind."""
     params = sampled_params(READERS)
     with make_llm(model_dir, **options) as llm:
-        expected, got, speculator = generate_twice(llm, params, seed=7)
+        expected, got, drafting = generate_twice(llm, params, seed=7)
         assert all_samples(got) == all_samples(expected)
-        assert 100 < sum(speculator.accepted_at) < 0.9 * speculator.num_drafted
+        assert 100 < sum(drafting.accepted_at) < 0.9 * drafting.num_drafted
         audit_at_rest(llm)
 
 
@@ -301,7 +303,7 @@ def test_graphs_keep_every_output(max_num_seqs: int, model_dir: Path) -> None:
     """Steps are padded, in sequences and in drafts; larger ones run without graphs."""
     params = sampled_params(PARAMS + READERS)
     with make_llm(model_dir, **ROWS, max_num_seqs=max_num_seqs) as llm:
-        llm.scheduler.speculator = None
+        llm.scheduler.drafting = Drafting()
         expected = llm.generate(PROMPTS, params, use_tqdm=False)
         ids = [[one.token_ids for one in output.outputs] for output in expected]
         shard = llm.model_runner.shard
@@ -313,10 +315,10 @@ def test_graphs_keep_every_output(max_num_seqs: int, model_dir: Path) -> None:
             return step(size, out)
 
         graphs.step = recording
-        speculator = speculate(llm, Adversary(7, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
+        drafting = speculate(llm, Adversary(7, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
         got = llm.generate(PROMPTS, params, use_tqdm=False)
         assert all_samples(got) == all_samples(expected)
-        assert sum(speculator.accepted_at) > 100
+        assert sum(drafting.accepted_at) > 100
         assert {size.num_queries for size in sizes} == {1, 2, 3, 6}
         audit_at_rest(llm)
 
@@ -325,10 +327,10 @@ def test_graphs_keep_every_output(max_num_seqs: int, model_dir: Path) -> None:
 def test_two_ranks_keep_every_output(options: dict[str, Any], model_dir: Path) -> None:
     params = sampled_params(PARAMS + READERS)
     with make_llm(model_dir, tensor_parallel_size=2, **options) as llm:
-        llm.scheduler.speculator = None
-        expected, got, speculator = generate_twice(llm, params, seed=5)
+        llm.scheduler.drafting = Drafting()
+        expected, got, drafting = generate_twice(llm, params, seed=5)
         assert all_samples(got) == all_samples(expected)
-        assert sum(speculator.accepted_at) > 50
+        assert sum(drafting.accepted_at) > 50
 
 
 @pytest.mark.parametrize("options", [{}, dict(attention_backend="torch"), ROWS])
@@ -337,10 +339,10 @@ def test_drafts_with_an_fp8_cache(options: dict[str, Any], standard: Case) -> No
     with make_llm(standard.path, kv_cache_dtype="fp8", **options) as llm:
         expected = [output.token_ids for output in generate(llm, standard)]
         known = known_outputs(standard.prompts, [[tokens] for tokens in expected])
-        speculator = speculate(llm, Adversary(3, VOCAB_SIZE, known))
+        drafting = speculate(llm, Adversary(3, VOCAB_SIZE, known))
         got = [output.token_ids for output in generate(llm, standard)]
         same = sum(one == other for one, other in zip(got, expected, strict=True))
-        assert same >= 0.9 * len(expected) and sum(speculator.accepted_at) > 100
+        assert same >= 0.9 * len(expected) and sum(drafting.accepted_at) > 100
 
 
 @pytest.mark.sampled(share=0.5)
@@ -461,9 +463,9 @@ def test_only_mixed_steps_wait_for_steps_with_drafts(scheduling: str, model_dir:
     options: dict[str, Any] = dict(ROWS, overlap=True, max_num_seqs=8, max_num_batched_tokens=16)
     with make_llm(model_dir, **options, scheduling=scheduling) as llm:
         scheduler = llm.scheduler
-        assert scheduler.speculator is not None
+        assert isinstance(scheduler.drafting, TableDrafting)
         times = {Size(n, q): 1 + 0.01 * q for n in (1, 2, 4, 8) for q in (1, 2, 3, 6)}
-        scheduler.speculator.costs = GraphCosts(times)
+        scheduler.drafting.costs = GraphCosts(times)
         must_wait, steps = scheduler.must_wait, list[tuple[bool, bool]]()  # waits, has drafts
 
         def noted(batch: Batch) -> bool:
@@ -483,8 +485,8 @@ def test_texts_without_ngrams_do_not_keep_steps_waiting(model_dir: Path) -> None
     """The host must know how many there are, so that drafts are tried less and less often."""
     with make_llm(model_dir, **ROWS, overlap=True) as llm:
         scheduler = llm.scheduler
-        assert scheduler.speculator is not None
-        scheduler.speculator.costs = GraphCosts(
+        assert isinstance(scheduler.drafting, TableDrafting)
+        scheduler.drafting.costs = GraphCosts(
             {Size(n, q): 1 + 0.01 * q for n in (1, 4) for q in (1, 2, 3, 6)}
         )
         must_wait, waits = scheduler.must_wait, list[bool]()
@@ -556,19 +558,19 @@ def test_a_gpu_keeps_every_output(options: dict[str, Any], model_dir: Path) -> N
     gpu |= dict(options, speculative_config=ROWS["speculative_config"])
     params = sampled_params(PARAMS + READERS)
     with make_llm(model_dir, **gpu) as llm:
-        speculator, llm.scheduler.speculator = llm.scheduler.speculator, None
-        assert speculator is not None
-        assert isinstance(speculator.costs, GraphCosts if llm.model_runner.shard.graphs
+        drafting, llm.scheduler.drafting = llm.scheduler.drafting, Drafting()
+        assert isinstance(drafting, TableDrafting)
+        assert isinstance(drafting.costs, GraphCosts if llm.model_runner.shard.graphs
                           else TokenCosts)  # fmt: skip
         expected = llm.generate(PROMPTS, params, use_tqdm=False)
         ids = [[one.token_ids for one in output.outputs] for output in expected]
-        speculator = speculate(llm, Adversary(5, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
+        drafting = speculate(llm, Adversary(5, VOCAB_SIZE, known_outputs(PROMPTS, ids)))
         got = llm.generate(PROMPTS, params, use_tqdm=False)
         assert [[one.token_ids for one in output.outputs] for output in got] == ids
         assert [[one.finish_reason for one in output.outputs] for output in got] == [
             [one.finish_reason for one in output.outputs] for output in expected
         ]
-        assert sum(speculator.accepted_at) > 30
+        assert sum(drafting.accepted_at) > 30
         audit_at_rest(llm)
 
 
@@ -600,8 +602,8 @@ def test_ngrams_on_a_gpu(options: dict[str, Any], model_dir: Path) -> None:
     with make_llm(model_dir, **gpu) as plain:
         expected = plain.generate(PROMPTS[:16], params, use_tqdm=False)
     with make_llm(model_dir, **gpu, speculative_config={"method": "ngram"}) as llm:
-        assert llm.scheduler.speculator is not None and llm.scheduler.speculator.in_table
-        llm.scheduler.speculator.costs = TokenCosts()
+        assert isinstance(llm.scheduler.drafting, TableDrafting)
+        llm.scheduler.drafting.costs = TokenCosts()
         for _ in range(2):
             got = llm.generate(PROMPTS[:16], params, use_tqdm=False)
             assert [one.token_ids for one in got] == [one.token_ids for one in expected]

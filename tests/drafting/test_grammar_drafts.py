@@ -1,6 +1,5 @@
 """Tokens that a grammar forces are drafts: fewer steps, and the same output."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,14 @@ from reference import HARD, SMALL_POOL, audit_at_rest, make_llm, make_prompts, r
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.drafting.grammar_proposer import GrammarProposer
-from nanovllm.drafting.speculator import Speculator, speculator_of
+from nanovllm.drafting.host_drafting import HostDrafting
 from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.engine.schedule.step_size import MOST_DRAFTS
 from nanovllm.outputs import RequestOutput
-from nanovllm.speculative_config import MOST_FORCED, SpeculativeConfig
+from nanovllm.speculative_config import MOST_FORCED
+from nanovllm.structured_outputs import StructuredOutputs
 from tests.grammar_words import SIZE, TOKENIZER
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
@@ -119,7 +119,7 @@ def steps_of(llm: LLM, structured: dict[str, Any], seed: int = 0) -> tuple[int, 
 def expected(model_dir: Path) -> list[RequestOutput]:
     """What is generated without drafts."""
     with make_llm(model_dir, **NONE) as llm:
-        assert llm.scheduler.speculator is None
+        assert not isinstance(llm.scheduler.drafting, HostDrafting)
         outputs = llm.generate(PROMPTS, params_of(len(PROMPTS)), use_tqdm=False)
         assert llm.stats().drafted_tokens == 0
     reasons = [sample.finish_reason for output in outputs for sample in output.outputs]
@@ -241,8 +241,12 @@ def test_options_say_what_is_drafted(
     options: dict[str, Any], guesses: int | None, forced: int | None, model_dir: Path
 ) -> None:
     with make_llm(model_dir, **options) as llm:
-        speculator = llm.scheduler.speculator
-        found = speculator and (speculator.most_drafts, speculator.most_forced)
+        asks = options.get("speculative_config") is not None
+        assert isinstance(llm.scheduler.drafting, HostDrafting) == (asks and guesses is not None)
+        llm.add_request([1, 2], SamplingParams(structured_outputs=StructuredOutputs(choice=["a"])))
+        found, drafting = None, llm.scheduler.drafting
+        if isinstance(drafting, HostDrafting):
+            found = drafting.most_drafts, drafting.most_forced
         assert found == (None if guesses is None else (guesses, forced))
 
 
@@ -285,18 +289,18 @@ class Guesses:
         pass
 
 
-def make_speculator(guesses: int = 0, most_forced: int = 8) -> Speculator:
-    return Speculator(
+def make_drafting(guesses: int = 0, most_forced: int = 8) -> HostDrafting:
+    return HostDrafting(
         Guesses() if guesses else None, guesses, grammar=GrammarProposer(), most_forced=most_forced
     )
 
 
 def drafts_of(
-    speculator: Speculator, seqs: list[Sequence], budget: int = 1000, num_blocks: int = 999
+    drafting: HostDrafting, seqs: list[Sequence], budget: int = 1000, num_blocks: int = 999
 ) -> list[list[int]]:
     """Each sequence's drafts, for which it must have blocks of 4 tokens, and no more."""
     blocks = Caches(CacheLayout(), num_blocks, 4, 99, False)
-    drafts = speculator.draft(seqs, len(seqs), budget, blocks)
+    drafts = drafting.draft(seqs, len(seqs), budget, blocks)
     assert sum(map(len, drafts.values())) <= budget
     for seq, tokens in drafts.items():
         assert len(seq.block_table) == -(-(seq.num_tokens + len(tokens)) // 4)
@@ -306,84 +310,71 @@ def drafts_of(
 def test_forced_tokens_take_what_is_left() -> None:
     """Of the number, of the sequence's length, of the budget and of the blocks."""
     tokens = [*range(20)]
-    assert drafts_of(make_speculator(), [make_seq(tokens)]) == [tokens[:8]]
-    assert drafts_of(make_speculator(), [make_seq(tokens, max_tokens=4)]) == [tokens[:3]]
-    assert drafts_of(make_speculator(), [make_seq(tokens, max_tokens=1)]) == [[]]
-    assert drafts_of(make_speculator(), [make_seq(tokens)], budget=5) == [tokens[:5]]
+    assert drafts_of(make_drafting(), [make_seq(tokens)]) == [tokens[:8]]
+    assert drafts_of(make_drafting(), [make_seq(tokens, max_tokens=4)]) == [tokens[:3]]
+    assert drafts_of(make_drafting(), [make_seq(tokens, max_tokens=1)]) == [[]]
+    assert drafts_of(make_drafting(), [make_seq(tokens)], budget=5) == [tokens[:5]]
     seqs = [make_seq(tokens), make_seq(tokens), make_seq([7])]
-    assert drafts_of(make_speculator(), seqs, budget=9) == [tokens[:8], tokens[:1], []]
+    assert drafts_of(make_drafting(), seqs, budget=9) == [tokens[:8], tokens[:1], []]
     seqs = [make_seq(tokens), make_seq(tokens)]
-    assert drafts_of(make_speculator(), seqs, num_blocks=2) == [tokens[:3], []]
+    assert drafts_of(make_drafting(), seqs, num_blocks=2) == [tokens[:3], []]
 
 
 def test_many_sequences_have_forced_tokens_where_guesses_would_not_pay() -> None:
     """A right draft never takes longer than a step of its own."""
     seqs = [make_seq([3, 4, 5]) for _ in range(100)]
-    assert drafts_of(make_speculator(4), seqs) == [[3, 4, 5][: MOST_DRAFTS // 100]] * 100
+    assert drafts_of(make_drafting(4), seqs) == [[3, 4, 5][: MOST_DRAFTS // 100]] * 100
     seqs = [make_seq() for _ in range(100)]
-    assert drafts_of(make_speculator(4), seqs) == [[]] * 100
+    assert drafts_of(make_drafting(4), seqs) == [[]] * 100
 
 
 def test_guesses_are_for_sequences_without_forced_tokens() -> None:
     seqs = [make_seq([3, 4, 5, 6, 7]), make_seq([]), make_seq()]
-    assert drafts_of(make_speculator(2), seqs) == [[3, 4, 5, 6, 7], [9, 9], [9, 9]]
+    assert drafts_of(make_drafting(2), seqs) == [[3, 4, 5, 6, 7], [9, 9], [9, 9]]
     seqs = [make_seq([3, 4, 5, 6, 7]), make_seq([]), make_seq()]
-    assert drafts_of(make_speculator(), seqs) == [[3, 4, 5, 6, 7], [], []]
+    assert drafts_of(make_drafting(), seqs) == [[3, 4, 5, 6, 7], [], []]
     seqs = [make_seq([3, 4]), make_seq()]
-    assert drafts_of(make_speculator(2), seqs, budget=3) == [[3, 4], [9]]
+    assert drafts_of(make_drafting(2), seqs, budget=3) == [[3, 4], [9]]
 
 
 def test_tokens_in_flight_must_be_known_first() -> None:
-    speculator = make_speculator()
+    drafting = make_drafting()
     seqs = [make_seq([3]), make_seq()]
-    assert speculator.wants(seqs) and not speculator.wants(seqs[1:])
+    assert drafting.wants(seqs) and not drafting.wants(seqs[1:])
     for seq in seqs:
         seq.token_ids.append(-1)
         seq.num_pending_tokens = 1
-    assert speculator.wants(iter(seqs)) and drafts_of(speculator, seqs) == [[], []]
+    assert drafting.wants(iter(seqs)) and drafts_of(drafting, seqs) == [[], []]
 
 
-def settle(speculator: Speculator, seq: Sequence, num_accepted: int) -> None:
+def settle(drafting: HostDrafting, seq: Sequence, num_accepted: int) -> None:
     """A step with drafts for the sequence, of which so many are right."""
     blocks = Caches(CacheLayout(), 99, 4, 99, False)
-    drafts = speculator.draft([seq], 1, 99, blocks)
+    drafts = drafting.draft([seq], 1, 99, blocks)
     seq.num_cached_tokens = seq.num_tokens
     seq.token_ids += [1] * (num_accepted + 1)
-    speculator.settle(Batch([seq], is_prefill=False, drafts=drafts), blocks)
+    drafting.settle(Batch([seq], is_prefill=False, drafts=drafts), blocks)
 
 
 def test_forced_tokens_do_not_teach_how_often_guesses_are_right() -> None:
-    speculator = make_speculator(2)
-    outlook, forced = speculator._outlook, make_seq([3, 4, 5])
+    drafting = make_drafting(2)
+    outlook, forced = drafting._outlook, make_seq([3, 4, 5])
     before = outlook.chance
-    settle(speculator, forced, 3)
-    assert (speculator.num_drafted, speculator.accepted_at) == (3, [1, 1, 1])
+    settle(drafting, forced, 3)
+    assert (drafting.num_drafted, drafting.accepted_at) == (3, [1, 1, 1])
     assert outlook.chance == before and forced.pace is None
-    settle(speculator, make_seq(), 0)
+    settle(drafting, make_seq(), 0)
     assert outlook.chance < before
     before = outlook.chance
     forced.constraint.tokens = []
-    settle(speculator, forced, 2)  # guesses now
+    settle(drafting, forced, 2)  # guesses now
     assert outlook.chance > before and forced.pace is not None
 
 
-def test_a_speculator_that_starts_over_keeps_no_sequence() -> None:
-    for end in (Speculator.reset, lambda s: settle(s, make_seq(), 0)):
-        speculator = make_speculator(2)
-        drafts_of(speculator, [make_seq([3])])
-        assert speculator._forced
-        end(speculator)
-        assert not speculator._forced
-
-
-def test_the_option_none_makes_no_speculator() -> None:
-    make: Callable[..., Speculator | None] = lambda config, **more: speculator_of(  # noqa: E731
-        config,
-        None,
-        in_table=False,
-        longest=None,
-        **more,  # type: ignore[arg-type]
-    )
-    assert make(None) is None and make(SpeculativeConfig("none"), most_forced=4) is None
-    made = make(None, most_forced=MOST_FORCED)
-    assert made is not None and (made.most_forced, made.most_drafts) == (MOST_FORCED, 0)
+def test_drafting_that_starts_over_keeps_no_sequence() -> None:
+    for end in (HostDrafting.reset, lambda s: settle(s, make_seq(), 0)):
+        drafting = make_drafting(2)
+        drafts_of(drafting, [make_seq([3])])
+        assert drafting._forced
+        end(drafting)
+        assert not drafting._forced

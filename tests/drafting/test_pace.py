@@ -7,8 +7,8 @@ from drafts import RandomProposer
 
 from nanovllm import SamplingParams
 from nanovllm.drafting.costs import FREE_TOKENS, Candidate, GraphCosts, TokenCosts
+from nanovllm.drafting.host_drafting import HostDrafting
 from nanovllm.drafting.pace import Outlook, Pace
-from nanovllm.drafting.speculator import Speculator
 from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.sequence import PENDING, Sequence
@@ -133,91 +133,91 @@ class Known(RandomProposer):
 
 
 def numbers(
-    speculator: Speculator, seqs: list[Sequence], num_tokens: int, budget: int, num_blocks: int = 99
+    drafting: HostDrafting, seqs: list[Sequence], num_tokens: int, budget: int, num_blocks: int = 99
 ) -> dict[Sequence, int]:
     """How many drafts each sequence gets, if there are so many free blocks of 4 tokens."""
     blocks = Caches(CacheLayout(), num_blocks, 4, 99, False)
-    drafts = speculator.draft(seqs, num_tokens, budget, blocks)
+    drafts = drafting.draft(seqs, num_tokens, budget, blocks)
     for seq, tokens in drafts.items():
         assert len(seq.block_table) == -(-(seq.num_tokens + len(tokens)) // 4)
     return {seq: len(tokens) for seq, tokens in drafts.items()}
 
 
 def test_drafts_are_not_more_than_the_free_blocks_hold() -> None:
-    speculator = Speculator(Known(0, 2), 4)
+    drafting = HostDrafting(Known(0, 2), 4)
     seqs = [make_seq(), make_seq()]
-    assert numbers(speculator, seqs, 2, 100, num_blocks=2) == {seqs[0]: 3}  # of 5 tokens
+    assert numbers(drafting, seqs, 2, 100, num_blocks=2) == {seqs[0]: 3}  # of 5 tokens
 
 
 def test_a_sequence_gets_no_draft_that_could_not_count() -> None:
     """One more token always comes."""
-    speculator = Speculator(Known(0, 2), 4)
+    drafting = HostDrafting(Known(0, 2), 4)
     seqs = [make_seq() for _ in range(4)]
     for left, seq in enumerate(seqs):
         seq.token_ids += [1] * (19 - left)
-    assert numbers(speculator, seqs, 4, 100) == {seqs[1]: 1, seqs[2]: 2, seqs[3]: 3}
+    assert numbers(drafting, seqs, 4, 100) == {seqs[1]: 1, seqs[2]: 2, seqs[3]: 3}
 
 
 def test_the_budget_is_kept() -> None:
-    speculator = Speculator(Known(0, 2), 4)
+    drafting = HostDrafting(Known(0, 2), 4)
     seqs = [make_seq() for _ in range(3)]
-    assert [*numbers(speculator, seqs, 1, 6).values()] == [4, 2]
-    assert numbers(speculator, seqs, 1, 0) == {}
+    assert [*numbers(drafting, seqs, 1, 6).values()] == [4, 2]
+    assert numbers(drafting, seqs, 1, 0) == {}
 
 
 def test_many_sequences_get_none() -> None:
-    speculator = Speculator(Known(0, 2), 4)
+    drafting = HostDrafting(Known(0, 2), 4)
     seqs = [make_seq() for _ in range(256)]
-    assert numbers(speculator, seqs, 256, 10_000) == {}
-    assert not speculator.wants(seqs) and speculator.wants(seqs[:1])
+    assert numbers(drafting, seqs, 256, 10_000) == {}
+    assert not drafting.wants(seqs) and drafting.wants(seqs[:1])
 
 
 def test_sequences_that_cannot_have_drafts_are_not_asked() -> None:
-    speculator = Speculator(Known(0, 2), 4)
+    drafting = HostDrafting(Known(0, 2), 4)
     pending, reads = make_seq(), make_seq(presence_penalty=1.0)
     pending.token_ids.append(PENDING)
     pending.num_pending_tokens = 1
-    assert numbers(speculator, [pending, reads], 2, 100) == {reads: 4}
-    assert speculator.wants([reads])
+    assert numbers(drafting, [pending, reads], 2, 100) == {reads: 4}
+    assert drafting.wants([reads])
 
 
 def test_sequences_that_are_too_long_to_guess_have_fewer() -> None:
     seqs = [make_seq(5), make_seq(8), make_seq(30)]
-    assert numbers(Speculator(Known(0, 2), 4, longest=8), seqs, 3, 100) == {seqs[0]: 3}
+    assert numbers(HostDrafting(Known(0, 2), 4, longest=8), seqs, 3, 100) == {seqs[0]: 3}
 
 
 def test_padding_to_the_longest_drafts_is_bounded() -> None:
     """A step may compute as many queries for each sequence as one of them has."""
-    speculator = Speculator(Known(0, 2), 64)
+    drafting = HostDrafting(Known(0, 2), 64)
     seqs = [make_seq(max_tokens=200) for _ in range(60)]
     for seq in seqs[1:]:
         seq.pace = Pace()
         seq.pace._right, seq.pace._weight, seq.pace._next_try = 0.0, 9.0, 1000
     seqs[0].pace = Pace()
     seqs[0].pace._right = seqs[0].pace._weight = 1e9
-    assert numbers(speculator, seqs, 60, 10_000) == {seqs[0]: MOST_DRAFTS // 60}
+    assert numbers(drafting, seqs, 60, 10_000) == {seqs[0]: MOST_DRAFTS // 60}
 
 
 def test_a_stop_that_was_guessed_is_no_wrong_draft() -> None:
-    speculator = Speculator(Known(0, 2), 4)
-    before = speculator._outlook.chance
+    drafting = HostDrafting(Known(0, 2), 4)
+    before = drafting._outlook.chance
     seq, blocks = make_seq(max_tokens=50), Caches(CacheLayout(), 99, 4, 99, False)
     blocks.grow(seq, 9)
     seq.num_cached_tokens = seq.num_tokens
     seq.token_ids += [1, 1, 1]
     seq.finish_reason = "stop"
-    speculator.settle(Batch([seq], is_prefill=False, drafts={seq: [1, 1, 1, 1]}), blocks)
-    assert speculator._outlook.chance > before
+    drafting.settle(Batch([seq], is_prefill=False, drafts={seq: [1, 1, 1, 1]}), blocks)
+    assert drafting._outlook.chance > before
 
 
 def test_drafts_are_counted_by_place() -> None:
-    speculator, seq = Speculator(Known(0, 2), 4), make_seq()
+    drafting, seq = HostDrafting(Known(0, 2), 4), make_seq()
     batch = Batch([seq], is_prefill=False, drafts={seq: [1] * 4})
     for num_accepted in (0, 2, 4):
-        speculator._learn(batch, seq, 4, num_accepted)
+        drafting.count(batch, seq, 4, num_accepted)
     assert (batch.num_drafted, batch.num_accepted) == (12, 6)
-    assert (speculator.num_drafts, speculator.num_drafted) == (3, 12)
-    assert speculator.accepted_at == [2, 2, 1, 1]
+    assert (drafting.num_drafts, drafting.num_drafted) == (3, 12)
+    assert drafting.accepted_at == [2, 2, 1, 1]
 
 
 # With decode graphs

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import byte_tokenizer
-from drafts import make_eager, speculator_of
+from drafts import drafting_of, make_eager
 from reference import (
     HARD,
     SMALL_POOL,
@@ -207,8 +207,8 @@ def test_a_draft_model_may_keep_latents(case: Case) -> None:
     config = {"method": "draft_model", "model": str(case.path), "num_speculative_tokens": 3}
     with make_eager(case.path, config, **SMALL_POOL) as llm:
         assert_same(generate(llm, case), case.expected)
-        speculator = speculator_of(llm)
-        assert sum(speculator.accepted_at) > 0.9 * speculator.num_drafted > 100
+        drafting = drafting_of(llm)
+        assert sum(drafting.accepted_at) > 0.9 * drafting.num_drafted > 100
         audit_at_rest(llm)
 
 

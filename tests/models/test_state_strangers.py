@@ -14,7 +14,7 @@ import state_family
 import torch
 import torch.nn.functional as F
 from conftest import byte_tokenizer
-from drafts import Adversary, Eager, make_eager, speculate, speculator_of, use_graphs
+from drafts import Adversary, Eager, drafting_of, make_eager, speculate, use_graphs
 from heads import make_head
 from reference import (
     HARD,
@@ -220,7 +220,7 @@ def test_drafts_of_a_device_leave_no_state(options: dict[str, Any], case: Case) 
     for device, more in (("cpu", {}), ("cuda", dict(options, **NGRAMS))):
         with make_llm(case.path, device=device, max_num_seqs=8, **more) as llm:
             if device == "cuda":
-                speculator_of(llm)._make_pace = Eager
+                drafting_of(llm)._make_pace = Eager
             outputs.append([o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)])
             stats = llm.stats()
     assert outputs[0] == outputs[1]

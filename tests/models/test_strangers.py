@@ -19,7 +19,7 @@ import sandwich_family
 import torch
 import torch.nn.functional as F
 from conftest import byte_tokenizer
-from drafts import make_eager, speculator_of
+from drafts import drafting_of, make_eager
 from reference import (
     HARD,
     NUM_STEPS,
@@ -272,7 +272,7 @@ def test_a_draft_model_shares_the_blocks_of_the_layers_without_a_window(
     config = {"method": "draft_model", "model": str(write_model(tmp_path, **ALIKE))}
     with make_eager(case.path, config | {"num_speculative_tokens": 3}, **SMALL_POOL) as llm:
         assert_same(generate(llm, case), case.expected)
-        assert speculator_of(llm).num_drafted > 100
+        assert drafting_of(llm).num_drafted > 100
         audit_at_rest(llm)
 
 

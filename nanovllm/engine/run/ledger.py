@@ -7,17 +7,43 @@ changes a step has to send. Only rank 0 has one.
 import operator
 import weakref
 from collections.abc import Container, Iterator
+from typing import Protocol
 
 import numpy as np
 
-from nanovllm.drafting.drafted_blocks import DraftedBlocks, Lack
 from nanovllm.engine.run.device_table import NO_ADAPTER, TableChanges, TableLayout
 from nanovllm.engine.run.draw_inputs import temperature_of
 from nanovllm.engine.run.transfer import Array
 from nanovllm.engine.schedule.sequence import PENDING, Sequence, SequenceStatus
-from nanovllm.kernels.plain.read_table import CHANCE_BITS
 
 UNKNOWN = -2  # in arrays: differs from every length and every row
+
+
+class RowsAhead(Protocol):
+    """Rows that are ahead: the device knows more tokens than the host, as it has guessed some."""
+
+    def reset(self) -> None:
+        """Trust nothing: all sequences start over."""
+
+    def give(self, row: int) -> bool:
+        """Give a row to another sequence. Returns whether it was ahead."""
+
+    def stop(self, seqs: list[Sequence], rows: Array) -> Array:
+        """Let the rows of `seqs` be ahead no longer. Returns the rows that were."""
+
+    def extend(self, seq: Sequence, row: int, start: int) -> None:
+        """Note that a sequence has new blocks, from `start` in its first table."""
+
+    def limit(self, seqs: list[Sequence], rows: Array, indices: list[int]) -> None:
+        """Let the device know for how many tokens the sequences at `indices` have room."""
+
+    def decode(
+        self, seqs: list[Sequence], rows: Array, lengths: Array, num_drafts: int
+    ) -> np.ndarray:
+        """Note a decode step. Returns which rows were not ahead before it."""
+
+    def added_to(self, changes: TableChanges) -> TableChanges:
+        """These changes, and those that were noted here since the last call."""
 
 
 class Ledger:
@@ -28,24 +54,21 @@ class Ledger:
     later step or the host has read it. So only running sequences need rows, and those that end in
     flight do not.
 
-    After a step with drafts only the device knows a row's last token and length. Such a row is
-    ahead, and nothing of that is sent until a step without drafts: by then the host knows them.
-
-    The guesser has seen all tokens of a row that is ahead. Of another it may lack some: these are
-    sent to the row's history, or a draft model computes them before the next step with drafts.
+    With drafts some rows are `ahead`. Their last tokens and lengths are not sent until a step
+    without drafts: by then the host knows them.
     """
 
-    def __init__(self, layout: TableLayout, drafts_longest: int | None = None) -> None:
-        """`drafts_longest` is the most tokens of a sequence that a draft model computes."""
-        self.layout, self._drafts_longest = layout, drafts_longest
+    def __init__(self, layout: TableLayout, ahead: RowsAhead | None = None) -> None:
+        self.layout, self.ahead = layout, ahead
         self.reset()
 
     def reset(self) -> None:
         """Trust nothing: all sequences start over, and get rows that are written again."""
         num_rows = self.layout.num_rows
+        if self.ahead is not None:
+            self.ahead.reset()
         self._offsets: list[int] = []
         self._words: list[int] = []
-        self._history: list[tuple[Array, Array]] = []  # offsets and words, which are many
         self._rows: dict[int, int] = {}  # by seq_id
         self._owners: dict[int, weakref.ref[Sequence]] = {}  # by row
         self._free = list(range(num_rows - 1))[::-1]
@@ -54,10 +77,6 @@ class Ledger:
         self._num_blocks = [np.zeros(num_rows, np.int64) for _ in groups]
         self._lengths = np.full(num_rows, UNKNOWN)
         self._num_tokens = np.full(num_rows, UNKNOWN)  # counting the row's last token
-        self._is_ahead = np.zeros(num_rows, bool)
-        self._num_seen = np.zeros(num_rows, np.int64)  # by the guesser: first tokens, at least
-        longest = self._drafts_longest
-        self._drafted = DraftedBlocks(self.layout.block_size, longest) if longest else None
         self._batch: Array = np.full(num_rows, UNKNOWN)
         self._batch_rows: Array | None = None  # the rows of which it was made
         self._slots = np.full(num_rows, NO_ADAPTER)  # of adapters
@@ -65,26 +84,21 @@ class Ledger:
         self._last_of_groups: list[list[list[int]]] = []
         self._last_rows: Array = np.zeros(0, np.int64)
 
-    def decode(
-        self, seqs: list[Sequence], num_drafts: int = 0
-    ) -> tuple[int, TableChanges, list[Lack]]:
-        """The width of the block tables of a decode step, the changes to send, and what lacks.
+    def decode(self, seqs: list[Sequence], num_drafts: int = 0) -> tuple[int, TableChanges]:
+        """The width of the block tables of a decode step, and the changes to send.
 
         The rows hold the sequences' last tokens, except for a prompt that was cached up to its last
-        token. In a step with `num_drafts` the device guesses so many for each.
+        token. In a step with `num_drafts` the device guesses up to that number for each.
         """
         layout = self.layout
         rows, width = self._change_blocks(seqs)
         lengths = np.fromiter((seq.num_cached_tokens for seq in seqs), np.int64, len(seqs))
         stale = self._lengths[rows] != lengths
         unknown = self._num_tokens[rows] != lengths + 1
-        if layout.most_drafts:
-            is_behind = ~self._is_ahead[rows]
+        if self.ahead is not None:
+            is_behind = self.ahead.decode(seqs, rows, lengths, num_drafts)
             stale &= is_behind
             unknown &= is_behind
-            if not num_drafts and not is_behind.all():
-                self._fall_behind(rows, lengths)
-            self._is_ahead[rows] = num_drafts > 0
         changed = np.flatnonzero(stale)
         self._change_each(layout.lengths + rows[changed], lengths[changed])
         for index in np.flatnonzero(unknown).tolist():
@@ -93,13 +107,9 @@ class Ledger:
             self._change(layout.tokens + 2 * int(rows[index]), [token_id, 0])
         self._lengths[rows] = lengths + 1
         self._num_tokens[rows] = lengths + 2
-        lacks: list[Lack] = []
-        if num_drafts:
-            for index in np.flatnonzero(is_behind).tolist():
-                lacks += self._let_see(seqs[index], int(rows[index]))
         if rows is not self._batch_rows:
             self._change_batch(rows)
-        return width, self._take_changes(), lacks
+        return width, self._take_changes()
 
     def prefill(
         self,
@@ -113,9 +123,7 @@ class Ledger:
         the unused row, and the next decode step writes the token.
         """
         rows, width = self._change_blocks(seqs)
-        if self._is_ahead[rows].any():
-            self._fall_behind(rows, np.array([seq.num_cached_tokens for seq in seqs]))
-            self._resend(rows[self._is_ahead[rows]])
+        self._stop(seqs, rows)
         sample_table_rows = self._rows_of(sampling_seqs)
         if sampling_seqs:
             self._num_tokens[sample_table_rows] = [len(seq.token_ids) + 1 for seq in sampling_seqs]
@@ -129,10 +137,6 @@ class Ledger:
     def adapts(self) -> bool:
         """Whether a sequence of the last step has an adapter."""
         return self.layout.has_adapters and bool((self._slots[self._last_rows] >= 0).any())
-
-    def set_chance(self, chance: float) -> None:
-        """Let the device accept drafts by chance, right or wrong: for measurements."""
-        self._change(self.layout.chance, [int(chance * 2**CHANCE_BITS)])
 
     def _change_blocks(self, seqs: list[Sequence]) -> tuple[Array, int]:
         """Add the blocks that are new. Returns the rows, and the length of the longest table."""
@@ -155,10 +159,8 @@ class Ledger:
                 changed.update(new)
             if group < len(layout.parts):
                 width = max(width, int(sizes.max()))
-        if layout.most_drafts:
-            for index in sorted(changed):
-                limit = min(seqs[index].room, seqs[index].max_num_tokens - 1)
-                self._change(layout.limits + int(rows[index]), [limit])
+        if self.ahead is not None:
+            self.ahead.limit(seqs, rows, sorted(changed))
         return rows, width
 
     def _of_groups(self, seqs: list[Sequence]) -> Iterator[list[list[int]]]:
@@ -186,8 +188,8 @@ class Ledger:
         if (parts := self.layout.parts[group]) > 1:
             blocks = [block * parts for block in blocks]
         self._change(self.layout.block_table(group, row) + start, blocks)
-        if self._drafted and not group and self._is_ahead[row]:
-            self._drafted.take(seq, start)
+        if self.ahead is not None and not group:
+            self.ahead.extend(seq, row, start)
 
     def _change_batch(self, rows: Array) -> None:
         batch = np.full(self.layout.num_rows, self.layout.unused_row)
@@ -203,41 +205,13 @@ class Ledger:
         if self.layout.has_adapters:
             self._slots[row] = slot = adapter_slot(seq)
             self._change(self.layout.adapters + row, [slot])
-        if self._is_ahead[row]:
-            self._fall_behind(np.array([row]), np.array([seq.num_cached_tokens]))
-            self._resend(row)
+        self._stop([seq], np.array([row]))
 
-    def _fall_behind(self, rows: Array, lengths: Array) -> None:
-        """Note what the guesser has seen of rows that are ahead, whose lengths are known by now.
-
-        All tokens but the last one when the last step began, which added 1 + `most_drafts` at most.
-        """
-        is_ahead = self._is_ahead[rows]
-        seen = lengths[is_ahead] - 1 - self.layout.most_drafts
-        self._num_seen[rows[is_ahead]] = np.maximum(self._num_seen[rows[is_ahead]], seen)
-
-    def _let_see(self, seq: Sequence, row: int) -> Iterator[Lack]:
-        """Let the guesser see the tokens of a row that is behind, by a history or a draft model.
-
-        All its tokens are known but the last one, which is in its place.
-        """
-        self._change(self.layout.counts + row, [1])
-        start, end = int(self._num_seen[row]), len(seq.token_ids) - 1
-        if self.layout.longest:
-            first = self.layout.history + row * self.layout.longest
-            tokens = np.array(seq.token_ids[start:end], np.int32)
-            self._history.append((np.arange(first + start, first + end), tokens))
-        if self._drafted:
-            end = min(end, self._drafted.longest)
-            start = self._drafted.complete(seq, start, end)
-            if start < end:
-                yield Lack(seq, row, start, end)
-        self._num_seen[row] = end
-
-    def _resend(self, rows: Array | int) -> None:
+    def _stop(self, seqs: list[Sequence], rows: Array) -> None:
         """Let the next decode step write the lengths and the last tokens of rows that are ahead."""
-        self._lengths[rows] = self._num_tokens[rows] = UNKNOWN
-        self._is_ahead[rows] = False
+        if self.ahead is not None:
+            stopped = self.ahead.stop(seqs, rows)
+            self._lengths[stopped] = self._num_tokens[stopped] = UNKNOWN
 
     def _rows_of(self, seqs: list[Sequence]) -> Array:
         rows = self._rows
@@ -256,10 +230,9 @@ class Ledger:
                     self._free.append(row)
         row = self._free.pop()
         self._owners[row] = weakref.ref(seq)
-        if self._is_ahead[row]:
-            self._resend(row)
+        if self.ahead is not None and self.ahead.give(row):
+            self._lengths[row] = UNKNOWN
         self._num_tokens[row] = UNKNOWN
-        self._num_seen[row] = 0
         self._change(self.layout.seeds + 2 * row, _words(seq.seed & (2**64 - 1), np.uint64))
         self._change(self.layout.temperatures + row, _words(temperature_of(seq), np.float32))
         return row
@@ -275,13 +248,9 @@ class Ledger:
 
     def _take_changes(self) -> TableChanges:
         changes = TableChanges(np.array(self._offsets, np.int64), np.array(self._words, np.int32))
-        if self._history:
-            columns = zip(changes, *self._history, strict=True)
-            changes = TableChanges(*map(np.concatenate, columns))
         self._offsets.clear()
         self._words.clear()
-        self._history.clear()
-        return changes
+        return changes if self.ahead is None else self.ahead.added_to(changes)
 
 
 def _needs_row(seq: Sequence) -> bool:

@@ -8,7 +8,6 @@ import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from nanovllm.drafting.step_drafts import known_drafts, with_catch_ups
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.ranks.answers import attempt, results
 from nanovllm.engine.ranks.command import Command
@@ -34,7 +33,7 @@ class ModelRunner:
         self.shard = shard
         self.config = config
         self.workers = workers
-        self.ledger = Ledger(shard.table.layout, shard.guesser.longest)
+        self.ledger = Ledger(shard.table.layout, shard.drafting.rows_ahead(shard.table.layout))
         self.hidden_reader: HiddenReader | None = None  # once a request keeps hidden states
 
     def begin(self, batch: Batch) -> Begun:
@@ -50,7 +49,7 @@ class ModelRunner:
         whole = self.workers is None or needs_logits(seqs)
         step = step_inputs(batch, shard.block_size, self.ledger, prompts, whole, kept)
         step.keeps_hidden = reader is not None and reader.keeps_drawn(seqs)
-        *before, inputs = with_catch_ups(step, shard.block_size, self.config.max_num_batched_tokens)
+        *before, inputs = shard.drafting.steps(step, self.config.max_num_batched_tokens)
         for catch_up in before:
             with self._on_others(catch_up), shard.computing():
                 shard.catch_up(catch_up)
@@ -67,7 +66,7 @@ class ModelRunner:
         reader, keep = self.hidden_reader, None
         seqs, offsets = batch.sampling_seqs, batch.offsets
         with shard.computing():
-            kind, drafts = shard.device.type, known_drafts(batch, shard.table)
+            kind, drafts = shard.device.type, shard.drafting.known_drafts(batch, shard.table)
             draws = draw_inputs(seqs, shard.vocab_size, kind, computed, offsets, drafts)
             token_ids, columns = shard.draw(computed, draws)
             reports = [*prompts, *drawn_reports(seqs, offsets, draws.report)]

@@ -11,11 +11,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from nanovllm.drafting.guesser import Guesser, guesser_of
 from nanovllm.engine.cache.groups import CacheGroups, divide
 from nanovllm.engine.cache.kv_pool import KVPool
 from nanovllm.engine.cache.pools import CachePools
 from nanovllm.engine.run.computed import Computed
+from nanovllm.engine.run.device_drafting import DeviceDrafting
 from nanovllm.engine.run.device_table import DeviceTable, TableLayout
 from nanovllm.engine.run.draw_inputs import DrawInputs
 from nanovllm.engine.run.graphs import DecodeGraphs
@@ -51,7 +51,7 @@ class Shard:
         model_config: ModelConfig,
         placement: Placement,
         num_threads: int | None = None,
-        guesser: Guesser | None = None,
+        drafting: DeviceDrafting | None = None,
         adapters: AdapterSlots | None = None,
         memory: SleepableMemory | None = None,
         make_redraws: MakeRedraws | None = None,
@@ -62,17 +62,14 @@ class Shard:
         self.ranks, self.device = placement.ranks, placement.device
         self.backend, self.block_size = placement.backend, placement.block_size
         self.sampler = Sampler(self.backend.kernels)
-        self.guesser = guesser or guesser_of(placement.drafting, self.backend.kernels)
-        groups = divide(model.attentions, placement.max_positions, self.guesser.longest_window)
-        if self.guesser.pools and groups.parts[:1] != (1,):
-            needs = "whose layers without a window have the largest rows of keys or latents"
-            if not groups.groups:
-                needs = "with attention layers, whose blocks its own keys and values share"
-            raise ValueError(f"speculative_config: a {self.guesser.name} needs a model {needs}")
+        self.drafting = drafting or DeviceDrafting()
+        groups = divide(model.attentions, placement.max_positions, self.drafting.longest_window)
+        self.drafting.check(groups)
         self._attentions = [group.attention for group in groups.groups]
         self.pools = CachePools(
             groups, model.state_mixers, self.block_size, (placement.kv_dtype, placement.dtype),
-            self.device, self.guesser.pools, 1 + placement.most_rejected, placement.caches_prefixes,
+            self.device, self.drafting.pools, 1 + placement.most_rejected,
+            placement.caches_prefixes,
         )  # fmt: skip
         self.adapters = adapters
         self.graphs: DecodeGraphs | None = None
@@ -99,9 +96,8 @@ class Shard:
 
     @property
     def models(self) -> list[tuple[ModelConfig, CausalLM]]:
-        """The model, and one that guesses if there is one."""
-        drafts = self.guesser.model
-        return [(self.model_config, self.model), *([drafts] if drafts else [])]
+        """The model, and one that drafts if there is one."""
+        return [(self.model_config, self.model), *self.drafting.models]
 
     def computing(self) -> AbstractContextManager[None]:
         """What holds while this rank computes."""
@@ -111,7 +107,7 @@ class Shard:
         """Make a device table for sequences of up to `max_model_len` tokens."""
         self._drop_table()
         max_blocks = -(-max_model_len // self.block_size)
-        longest = max_model_len if self.guesser.reads_history else 0
+        longest = max_model_len if self.drafting.reads_history else 0
         layout = TableLayout(
             num_running, max_blocks, self.block_size, self.placement.most_drafts, longest,
             self.adapters is not None, self.groups.parts,
@@ -119,7 +115,7 @@ class Shard:
         )  # fmt: skip
         write = self.backend.kernels.write_table if self.device.type == "cuda" else None
         self.table = DeviceTable(layout, self.device, write)
-        self.guesser.make_rows(layout.num_rows)
+        self.drafting.make_rows(layout.num_rows)
 
     def _drop_table(self) -> None:
         if hasattr(self, "table"):
@@ -270,11 +266,11 @@ class Shard:
         return tuple(columns)
 
     def catch_up(self, inputs: StepInputs) -> None:
-        """Let the guesser compute tokens. All ranks have them."""
+        """Let a draft model compute tokens. All ranks have them."""
         self.table.write(inputs.changes)
         assert inputs.prefill is not None
         input_ids, positions, contexts = self._upload(inputs.prefill, inputs.width)
-        self.guesser.catch_up(input_ids, positions, contexts[0])
+        self.drafting.catch_up(input_ids, positions, contexts[0])
 
     def prefill_hidden(
         self, prefill: PrefillInputs, width: int = 0, needed: Array | None = None
@@ -287,7 +283,7 @@ class Shard:
         rows = None if needed is None else upload_ahead(self.device, needed)[0]
         states = self._prefill_states(prefill)
         hidden, residuals = self._forward(input_ids, positions, contexts, rows, states)
-        self.guesser.prefill(
+        self.drafting.prefill(
             self.table.state, prefill, input_ids, positions, contexts[0], residuals
         )
         return hidden
@@ -342,8 +338,7 @@ class Shard:
 
     def _decode(self, size: Size, width: int) -> tuple[torch.Tensor, Decoding, AdapterRows | None]:
         """The hidden states of the table's batch, what was read from the table, and adapters."""
-        if size.num_queries > 1 or self.guesser.reads_residuals:
-            self.guesser.guess(self.table.state, size)
+        self.drafting.guess(self.table.state, size)
         decoding = self.backend.kernels.read_table(
             self.table.state, size.num_seqs, width, self.block_size, size.num_queries
         )
@@ -370,7 +365,7 @@ class Shard:
         hidden, residuals = self._forward(
             decoding.input_ids, decoding.positions, contexts, states=states
         )
-        self.guesser.keep(self.table.state, size, residuals)
+        self.drafting.keep(self.table.state, size, residuals)
         return hidden, decoding, adapters
 
     def _decode_and_draw(self, size: Size, out: torch.Tensor) -> Computed:
@@ -455,7 +450,7 @@ class Shard:
         if self.adapters is not None:
             self.adapters.close()
         del self.model, self.pools
-        self.guesser = Guesser()
+        self.drafting = DeviceDrafting()
         self._drop_table()
         if self.memory is not None and device_works:
             with suppress(RuntimeError):

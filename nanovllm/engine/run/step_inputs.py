@@ -1,11 +1,10 @@
 """StepInputs: from a batch's sequences to host arrays with all that a rank must know of a step."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from nanovllm.drafting.drafted_blocks import Lack
 from nanovllm.engine.run.device_table import TableChanges
 from nanovllm.engine.run.ledger import Ledger, adapter_slot
 from nanovllm.engine.run.reports import Report, ReportInputs, prompt_report_inputs
@@ -97,8 +96,7 @@ class StepInputs:
     decode step `adapts`, some of its sequences have adapters. `copied_before` and `copied_after`
     are pairs (from, to) of state slots that are copied before and after the step. If it
     `catches_up`, the draft model computes the prefill's tokens, and nothing else is done. Rank 0
-    alone has these: `report` says what is reported of the prompts, and `lacks` what the draft model
-    has to compute before.
+    alone has `report`, which says what is reported of the prompts.
     """
 
     num_seqs: int
@@ -108,7 +106,6 @@ class StepInputs:
     num_queries: int = 1
     whole_logits: bool = True
     adapts: bool = False
-    lacks: list[Lack] = field(default_factory=list)
     report: ReportInputs | None = None
     catches_up: bool = False
     keeps_hidden: bool = False
@@ -126,10 +123,10 @@ def step_inputs(
 ) -> StepInputs:
     """The inputs of a batch's step; the ledger counts its changes as sent."""
     if not batch.is_prefill and (batch.num_drafts or not batch.drafts):
-        width, changes, lacks = ledger.decode(batch.seqs, batch.num_drafts)
+        width, changes = ledger.decode(batch.seqs, batch.num_drafts)
         inputs = StepInputs(
             len(batch.seqs), width, changes, None, 1 + batch.num_drafts, whole_logits,
-            ledger.adapts, lacks,
+            ledger.adapts,
         )  # fmt: skip
     else:
         inputs = _prefill_inputs(batch, block_size, ledger, prompt_reports, kept_tokens)

@@ -1,5 +1,6 @@
 """Batch: the value that goes from the scheduler to the runner."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ class Batch:
     computes nothing, and samples from the logits of the sequence.
 
     `drafts` are tokens that may come after a decoding sequence's last one. The step computes them
-    too, beside the scheduled tokens, and draws the token after each: those of right drafts count.
+    after the scheduled tokens, and draws the token after each: the tokens after right drafts count.
     Where the device guesses, each sequence has up to `num_drafts`, and `drafts` is empty. `copies`
     are those of state slots, if the model has states.
 
@@ -42,7 +43,7 @@ class Batch:
     is_prefill: bool
     forks: list[tuple[Sequence, Sequence]] = field(default_factory=list)
     num_decodes: int = 0
-    drafts: dict[Sequence, list[int]] = field(default_factory=dict)
+    drafts: Mapping[Sequence, list[int]] = field(default_factory=dict)
     num_drafts: int = 0
     copies: SlotCopies = NO_COPIES
     all_seqs: list[Sequence] = field(init=False)
@@ -71,6 +72,11 @@ class Batch:
             self.sampling_seqs = [
                 seq for seq, offsets in zip(self.sampling_seqs, drawn, strict=True) for _ in offsets
             ]
+
+    @property
+    def awaited_seqs(self) -> list[Sequence]:
+        """The sequence of each token that is certain to come when the step is launched."""
+        return self.seqs if self.num_drafts else self.sampling_seqs
 
     @property
     def draws_wait(self) -> bool:

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from nanovllm.drafting.speculator import Speculator
 from nanovllm.engine.cache.block_manager import BlockManager
 from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.schedule.forecast import Forecast, Lengths
 from nanovllm.engine.schedule.sequence import PENDING, Sequence, SequenceStatus
 
@@ -36,8 +36,7 @@ class Scheduler:
     accepts only requests that fit the whole pool, so the first always advances. `layout` says what
     the model's layers keep of a sequence.
 
-    A `speculator` adds drafts to steps, which verify them. They take what the step leaves of budget
-    and blocks: no other sequence waits for them, and wrong ones leave nothing behind.
+    `drafting` adds tokens to steps on a guess, and says which tokens of a step count.
 
     With `admissions`, a sequence that may not run yet lets others pass.
     """
@@ -46,7 +45,7 @@ class Scheduler:
         self,
         config: EngineConfig,
         layout: CacheLayout = CacheLayout(),  # noqa: B008
-        speculator: Speculator | None = None,
+        drafting: Drafting | None = None,
         admissions: Admissions | None = None,
     ) -> None:
         self.num_blocks = config.num_kvcache_blocks
@@ -57,7 +56,7 @@ class Scheduler:
         self.layout = layout
         self.mixes = config.scheduling == "mixed"
         self.lengths = Lengths()
-        self.speculator = speculator
+        self.drafting = Drafting() if drafting is None else drafting
         self.admissions = admissions
         self.num_preemptions = 0
         self.restart([])
@@ -71,8 +70,7 @@ class Scheduler:
             self.layout, self.num_blocks, self.block_size, self.max_num_running,
             self.enable_prefix_caching,
         )  # fmt: skip
-        if self.speculator is not None:
-            self.speculator.reset()
+        self.drafting.reset()
         self.running: deque[Sequence] = deque()
         self.refused: Sequence | None = None
         self.waiting = deque(sorted(seqs, key=_order))
@@ -117,41 +115,28 @@ class Scheduler:
         if budget and self.waiting and self.num_preemptions == before:
             self._admit(seqs, budget)
         if seqs:
-            forks = self._fork(seqs)
-            return Batch(decodes + seqs, True, forks, len(decodes), self._draft(decodes, seqs))
+            return self._batch(decodes, seqs, self._fork(seqs))
         seqs = decodes if self.mixes else self._schedule_decode()
-        return self._decode_batch(seqs) if seqs else None
+        return self._batch(seqs, [], []) if seqs else None
 
-    def _decode_batch(self, seqs: list[Sequence]) -> Batch | None:
-        """A decode step, with drafts where they pay; None if it must wait for tokens in flight."""
-        if self.speculator is None or not self.speculator.in_table:
-            return Batch(seqs, is_prefill=False, drafts=self._draft(seqs))
-        number = self.speculator.plan(seqs, self.max_num_batched_tokens, self.caches)
-        if number == 0 and any(seq.num_possible_tokens for seq in seqs):
-            for seq in seqs:
+    def _batch(
+        self,
+        decodes: list[Sequence],
+        prompts: list[Sequence],
+        forks: list[tuple[Sequence, Sequence]],
+    ) -> Batch | None:
+        """A step of these, with drafts where they pay; None if it must wait for others' tokens."""
+        drafts = self.drafting.plan(decodes, prompts, self.max_num_batched_tokens, self.caches)
+        if drafts is None:
+            for seq in decodes:
                 seq.num_scheduled_tokens = 0
             return None
-        return Batch(seqs, is_prefill=False, num_drafts=number)
+        seqs = decodes + prompts if prompts else decodes
+        return Batch(seqs, bool(prompts), forks, len(decodes), *drafts)
 
     def must_wait(self, batch: Batch) -> bool:
         """Whether the next step can be scheduled only when the tokens of `batch` are known."""
-        speculator = self.speculator
-        if batch.drafts:
-            return True
-        if speculator is None:
-            return False
-        if not speculator.in_table:
-            return speculator.wants(self.running, self._has_prompts())
-        return bool(batch.num_drafts) and (self.mixes or self._is_short_of_blocks())
-
-    def _is_short_of_blocks(self) -> bool:
-        """Whether a decode step could lack blocks because earlier drafts may still be accepted.
-
-        Else a row has a block for its next token, however many drafts are accepted before it.
-        """
-        assert self.speculator is not None
-        most_new = 2 * self.speculator.most_drafts + 1  # of a step in flight and of the next one
-        return not self.caches.any_can_grow(len(self.running), most_new)
+        return self.drafting.must_wait(batch, self.running, self._has_prompts, self.caches)
 
     def _has_prompts(self) -> bool:
         """Whether the next step is likely to compute prompts."""
@@ -178,7 +163,7 @@ class Scheduler:
                 self.caches.publish(seq, min(end, seq.num_known_tokens))
             if has_windows:
                 self.caches.pass_by(seq)
-        for seq in batch.seqs if batch.num_drafts else batch.sampling_seqs:
+        for seq in batch.awaited_seqs:
             if seq.status is FINISHED:
                 continue
             seq.token_ids.append(PENDING)
@@ -188,9 +173,9 @@ class Scheduler:
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
         """Append a step's tokens, one for each of `batch.sampling_seqs`.
 
-        Of a step with `num_drafts` they are what the device's `accept` returns. At most one later
-        step may be in flight. The token of a sequence that has finished is dropped, and so is one
-        that was drawn after a wrong draft; a sequence that was preempted meanwhile keeps its token.
+        Where the device has drafts, they are what it returns for `drafting` to read. At most one
+        later step may be in flight. The token of a sequence that has finished is dropped; a
+        sequence that was preempted meanwhile keeps its token.
         A sequence that generates nothing finishes when its keeper wants no more.
         Returns the sequences that finished; their blocks are free.
         """
@@ -199,14 +184,7 @@ class Scheduler:
         if not batch.num_drafts:  # else it is known with the tokens what was computed
             self._publish(batch)
         finished = []
-        drawn: Iterable[tuple[Sequence, int]]
-        if self.speculator is not None and batch.num_drafts:
-            drawn = self.speculator.counted(batch, token_ids, self.caches)
-        else:
-            drawn = zip(batch.sampling_seqs, token_ids, strict=True)
-            if self.speculator is not None and batch.drafts:
-                drawn = self.speculator.accepted(batch, drawn)
-        for seq, token_id in drawn:
+        for seq, token_id in self.drafting.collect(batch, token_ids, self.caches):
             if not seq.num_pending_tokens:
                 continue
             index = len(seq.token_ids) - seq.num_pending_tokens
@@ -223,8 +201,6 @@ class Scheduler:
             elif index + 1 >= seq.max_num_tokens:
                 seq.finish("length")
                 finished.append(seq)
-        if self.speculator is not None and batch.drafts and not batch.num_drafts:
-            self.speculator.settle(batch, self.caches)
         for seq in batch.silent_seqs:
             if seq.status is not FINISHED and not seq.keeper.wanted:
                 seq.finish("stop")
@@ -390,10 +366,8 @@ class Scheduler:
             seqs.append(seq)
             if num_tokens > seq.room:
                 growing.append(seq)
-        if growing and self.speculator is not None and not caches.can_grow(growing):
-            for seq in self.running:  # blocks for drafts, of a step before
-                if not seq.num_possible_tokens:
-                    caches.rewind(seq, len(seq.token_ids))
+        if growing and not caches.can_grow(growing):
+            self.drafting.give_back(self.running, caches)
         while growing and not caches.can_grow(growing):
             if growing[-1] is self.running[-1]:
                 growing.pop()
@@ -403,16 +377,6 @@ class Scheduler:
         for seq in growing:
             caches.grow(seq, len(seq.token_ids))
         return seqs
-
-    def _draft(
-        self, decodes: list[Sequence], others: Iterable[Sequence] = ()
-    ) -> dict[Sequence, list[int]]:
-        """Drafts for decoding sequences, where all that a step has is scheduled."""
-        if self.speculator is None or self.speculator.in_table:
-            return {}
-        num_tokens = len(decodes) + sum(seq.num_scheduled_tokens for seq in others)
-        budget = self.max_num_batched_tokens - num_tokens
-        return self.speculator.draft(decodes, num_tokens, budget, self.caches)
 
     def _remove_finished(self, finished: list[Sequence]) -> None:
         self.refused = None

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.run.computed import Computed
+from nanovllm.engine.run.device_drafting import DeviceDrafting
 from nanovllm.engine.run.graphs import Redraws
+from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.lora import AdapterRows
 from nanovllm.models.config import ModelConfig
@@ -42,16 +44,23 @@ class AdapterSlots(Protocol):
         """Drop the model and the slots."""
 
 
+class DraftingSource(Protocol):
+    """What makes drafts on the device, found and checked, to be loaded by every rank."""
+
+    def load(self, config: Config, model: CausalLM, placement: Placement) -> DeviceDrafting:
+        """Load this rank's part, for a model that is placed so by the settled `config`."""
+
+
 @dataclass(frozen=True)
 class ShardParts:
     """What features add to every rank's shard. Worker ranks get it, pickled, when they start.
 
-    `drafting` loads what makes drafts on the device. `adapters` makes the slots in the layers of
+    `drafting` loads a draft model, or another source. `adapters` makes the slots in the layers of
     the loaded model. `memory` makes a device's memory that can be freed; None where none can.
     `redraws` makes what draws a graph's tokens again where constraints apply.
     """
 
-    drafting: Any = None
+    drafting: DraftingSource | None = None
     adapters: Callable[[Config, CausalLM], AdapterSlots] | None = None
     memory: Callable[[torch.device], SleepableMemory | None] | None = None
     redraws: MakeRedraws | None = None

@@ -17,7 +17,6 @@ from nanovllm.layers.backend import Backend, choose_backend
 from nanovllm.layers.cache_spec import KeysAndValues, Latent, TokenCache
 from nanovllm.layers.ranks import Ranks
 from nanovllm.models.config import ModelConfig
-from nanovllm.speculative_config import SpeculativeConfig
 
 UNUSED_HEADS = (1, 1, 64)  # to choose kernels for a model without attention
 
@@ -33,14 +32,9 @@ class Placement:
     backend: Backend
     max_positions: int
     uses_graphs: bool  # whether decode steps are CUDA graphs
-    drafting: SpeculativeConfig | None = None  # if decode steps have drafts; others are in prefills
+    most_drafts: int = 0  # that the device guesses for a sequence in a decode step
     most_rejected: int = 0  # tokens that a step may compute of a sequence in vain: drafts
     caches_prefixes: bool = True
-
-    @property
-    def most_drafts(self) -> int:
-        """How many drafts a sequence may have in a decode step."""
-        return self.drafting.num_speculative_tokens if self.drafting else 0
 
     @property
     def block_size(self) -> int:
@@ -76,14 +70,13 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
         backend = choose_backend(config.attention_backend, *specs)
     uses_graphs = device.type == "cuda" and backend.graph_safe and not config.enforce_eager
     max_positions = config.max_model_len or longest
-    drafting = config.speculative_config
-    on_host = {"grammar", "none"} | ({"ngram"} if backend.attention.packs_few_queries else set())
-    if drafting and drafting.method in on_host:
-        drafting = None
     asked = config.speculative_config
+    most_rejected = asked.most_drafts if asked else 0
+    on_host = {"grammar", "none"} | ({"ngram"} if backend.attention.packs_few_queries else set())
+    most_drafts = most_rejected if asked and asked.method not in on_host else 0
     return Placement(
-        ranks, device, dtype, kv_dtype, backend, max_positions, uses_graphs, drafting,
-        asked.most_drafts if asked else 0, config.enable_prefix_caching,
+        ranks, device, dtype, kv_dtype, backend, max_positions, uses_graphs, most_drafts,
+        most_rejected, config.enable_prefix_caching,
     )  # fmt: skip
 
 

@@ -4,7 +4,6 @@ import logging
 import time
 
 from nanovllm.config import Config
-from nanovllm.drafting.step_times import StepTimes, time_catch_up, time_graphs
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.schedule.step_size import Size
@@ -13,12 +12,8 @@ from nanovllm.engine.start.warm_up import warm_up
 logger = logging.getLogger("nanovllm")
 
 
-def prepare(shard: Shard, settled: EngineConfig, config: Config) -> StepTimes:
-    """Give the shard its table, its pool and its graphs. All ranks do it at the same time.
-
-    If steps may have drafts, their graphs are timed, which `GraphCosts` reads.
-    """
-    times = StepTimes()
+def prepare(shard: Shard, settled: EngineConfig, config: Config) -> None:
+    """Give the shard its table, its pool and its graphs. All ranks do it at the same time."""
     num_running = settled.max_num_running
     shard.make_table(num_running, settled.max_model_len)
     if shard.memory is not None:
@@ -32,8 +27,6 @@ def prepare(shard: Shard, settled: EngineConfig, config: Config) -> StepTimes:
         num_graphs = shard.capture_graphs(num_running)
         seconds = time.perf_counter() - start
         logger.info("%d decode graphs captured in %.1f s", num_graphs, seconds)
-        if shard.placement.most_drafts:
-            times = StepTimes(time_graphs(shard), time_catch_up(shard))
+        shard.drafting.measure(shard)
     elif shard.device.type == "cuda":
         shard.decode_graphs(num_running).run(Size(1))  # compiles what decode needs
-    return times

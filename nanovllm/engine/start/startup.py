@@ -6,7 +6,6 @@ Settle the options, load this rank's part of the model, size the KV pool, warm u
 from pathlib import Path
 
 from nanovllm.config import Config
-from nanovllm.drafting.step_times import StepTimes
 from nanovllm.engine.cache.kv_pool import settle_length
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.ranks.workers import Workers, threads_of_rank
@@ -24,14 +23,13 @@ from nanovllm.models.config import ModelConfig
 
 def start_runner(
     config: Config, model_config: ModelConfig, path: Path, parts: ShardParts = NO_PARTS
-) -> tuple[ModelRunner, StepTimes]:
-    """Rank 0's runner, ready to run, with the workers that it drives; how long its steps take."""
+) -> ModelRunner:
+    """Rank 0's runner, ready to run, with the workers that it drives."""
     if config.tensor_parallel_size == 1:
         placement = resolve_placement(config, model_config, ALONE)
         config = placement.settle(config)
         alone = load_shard(config, model_config, path, placement, threads_of_rank(1), parts)
-        settled, times = start_shard(alone, config)
-        return ModelRunner(alone, settled), times
+        return ModelRunner(alone, start_shard(alone, config))
     workers = Workers(config.tensor_parallel_size, config.device)
     shard: Shard | None = None
     try:
@@ -41,8 +39,7 @@ def start_runner(
             workers.start(config, model_config, path, parts)
             shard = load_shard(config, model_config, path, placement, workers.num_threads, parts)
             workers.connect()
-            settled, times = start_shard(shard, config)
-            return ModelRunner(shard, settled, workers), times
+            return ModelRunner(shard, start_shard(shard, config), workers)
     except BaseException:
         close_ranks(shard, workers)
         raise
@@ -58,15 +55,15 @@ def load_shard(
 ) -> Shard:
     """Load this rank's part of the model, and make what features add to it."""
     model = load_part(config, model_config, path, placement)
-    guesser = parts.drafting.load(config, model, placement) if parts.drafting else None
+    drafting = parts.drafting.load(config, model, placement) if parts.drafting else None
     adapters = parts.adapters(config, model) if parts.adapters else None
     memory = parts.memory(placement.device) if parts.memory else None
     return Shard(
-        model, model_config, placement, num_threads, guesser, adapters, memory, parts.redraws
+        model, model_config, placement, num_threads, drafting, adapters, memory, parts.redraws
     )
 
 
-def start_shard(shard: Shard, config: Config) -> tuple[EngineConfig, StepTimes]:
+def start_shard(shard: Shard, config: Config) -> EngineConfig:
     """Size the KV pool, compile and capture. All ranks do it at the same time."""
     with shard.computing():
         if shard.memory is not None:
@@ -83,4 +80,5 @@ def start_shard(shard: Shard, config: Config) -> tuple[EngineConfig, StepTimes]:
         settled = EngineConfig.settle(
             config, num_blocks, max_model_len, has_kv=bool(shard.groups.groups)
         )
-        return settled, prepare(shard, settled, config)
+        prepare(shard, settled, config)
+        return settled

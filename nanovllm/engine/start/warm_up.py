@@ -14,11 +14,11 @@ from torch import nn
 from nanovllm.config import Config
 from nanovllm.engine.engine_config import most_running
 from nanovllm.engine.requests.token_counts import TokenCounts
-from nanovllm.engine.run.device_table import NO_CHANGES, TableChanges
+from nanovllm.engine.run.device_table import TableChanges
 from nanovllm.engine.run.draw_inputs import draw_inputs, rows_narrowed_together
 from nanovllm.engine.run.logprobs import rows_at_a_time, warm_up_logprobs
 from nanovllm.engine.run.shard import Shard
-from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
+from nanovllm.engine.run.step_inputs import PrefillInputs
 from nanovllm.engine.run.transfer import upload_all
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.engine.schedule.step_size import MOST_DRAFTS
@@ -114,21 +114,14 @@ def _prefill(shard: Shard, prefill: PrefillInputs, width: int = 0) -> torch.Tens
 
     Where requests may have adapters, it is computed with one before.
     """
-    if shard.guesser.longest:
-        shard.catch_up(catch_up_inputs(prefill, shard, width))
+    for catch_up in shard.drafting.warm_up_steps(prefill, width):
+        shard.catch_up(catch_up)
     num_groups = max(1, len(shard.groups.groups))
     prefill = replace(prefill, slot_mapping=np.tile(prefill.slot_mapping, num_groups))
     if shard.adapters is not None:
         slots = np.zeros(len(prefill.input_ids), np.int32)
         shard.prefill_hidden(replace(prefill, adapter_slots=slots), width)
     return shard.prefill_hidden(prefill, width)
-
-
-def catch_up_inputs(prefill: PrefillInputs, shard: Shard, width: int = 0) -> StepInputs:
-    """A step in which the draft model computes a prefill's tokens, at positions that it knows."""
-    positions = prefill.positions % (shard.guesser.longest or 1)
-    own = replace(prefill, positions=positions)
-    return StepInputs(0, width, NO_CHANGES, own, catches_up=True)
 
 
 def _run_largest_step(shard: Shard, num_tokens: int, num_running: int) -> None:

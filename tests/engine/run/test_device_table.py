@@ -8,6 +8,7 @@ import torch
 from conftest import ctrl_c_before
 
 from nanovllm import SamplingParams
+from nanovllm.drafting.table_rows import TableRows
 from nanovllm.engine.run.device_table import DeviceTable, TableLayout
 from nanovllm.engine.run.draw_inputs import noise_key
 from nanovllm.engine.run.ledger import Ledger
@@ -360,7 +361,7 @@ def drafting_engine(most: int = 3) -> Engine:
     engine = Engine()
     known_tokens.clear()
     layout = TableLayout(MOST, MAX_BLOCKS, BLOCK_SIZE, most, BLOCK_SIZE * MAX_BLOCKS)
-    engine.table, engine.ledger = DeviceTable(layout, CPU), Ledger(layout)
+    engine.table, engine.ledger = DeviceTable(layout, CPU), Ledger(layout, TableRows(layout))
     for length in (5, 9):
         engine.come(length)
     engine.prefill(engine.seqs, 100)

@@ -15,7 +15,7 @@ from conftest import byte_tokenizer
 from drafts import Eager, RandomProposer
 
 from nanovllm.config import Config
-from nanovllm.drafting.speculator import Speculator
+from nanovllm.drafting.host_drafting import HostDrafting
 from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.requests.output_text import OutputText
@@ -805,7 +805,7 @@ def run_with_an_interrupt(num_lines: int, drafts: bool) -> tuple[bool, list[Any]
     """Run four requests in a small pool; return whether the interrupt came, and how each ended."""
     scheduler = make_scheduler(5, 2, max_num_batched_tokens=7, max_num_seqs=3)
     if drafts:
-        scheduler.speculator = Speculator(NextTokens(0, 0), 3, Eager)
+        scheduler.drafting = HostDrafting(NextTokens(0, 0), 3, Eager)
     prompt = [11, 12, 13]
     asked = [{"max_tokens": 3}, {"max_tokens": 9}, {"stop_token_ids": [106]}, {"max_tokens": 1}]
     live = [add(scheduler, [*prompt, 20 + n], **params) for n, params in enumerate(asked)]
@@ -861,7 +861,7 @@ def with_drafts(drafts: int, **options: Any) -> Scheduler:
             return [TOKEN] * most
 
     scheduler = make_scheduler(**options)
-    scheduler.speculator = Speculator(Same(0, 0), drafts, Eager)
+    scheduler.drafting = HostDrafting(Same(0, 0), drafts, Eager)
     return scheduler
 
 

@@ -39,7 +39,7 @@ def test_random_walks(hundred: int) -> None:
     # Walks that never meet pressure or forced tokens would prove nothing. The least of 36 hundreds
     # are 509 preemptions and 54 forced tokens, in the mean 1,200.
     assert sum(simulation.scheduler.num_preemptions for simulation in simulations) > 100
-    forced = [s.scheduler.speculator for s in simulations if s.forces]
+    forced = [s.scheduler.drafting for s in simulations if s.forces]
     assert sum(s.num_drafted for s in forced if s is not None and s.most_drafts == 0) > 0
 
 

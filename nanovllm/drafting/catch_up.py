@@ -1,4 +1,4 @@
-"""What steps with drafts need: a draft model that has caught up, and the drafts for some draws."""
+"""Before a step with drafts a draft model catches up; and draws that read drafts wait for them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -6,7 +6,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from nanovllm.drafting.drafted_blocks import Lack
+from nanovllm.drafting.drafted_blocks import Missing
 from nanovllm.engine.run.device_table import NO_CHANGES, DeviceTable, TableChanges
 from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs, token_arrays
 from nanovllm.engine.schedule.batch import Batch
@@ -14,28 +14,28 @@ from nanovllm.engine.schedule.sequence import PENDING, Sequence
 from nanovllm.kernels.plain.read_table import NO_DRAFT
 
 
-def with_catch_ups(inputs: StepInputs, block_size: int, budget: int) -> list[StepInputs]:
-    """The step, and before it those in which the draft model computes what it `lacks`.
+def with_catch_ups(
+    inputs: StepInputs, missing: list[Missing], block_size: int, budget: int
+) -> list[StepInputs]:
+    """The step, and before it steps in which the draft model computes what is `missing`.
 
     Each of these has `budget` tokens at most. The first one changes the device table.
     """
-    if not inputs.lacks:
-        return [inputs]
     steps, changes = [], inputs.changes
-    for part in _parts(inputs.lacks, budget):
+    for part in _parts(missing, budget):
         steps.append(_catch_up(part, block_size, inputs.width, changes))
         changes = NO_CHANGES
-    return [*steps, replace(inputs, changes=changes, lacks=[])]
+    return [*steps, replace(inputs, changes=changes)]
 
 
-def _parts(lacks: list[Lack], budget: int) -> Iterator[list[Lack]]:
-    part: list[Lack] = []
+def _parts(missing: list[Missing], budget: int) -> Iterator[list[Missing]]:
+    part: list[Missing] = []
     room = budget
-    for lack in lacks:
-        start = lack.start
-        while start < lack.end:
-            end = min(lack.end, start + room)
-            part.append(lack._replace(start=start, end=end))
+    for one in missing:
+        start = one.start
+        while start < one.end:
+            end = min(one.end, start + room)
+            part.append(one._replace(start=start, end=end))
             start, room = end, room - (end - start)
             if not room:
                 yield part
@@ -44,7 +44,9 @@ def _parts(lacks: list[Lack], budget: int) -> Iterator[list[Lack]]:
         yield part
 
 
-def _catch_up(part: list[Lack], block_size: int, width: int, changes: TableChanges) -> StepInputs:
+def _catch_up(
+    part: list[Missing], block_size: int, width: int, changes: TableChanges
+) -> StepInputs:
     nothing = np.zeros(0, np.int64)
     seqs, rows, starts, ends = (list(column) for column in zip(*part, strict=True))
     prefill = PrefillInputs(
@@ -58,7 +60,13 @@ def _catch_up(part: list[Lack], block_size: int, width: int, changes: TableChang
     return StepInputs(len(part), width, changes, prefill, catches_up=True)
 
 
-def known_drafts(batch: Batch, table: DeviceTable) -> Mapping[Sequence, list[int]]:
+def warm_up_step(prefill: PrefillInputs, width: int, longest: int) -> StepInputs:
+    """A step in which the draft model computes a prefill's tokens, at positions that it knows."""
+    own = replace(prefill, positions=prefill.positions % longest)
+    return StepInputs(0, width, NO_CHANGES, own, catches_up=True)
+
+
+def drafts_read_by_draws(batch: Batch, table: DeviceTable) -> Mapping[Sequence, list[int]]:
     """The drafts that a step's draws depend on. It waits for them if the device has guessed them.
 
     Most draws do not depend on them, or only on their number.

@@ -1,0 +1,71 @@
+"""Which drafting an engine gets: by its options, and by what its device can do."""
+
+import logging
+
+from nanovllm.drafting.costs import FREE_TOKENS, Costs, GraphCosts, TokenCosts
+from nanovllm.drafting.draft_model import step_bytes
+from nanovllm.drafting.grammar_proposer import GrammarProposer
+from nanovllm.drafting.guesser import Guesser
+from nanovllm.drafting.host_drafting import HostDrafting
+from nanovllm.drafting.ngram_proposer import NgramProposer
+from nanovllm.drafting.table_drafting import TableDrafting
+from nanovllm.engine.run.shard import Shard
+from nanovllm.engine.schedule.drafting import Drafting
+from nanovllm.speculative_config import MOST_FORCED, SpeculativeConfig
+
+MUCH = 0.6  # as the share of drafts that must be right, with one request
+
+logger = logging.getLogger("nanovllm")
+
+
+def drafting_of(config: SpeculativeConfig, shard: Shard, *, mixes: bool) -> Drafting:
+    """The drafting that the option asks for. `mixes` says whether steps mix prompts and decodes."""
+    most, guesser = config.num_speculative_tokens, shard.drafting
+    if isinstance(guesser, Guesser):
+        costs = costs_of(guesser, shard)
+        return TableDrafting(most, costs=costs, longest=guesser.longest, mixes=mixes)
+    if config.method == "ngram":
+        proposer = NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max)
+        return HostDrafting(
+            proposer, most, grammar=GrammarProposer(), most_forced=most_forced(shard)
+        )
+    return grammar_drafting(most) if config.method == "grammar" else Drafting()
+
+
+def forced_drafting(shard: Shard) -> Drafting:
+    """The drafting of an engine without the option: tokens that constraints force."""
+    return grammar_drafting(most_forced(shard))
+
+
+def grammar_drafting(most: int) -> Drafting:
+    """Drafts that constraints force, up to `most` of a sequence and step."""
+    if not most:
+        return Drafting()
+    return HostDrafting(None, 0, grammar=GrammarProposer(), most_forced=most)
+
+
+def most_forced(shard: Shard) -> int:
+    """How many forced tokens a sequence may have in a step, if the option does not say it."""
+    if not shard.backend.attention.packs_few_queries:
+        return 0
+    if shard.pools.states is not None:  # a sequence has slots for this many drafts
+        return min(MOST_FORCED, shard.placement.most_rejected)
+    return MOST_FORCED
+
+
+def costs_of(guesser: Guesser, shard: Shard) -> Costs:
+    """By the times of decode graphs, which guess, or else by the bytes that a draft reads.
+
+    A warning if a draft reads too many of them.
+    """
+    if guesser.times.graphs:
+        return GraphCosts(guesser.times.graphs, guesser.times.catch_up)
+    share = guesser.num_bytes / step_bytes(shard.model_config, shard.placement)
+    least = share + 1 / (FREE_TOKENS + 1)
+    if least >= MUCH:
+        logger.warning(
+            "a step of the %s reads %.0f%% of the bytes that the model's reads: drafts pay only if"
+            " more than %.0f%% of them are right, and few or none will be made otherwise",
+            guesser.name, 100 * share, 100 * least,
+        )  # fmt: skip
+    return TokenCosts(share)

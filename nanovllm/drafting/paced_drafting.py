@@ -1,0 +1,89 @@
+"""PacedDrafting: how many drafts sequences get, by how many were right; and the counts of both."""
+
+import sys
+from collections.abc import Callable, Iterable
+
+from nanovllm.drafting.costs import Candidate, Costs, TokenCosts
+from nanovllm.drafting.pace import Outlook, Pace
+from nanovllm.engine.cache.caches import Caches
+from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.drafting import Drafting
+from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.metrics import Metric, draft_metrics
+
+
+class PacedDrafting(Drafting):
+    """What drafting on the host and on the device have in common.
+
+    A sequence gets up to `most_drafts` in a step, if `costs` finds that they save time at its pace.
+    Sequences of `longest` tokens get none.
+    """
+
+    def __init__(
+        self,
+        most_drafts: int,
+        make_pace: Callable[[Outlook], Pace] = Pace,
+        costs: Costs | None = None,
+        longest: int | None = None,
+    ) -> None:
+        self.most_drafts, self.longest = most_drafts, longest or sys.maxsize
+        self.costs = TokenCosts() if costs is None else costs
+        self.num_drafts = 0  # of sequences and steps
+        self.num_drafted = 0  # tokens
+        self.accepted_at = [0] * most_drafts  # tokens, by place
+        self._make_pace, self._outlook = make_pace, Outlook()
+
+    def metrics(self, model: str) -> list[Metric]:
+        """The counts by vLLM's names: if drafts were asked for, or have been made."""
+        if not self.most_drafts and not self.num_drafts:
+            return []
+        return draft_metrics(model, self.num_drafts, self.num_drafted, self.accepted_at)
+
+    def give_back(self, running: Iterable[Sequence], caches: Caches) -> None:
+        """Free the blocks that sequences keep for drafts of an earlier step."""
+        for seq in running:
+            if not seq.num_possible_tokens:
+                caches.rewind(seq, len(seq.token_ids))
+
+    def take_room(self, seq: Sequence, number: int, caches: Caches) -> int:
+        """Give `seq` blocks for `number` drafts; returns for how many of them it has blocks."""
+        if number < 1:
+            return 0
+        sure = seq.num_tokens + seq.num_possible_tokens
+        return caches.grow(seq, min(sure + number, seq.max_num_tokens - 1)) - sure
+
+    def candidate(self, seq: Sequence, may_draft: bool = True) -> Candidate:
+        """What decides about the drafts of a sequence; one more token always comes after them."""
+        num_tokens, end = len(seq.token_ids), min(seq.max_num_tokens - 1, self.longest)
+        limit = min(self.most_drafts, end - num_tokens)
+        if limit < 0 or not may_draft:
+            limit = 0
+        return Candidate(seq.pace or self._pace(seq), num_tokens, limit)
+
+    def count(
+        self, batch: Batch, seq: Sequence, num_drafts: int, num_accepted: int, learns: bool = True
+    ) -> None:
+        """Count a sequence's drafts in a step: the first `num_accepted` were right.
+
+        If it `learns`, so does the sequence's pace. Where a step has drafts for all sequences, a
+        sequence without any counts as if it had a wrong one.
+        """
+        batch.num_drafted += num_drafts
+        batch.num_accepted += num_accepted
+        if num_drafts:
+            self.num_drafts += 1
+        self.num_drafted += num_drafts
+        self.accepted_at += [0] * (num_accepted - len(self.accepted_at))  # forced ones may be more
+        for place in range(num_accepted):
+            self.accepted_at[place] += 1
+        judged = num_accepted
+        if seq.finish_reason is None:
+            judged = max(num_drafts, 1) if batch.num_drafts else num_drafts
+        if judged and learns:
+            self._pace(seq).learn(len(seq.token_ids), judged, num_accepted)
+
+    def _pace(self, seq: Sequence) -> Pace:
+        if seq.pace is None:
+            seq.pace = self._make_pace(self._outlook)
+        pace: Pace = seq.pace
+        return pace
