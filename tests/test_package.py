@@ -23,21 +23,9 @@ HEAVY = (
 SCHEDULER_SIDE = (
     "engine.schedule.scheduler", "engine.cache.block_manager", "engine.cache.prefixes",
     "engine.schedule.forecast", "engine.schedule.sequence", "engine.schedule.batch",
-    "engine.engine_config", "drafting.drafting",
+    "engine.schedule.drafting", "engine.engine_config", "drafting.host_drafting",
+    "drafting.table_drafting",
 )  # fmt: skip
-
-# What the engine still imports of features' rooms.
-STILL_UPWARD = {
-    "engine.llm_engine imports drafting.measured_costs",
-    "engine.llm_engine imports drafting.speculator",
-    "engine.run.ledger imports drafting.drafted_blocks",
-    "engine.run.model_runner imports drafting.step_drafts",
-    "engine.run.shard imports drafting.guesser",
-    "engine.run.step_inputs imports drafting.drafted_blocks",
-    "engine.schedule.scheduler imports drafting.speculator",
-    "engine.start.prepare imports drafting.step_times",
-    "engine.start.startup imports drafting.step_times",
-}
 
 MOST_MODULES = 220  # that one `generate` with plain PyTorch loads
 
@@ -254,7 +242,7 @@ def test_imports_run_down_the_floors() -> None:
         for other in found
         if floor_of(other) > floor_of(name) >= 0
     ]
-    assert {name.replace("nanovllm.", "") for name in upward} == STILL_UPWARD
+    assert upward == []
 
 
 def test_every_module_is_on_a_floor() -> None:

@@ -5,6 +5,7 @@ import selection
 from hypothesis.stateful import run_state_machine_as_test
 from simulation import SETTINGS, SchedulerMachine, walk
 
+from nanovllm.drafting.host_drafting import HostDrafting
 from nanovllm.engine.cache import prefixes
 
 
@@ -40,7 +41,8 @@ def test_random_walks(hundred: int) -> None:
     # are 509 preemptions and 54 forced tokens, in the mean 1,200.
     assert sum(simulation.scheduler.num_preemptions for simulation in simulations) > 100
     forced = [s.scheduler.drafting for s in simulations if s.forces]
-    assert sum(s.num_drafted for s in forced if s is not None and s.most_drafts == 0) > 0
+    only_forced = [s for s in forced if isinstance(s, HostDrafting) and not s.most_drafts]
+    assert sum(drafting.num_drafted for drafting in only_forced) > 0
 
 
 @pytest.mark.slow
