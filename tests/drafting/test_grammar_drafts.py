@@ -11,6 +11,7 @@ from reference import HARD, SMALL_POOL, audit_at_rest, make_llm, make_prompts, r
 from nanovllm import LLM, SamplingParams
 from nanovllm.drafting.grammar_proposer import GrammarProposer
 from nanovllm.drafting.host_drafting import HostDrafting
+from nanovllm.drafting.paced_drafting import PacedDrafting
 from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.sequence import Sequence
@@ -242,11 +243,11 @@ def test_options_say_what_is_drafted(
 ) -> None:
     with make_llm(model_dir, **options) as llm:
         asks = options.get("speculative_config") is not None
-        assert isinstance(llm.scheduler.drafting, HostDrafting) == (asks and guesses is not None)
+        assert isinstance(llm.scheduler.drafting, PacedDrafting) == (asks and guesses is not None)
         llm.add_request([1, 2], SamplingParams(structured_outputs=StructuredOutputs(choice=["a"])))
         found, drafting = None, llm.scheduler.drafting
-        if isinstance(drafting, HostDrafting):
-            found = drafting.most_drafts, drafting.most_forced
+        if isinstance(drafting, PacedDrafting):
+            found = drafting.most_drafts, getattr(drafting, "most_forced", 0)
         assert found == (None if guesses is None else (guesses, forced))
 
 
