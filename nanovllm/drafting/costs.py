@@ -6,15 +6,15 @@ from typing import NamedTuple, Protocol
 from nanovllm.drafting.pace import Pace
 from nanovllm.engine.schedule.step_size import Size
 
-# How many tokens a CPU computes in the time in which it reads the weights; a step of B tokens then
-# takes as long as FREE_TOKENS + B. docs/tried/speculation.md has the measurements.
+# The tokens that a CPU computes in the time in which it reads the weights: a step of B tokens takes
+# as long as FREE_TOKENS + B. docs/tried/speculation.md has the measurements.
 FREE_TOKENS = 10
-# Where draws depend on drafts, the host waits for them, and then prepares the draws. So the host's
-# part adds to the device's: seconds of a step, and of each query in it.
+# Where draws depend on drafts, the host waits for the drafts and then prepares the draws. That adds
+# to the device's time: seconds of a step, and of each query in it.
 HOST_SECONDS, HOST_SECONDS_OF_QUERY = 120e-6, 35e-6
-# Where no draft pays, this share of the time goes to tries, at most.
+# Where no draft pays, at most this share of the time goes to tries.
 TRIED_SHARE = 0.02
-# Drafts that begin again must make steps so much faster, if what guesses has to catch up.
+# Drafts that begin again must make steps faster by this factor, if a draft model has to catch up.
 WORTH_TO_CATCH_UP = 1.05
 
 
@@ -32,19 +32,19 @@ class Costs(Protocol):
     def worthwhile(
         self, candidates: list[Candidate], num_tokens: int, waits: bool
     ) -> Iterator[int]:
-        """How many drafts each should have in a step of so many tokens without them.
+        """How many drafts each should have in a step that has `num_tokens` tokens without them.
 
-        `waits`: whether its draws wait for the drafts to be known.
+        `waits`: whether the draws of the step wait until the drafts are known.
         """
 
 
 class TokenCosts:
     """Each token adds the same time to a step: B of them take FREE_TOKENS + B units.
 
-    So a token takes (FREE_TOKENS + B) / B units and a draft 1: it is worth that if it is right with
-    the probability of B / (FREE_TOKENS + B) at least. With few sequences nearly every draft is,
-    with many nearly none. `guess` is the time in which a draft of each sequence is guessed, in
-    steps: it adds to that probability.
+    So a token takes (FREE_TOKENS + B) / B units and a draft takes 1: a draft pays if it is right
+    with a probability of at least B / (FREE_TOKENS + B). With few sequences nearly every draft
+    pays, with many nearly none. `guess` is the time that it takes to guess a draft of each
+    sequence, as a share of a step: it adds to that probability.
     """
 
     def __init__(self, guess: float = 0.0) -> None:
@@ -53,8 +53,8 @@ class TokenCosts:
     def worthwhile(
         self, candidates: list[Candidate], num_tokens: int, waits: bool
     ) -> Iterator[int]:
-        """By each sequence's own chance; its drafts raise the cost of the next one's."""
-        del waits  # where it holds, steps wait anyway
+        """By each sequence's own chance; its drafts make those of the next sequence dearer."""
+        del waits  # where the host drafts, all steps wait
         for pace, length, limit in candidates:
             worth = num_tokens / (FREE_TOKENS + num_tokens)
             number = pace.most(length, worth, limit, self._guess)
@@ -63,11 +63,11 @@ class TokenCosts:
 
 
 class GraphCosts:
-    """A step takes as long as the decode graph of its size, which was measured, guesses included.
+    """A step takes as long as the decode graph of its size, which was timed with its guesses.
 
-    All sequences have the drafts that the graph has room for: as many as give the most tokens a
-    second, by the chances of all of them. After steps without drafts, `catch_up` are the seconds in
-    which the guesser sees their tokens.
+    All sequences have the number of drafts that gives the most tokens a second, by the chances of
+    all of them. `catch_up` are the seconds in which the guesser sees the tokens of steps without
+    drafts.
     """
 
     def __init__(self, seconds: Mapping[Size, float], catch_up: float = 0.0) -> None:
@@ -107,7 +107,7 @@ class GraphCosts:
         return best
 
     def _tried(self, seconds: dict[int, float]) -> int:
-        """How many drafts to try, which take time that is left for that; 0 if it is too little."""
+        """How many drafts to try; 0 if that takes more time than is left for tries."""
         fewest = min(number for number in seconds if number)
         cost = seconds[fewest] - seconds[0] + self._catch_up
         if cost > self._credit:
@@ -116,7 +116,7 @@ class GraphCosts:
         return fewest
 
     def _seconds_by_drafts(self, num_seqs: int, waits: bool) -> dict[int, float]:
-        """How long a step of so many sequences takes, by the number of drafts of each."""
+        """The seconds of a step of `num_seqs` sequences, by the number of drafts of each."""
         if (num_seqs, waits) not in self._by_number:
             sizes = sorted(size for size in self._seconds if size.num_seqs >= num_seqs)
             nearest = {size.num_queries: size for size in reversed(sizes)}

@@ -1,8 +1,8 @@
 """DraftModelGuesser: drafts of a smaller model with the same tokens.
 
-In a step with drafts it reads a sequence's last token, and the one before if that was a draft. What
-it has not seen by then, prompts and the tokens of steps without drafts, the host lets it compute
-before (`catch_up`).
+In a step with drafts it reads a sequence's last token, and the token before if that was a draft.
+Prompts and the tokens of steps without drafts are missing by then: the host lets it compute them
+first (`catch_up`).
 """
 
 import torch
@@ -21,29 +21,29 @@ from nanovllm.models.weight_bytes import WeightBytes
 
 
 def step_bytes(config: ModelConfig, placement: Placement) -> float:
-    """What a step of one token reads of a model's weights, on all ranks together."""
+    """The bytes of a model's weights that a step of one token reads, on all ranks together."""
     sizes = WeightBytes(placement.dtype.itemsize, config.quantization)
     return step_weight_bytes(config, sizes, rows=1)
 
 
-class NotedPool(KVPool):
-    """A pool of whose blocks the host notes what the draft model has computed."""
+class RecordedPool(KVPool):
+    """The KV pool, for blocks that the host records: `DraftedBlocks` has what they hold."""
 
     def copy(self, source: int, target: int) -> None:
-        """Nothing: no note says that a fork's block is a copy, so it is computed."""
+        """Do nothing: no record says that a fork's block is a copy, so it is computed."""
 
 
 class DraftModelGuesser(ModelGuesser):
     """A draft model and its KV pool.
 
-    It draws only tokens of the large model, which has `vocab_size` of them. For one that it lacks
-    itself it reads its own last id. The host asks for no drafts of sequences that are longer than
-    its limit; where others have some, theirs are of no worth.
+    It draws only tokens of the large model, which has `vocab_size` tokens. For a token that it does
+    not have itself it reads its own last id. The host asks for no drafts of sequences that are
+    longer than its limit; if other sequences have drafts in the same step, theirs are worthless.
     """
 
     name = "draft model"
     longest: int
-    make_pool = NotedPool
+    make_pool = RecordedPool
 
     def __init__(
         self, model: CausalLM, config: ModelConfig, placement: Placement, vocab_size: int

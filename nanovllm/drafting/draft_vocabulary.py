@@ -23,14 +23,14 @@ class DraftVocabulary(Layer):
         return self.offsets + torch.arange(len(self.offsets), device=self.offsets.device)
 
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
-        """Fill the offsets. Each must lead to another token of the model."""
+        """Fill the offsets. Each must lead to a different token of the model."""
         super().weight_loader(param, loaded, shard_id)
         ids = self.token_ids
         if ids.min() < 0 or ids.max() >= self.model_size or len(set(ids.tolist())) < len(ids):
             raise ValueError(f"offsets to ids that are not distinct and in [0, {self.model_size})")
 
     def bind(self, backend: Backend) -> None:  # noqa: ARG002
-        """Keep the ids, which every guess reads."""
+        """Compute the ids once, as every guess reads them."""
         self.register_buffer("ids", self.token_ids)
 
     def spread(self, logits: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""DraftedBlocks: what a draft model has computed of KV blocks. Numbers and hashes, no tensors."""
+"""DraftedBlocks: a record of the blocks that hold a draft model's KV. It knows no tensors."""
 
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,26 +17,27 @@ class Missing(NamedTuple):
 
 
 class DraftedBlocks:
-    """Notes for each block: the hash of the tokens that it holds, or its sequence and place there.
+    """For each block: the hash of the tokens that it holds, or its sequence and its place there.
 
-    The draft model's pool has the blocks of the model's pool. A block of a cached prefix, of the
-    prompt that a fork shares, or of a sequence that was preempted may be computed already: if its
-    note is what the sequence would note. Beyond `longest` tokens nothing of one is computed.
+    The draft model's pool has the block numbers of the model's pool. A block of a cached prefix, of
+    the prompt that a fork shares, or of a preempted sequence may be computed already: it is, if the
+    record has what the sequence would record. The draft model computes the first `longest` tokens.
 
-    A note of a place says nothing about how many tokens were computed there, which `num_seen` does
-    for the blocks that the sequence had last: a block that it had there before has fewer.
+    A place in the record does not say how many tokens were computed there. `num_seen` says it for
+    the blocks that the sequence had last; a block that it had there before has fewer.
     """
 
     def __init__(self, block_size: int, longest: int) -> None:
         self.longest = longest
         self._block_size = block_size
-        self._notes: dict[int, int | tuple[int, int]] = {}
+        self._records: dict[int, int | tuple[int, int]] = {}
         self._last_tables: WeakKeyDictionary[Sequence, list[int]] = WeakKeyDictionary()
 
     def complete(self, seq: Sequence, num_seen: int, end: int) -> int:
-        """Note that the first `end` tokens are computed; returns how many of them were already.
+        """Record that the first `end` tokens are computed; returns how many already were.
 
-        `num_seen` were when the sequence last had drafts. Its other blocks are its own.
+        The first `num_seen` were computed when the sequence last had drafts. All blocks that hold
+        nothing of use become the sequence's own.
         """
         size, table = self._block_size, seq.block_table
         last = self._last_tables.get(seq, [])
@@ -44,18 +45,18 @@ class DraftedBlocks:
         hashes = block_hashes(seq, end // size, size)[: end // size]
         num_full = num_own = seq.num_passed_blocks[0]
         for index in range(num_own, len(table)):
-            note = self._notes.get(table[index])
-            if index < len(hashes) and note == hashes[index]:
+            record = self._records.get(table[index])
+            if index < len(hashes) and record == hashes[index]:
                 num_full += num_full == index
-            elif note != (seq.seq_id, index) or last[index : index + 1] != [table[index]]:
+            elif record != (seq.seq_id, index) or last[index : index + 1] != [table[index]]:
                 break
             num_own = index + 1
-        self.take(seq, num_own)
+        self.claim(seq, num_own)
         for index in range(seq.num_passed_blocks[0], len(hashes)):
-            self._notes[table[index]] = hashes[index]
+            self._records[table[index]] = hashes[index]
         return max(num_full * size, min(num_seen, num_own * size))
 
-    def take(self, seq: Sequence, start: int) -> None:
-        """Note that the blocks of its table from `start` on are the sequence's own."""
+    def claim(self, seq: Sequence, start: int) -> None:
+        """Record that the blocks of its table from `start` on are the sequence's own."""
         for index in range(start, len(seq.block_table)):
-            self._notes[seq.block_table[index]] = seq.seq_id, index
+            self._records[seq.block_table[index]] = seq.seq_id, index

@@ -21,7 +21,7 @@ ARCHITECTURES = (
 NESTED = "transformer_layer_config"
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NUM_TAPS = 3
-# What changes how a head computes, and the value for which it is as here.
+# Fields that change how a head computes, each with the value that is supported.
 FIXED: Mapping[str, Any] = {
     "num_hidden_layers": 1, "norm_before_fc": False, "fc_norm": False, "norm_output": False,
     "use_aux_hidden_state": True, "parallel_drafting": False, "logit_scale": 1.0, "bias": False,
@@ -33,9 +33,9 @@ FIXED: Mapping[str, Any] = {
 class HeadConfig:
     """The shape of a head. Its vocabulary is `draft_vocab_size` tokens of the model's.
 
-    `taps` makes the layers that it reads of `layer_ids`, as the file has them; None: the usual
-    ones. Its own residual starts from the fused ones, or from their norm with
-    `norm_before_residual`.
+    `layer_ids` are the layers that it reads, as the file has them; None stands for the usual ones.
+    Its own residual starts from the fused residuals, or with `norm_before_residual` from their
+    norm.
     """
 
     layer: ModelConfig
@@ -89,14 +89,14 @@ class HeadConfig:
 
     @property
     def needs_embedding(self) -> bool:
-        """Whether the model's embedding does not fit."""
+        """Whether the head needs an embedding of its own, as the model's has another size."""
         return self.layer.hidden_size != self.target_hidden_size
 
     def taps(self, model: ModelConfig) -> tuple[int, ...]:
         """The layers of the model before which its residual is read.
 
-        Some tools count from the outputs of layers instead: then the first one is 1, as the output
-        of layer 0 is hardly of use. A model that the head is not made for is a ValueError.
+        Some tools count the outputs of layers instead: then the first number is 1, as the output of
+        layer 0 is hardly of use. A model that the head is not made for is a ValueError.
         """
         own = {"target_hidden_size": self.target_hidden_size, "vocab_size": self.layer.vocab_size}
         others = {"target_hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
@@ -121,7 +121,7 @@ class HeadConfig:
 
 
 def _is_whole_model(name: Any, raw: Mapping[str, Any]) -> bool:
-    """Whether the config is that of a model which could generate text by itself."""
+    """Whether the config describes a model that could generate text by itself."""
     if name not in ARCHITECTURES:
         return name in registry.names()
     return (

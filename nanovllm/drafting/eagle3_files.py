@@ -40,13 +40,13 @@ class Pickled:
 
 
 def read_head(path: Path) -> Iterator[dict[str, InFile]]:
-    """The tensors of a head's files, by their names here. `t2d` says what `d2t` says."""
+    """The tensors of a head's files, by our names; without `t2d`, the inverse of `d2t`."""
     for tensors in _files(path):
         yield {_own_name(name): tensor for name, tensor in tensors.items() if name != "t2d"}
 
 
 def _files(path: Path) -> Iterator[dict[str, InFile]]:
-    """The tensors of each file, by their names there."""
+    """The tensors of each file, by the names in the file."""
     is_pickled = (path / PICKLED).exists() and not list(path.glob("*.safetensors"))
     return _unpickled(path / PICKLED) if is_pickled else read_weights(path)
 
@@ -59,7 +59,7 @@ def _own_name(name: str) -> str:
 
 @contextlib.contextmanager
 def _errors_name_as_files(path: Path) -> Iterator[None]:
-    """A block whose errors have the names that tensors have in the files, and not those here."""
+    """Let errors in the block name tensors as the files do."""
     try:
         yield
     except ValueError as error:

@@ -1,8 +1,8 @@
 """Eagle3Guesser: drafts of an EAGLE-3 head.
 
-The head's keys and values of position j depend on the token at j + 1. So those of a sequence's last
-computed positions are stored when the next step begins, which knows that token. Until then `kept`
-has what the model has computed there.
+The head's keys and values of position j depend on the token at j + 1. The next step knows that
+token: it stores the keys and values of a sequence's last computed positions when it begins. Until
+then `kept` has what the model has computed at these positions.
 
 B sequences, Q queries of the model for each.
 """
@@ -24,7 +24,7 @@ from nanovllm.layers.embed_head import VocabParallelEmbedding
 
 
 class PrefillTokens(NamedTuple):
-    """T tokens of B sequences, of which some are sampled from."""
+    """T tokens of B sequences. Samples are drawn after some of them."""
 
     rows: torch.Tensor  # [B] in int64, as are the others: the sequences' rows in the table
     next_ids: torch.Tensor  # [B]: the token after a sequence's last one; any, if it is not known
@@ -33,7 +33,7 @@ class PrefillTokens(NamedTuple):
 
     @classmethod
     def upload(cls, prefill: PrefillInputs, device: torch.device) -> "PrefillTokens":
-        """What a head must know of a prefill, on the device."""
+        """Copies on the device of what a head reads of a prefill."""
         sampled = prefill.sampled_tokens
         assert sampled is not None and prefill.next_tokens is not None
         if prefill.shared_samples is not None:
@@ -43,7 +43,7 @@ class PrefillTokens(NamedTuple):
 
 
 class Eagle3Guesser(ModelGuesser):
-    """A head, its KV pool, and for each table row what the model has computed in its last step."""
+    """A head, its KV pool, and what the model has computed of each table row in the last step."""
 
     name = "head"
     sees_all_steps = True
@@ -70,11 +70,11 @@ class Eagle3Guesser(ModelGuesser):
         self.kept = Kept(first, counts, states)
 
     def store(self, inputs: GuessInputs) -> None:
-        """Store the keys of positions that nothing is guessed after."""
+        """Store the keys of new positions, in a step without drafts."""
         self.head.store(*self._first(inputs), inputs.slots)
 
     def begin(self, inputs: GuessInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits of each row's first draft, and what stands for the fused residuals."""
+        """The logits of each row's first draft, and states in place of the fused residuals."""
         new = Places(inputs.positions, inputs.slots, inputs.context_lens)
         with self.attending(new, inputs):
             normed, states = self.head(*self._first(inputs), inputs.last)
@@ -83,7 +83,7 @@ class Eagle3Guesser(ModelGuesser):
     def go_on(
         self, drafts: torch.Tensor, places: Places, states: torch.Tensor, inputs: GuessInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits of the drafts after these ones, and what stands for the residuals there."""
+        """The logits of the drafts after these ones, and states in place of the residuals."""
         with self.attending(places, inputs):
             normed, states = self.head(self.embedding(drafts), places.positions, states)
         return self.head.compute_logits(normed), states

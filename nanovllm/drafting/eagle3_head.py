@@ -2,7 +2,7 @@
 
 For the token after position j it reads the residuals that the model had at position j before three
 of its layers, fused into one, and the embedding of the token at j + 1. For the tokens after that
-one its own output stands for the residuals that the model has not computed yet.
+one it reads its own output, as the model has not computed the residuals yet.
 """
 
 import torch
@@ -51,9 +51,9 @@ class MidLayer(nn.Module):
         rope: Rope,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings and fused residuals [T, hidden] -> what to add to the residual, and that.
+        """Embeddings and fused residuals [T, hidden] -> the layer's output, and the residual.
 
-        With `rows`, only of those.
+        With `rows`, both have only these rows.
         """
         x = self.self_attn.attend(self.project(embedded, fused), {ROPE: rope})
         if rows is not None:
@@ -65,7 +65,7 @@ class MidLayer(nn.Module):
     def store(
         self, embedded: torch.Tensor, fused: torch.Tensor, rope: Rope, slots: torch.Tensor
     ) -> None:
-        """Store keys and values, of which attention is not needed."""
+        """Store keys and values, without attention."""
         attention, attn = self.self_attn, self.self_attn.attn
         heads = self.project(embedded, fused).unflatten(-1, (-1, attention.head_dim))  # type: ignore[no-untyped-call]
         attn.kernels.norm_rope_store(heads, attn.num_kv_heads, rope, None, 0.0, attn.kv, slots)
@@ -111,10 +111,10 @@ class Eagle3Head(Model):
         fused: torch.Tensor,
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For fused residuals at positions [T], and the next tokens embedded: what gives logits.
+        """From fused residuals at positions [T], and the next tokens embedded, to normed outputs.
 
-        The second result stands for the fused residuals at the next positions. With `rows`, both
-        are only of those.
+        The second result takes the place of the fused residuals at the next positions. With `rows`,
+        both results have only these rows.
         """
         return self.norm.add(*self.midlayer(embedded, fused, self.rotary_emb(positions), rows))
 
@@ -125,11 +125,11 @@ class Eagle3Head(Model):
         fused: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        """Store the keys and values of positions that nothing is guessed after."""
+        """Store the keys and values of positions, without attention."""
         self.midlayer.store(embedded, fused, self.rotary_emb(positions), slots)
 
     def compute_logits(self, normed: torch.Tensor) -> torch.Tensor:
-        """Logits [T, vocab] over the model's vocabulary. On rank 0; a part of them on others."""
+        """Logits [T, vocab] over the model's vocabulary on rank 0; a part of them on others."""
         logits: torch.Tensor = self.lm_head(normed)
         if self.d2t is None or self.lm_head.ranks.rank > 0:
             return logits

@@ -6,17 +6,17 @@ from nanovllm.engine.schedule.sequence import Sequence
 
 
 class Grammar(Protocol):
-    """What a sequence's `constraint` must know for that."""
+    """What a sequence's `constraint` must know to propose tokens."""
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
-        """The tokens that must come next, `most` at most. All that it has are known."""
+        """The tokens that must come next, up to `most`. All tokens of `seq` are known."""
 
 
 class GrammarProposer:
-    """A proposer for sequences with a constraint: the tokens that these force. Others get none.
+    """A proposer of the tokens that sequences' constraints force. Other sequences get none.
 
-    They are right, whatever the model computes: the request ends with an error where another of its
-    parameters excludes one.
+    Forced tokens are right, whatever the model computes: if another parameter of the request
+    excludes one of them, the request ends with an error.
     """
 
     def propose(self, seqs: list[Sequence], most: list[int]) -> list[list[int]]:

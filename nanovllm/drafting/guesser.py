@@ -37,7 +37,7 @@ class Guesser(DeviceDrafting):
         self.times = StepTimes(time_graphs(shard), time_catch_up(shard, self.longest))
 
     def rows_ahead(self, layout: TableLayout) -> TableRows:
-        """What the ledger of a table notes for drafts."""
+        """What the ledger of a table records for drafts."""
         self._rows = TableRows(layout, self.longest)
         return self._rows
 

@@ -1,4 +1,4 @@
-"""HeadSource: the EAGLE-3 head that guesses tokens, found and checked before it is loaded."""
+"""HeadSource: an EAGLE-3 head, found and checked before the ranks load it."""
 
 import logging
 import time
@@ -33,10 +33,10 @@ class HeadSource:
     taps: tuple[int, ...]
 
     def load(self, config: Config, model: CausalLM, placement: Placement) -> Eagle3Guesser:
-        """Load this rank's part, for a model that is placed so, and let the model tap its layers.
+        """Load this rank's part, for a model with this placement, and let the model tap its layers.
 
         The head has the model's type and KV blocks of the same size. Its own limit of positions is
-        not used, as published heads have one below the model's that theirs ignore.
+        not used: published heads have a limit below their model's, and other engines ignore it.
         """
         start = time.perf_counter()
         with errors_name_model(f"head {self.name!r}"):

@@ -1,8 +1,8 @@
 """ModelGuesser: drafts that a model draws, one after the other, in the step that verifies them.
 
-It reads the device table, and writes drafts into it, without waiting for anything: the same code
-runs in CUDA graphs. The model's layers have keys and values of their own, in a pool with the block
-numbers of the large model's. Those of wrong drafts are overwritten in the next steps.
+It reads the device table and writes drafts into it, without waiting for anything: the same code
+runs in CUDA graphs. The draft model's layers have keys and values of their own, in a pool with the
+block numbers of the large model's. The keys of wrong drafts are overwritten in the next steps.
 """
 
 from contextlib import AbstractContextManager
@@ -23,7 +23,7 @@ from nanovllm.layers.sampler import Sampler
 
 
 class Places(NamedTuple):
-    """Where queries are: their positions, their slots, and how many tokens they attend to."""
+    """The positions and slots of queries, and how many tokens they attend to."""
 
     positions: torch.Tensor
     slots: torch.Tensor
@@ -60,8 +60,8 @@ class ModelGuesser(Guesser):
     def guess(self, table: TableState, size: Size) -> None:
         """Write drafts for the batch's rows, and store the keys of new positions.
 
-        Each draft has the temperature of its sequence, and the key with which the large model will
-        draw there.
+        Each draft is drawn with the temperature of its sequence, and with the key that the large
+        model will use at its position.
         """
         num_seqs, num_queries = size[:2]
         if num_queries == 1 and not self.sees_all_steps:
@@ -83,7 +83,7 @@ class ModelGuesser(Guesser):
         table.drafts.tokens[rows, : num_queries - 1] = tokens.where(has_place, NO_DRAFT)
 
     def store(self, inputs: GuessInputs) -> None:
-        """Store the keys of positions that nothing is guessed after."""
+        """Store the keys of new positions, in a step without drafts."""
 
     def begin(self, inputs: GuessInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits [B, V] of each row's first draft, and states."""
@@ -96,7 +96,7 @@ class ModelGuesser(Guesser):
         raise NotImplementedError
 
     def attending(self, places: Places, inputs: GuessInputs) -> AbstractContextManager[None]:
-        """A block that computes one or some positions of each row."""
+        """A context in which one or more positions of each row are computed."""
         context = Context(
             is_prefill=False,
             slot_mapping=places.slots,

@@ -10,10 +10,10 @@ MOST_ROUNDS = 16  # of a search that finds bytes in the middle of tokens
 
 
 class NgramText:
-    """A follower that has a sequence's tokens as bytes, in which n-grams are found fast.
+    """A sequence's tokens as bytes, to find n-grams in them fast.
 
-    The last token is left out: nothing follows it yet. A search takes a microsecond or two for
-    each n, 20 to 70 in 32,000 tokens without the n-gram.
+    The last token is left out: nothing follows it yet. A search takes a microsecond or two for each
+    n, and 20 to 70 if 32,000 tokens do not have the n-gram.
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
@@ -34,8 +34,8 @@ class NgramText:
     def propose(self, seq: Sequence, most: int) -> list[int]:
         """The tokens after the longest n-gram that ends the sequence and occurred before.
 
-        Of equal ones the latest counts. Where the sequence's tokens end, the drafts repeat
-        themselves: a text with a period shorter than `most` is guessed to go on with it.
+        If it occurred several times, the latest counts. Where the sequence's tokens end, the drafts
+        repeat themselves: a text with a period shorter than `most` is guessed to go on with it.
         """
         self.update(seq)
         token_ids = seq.token_ids
@@ -47,7 +47,7 @@ class NgramText:
         return []
 
     def _find(self, ngram: bytes) -> int:
-        """The index after its last occurrence, 0 if there is none."""
+        """The index after the n-gram's last occurrence, 0 if there is none."""
         found = self._text.rfind(ngram)
         for _ in range(MOST_ROUNDS):
             if found < 0:
@@ -59,7 +59,7 @@ class NgramText:
 
 
 class NgramProposer:
-    """A proposer with a text for each sequence. It knows no other text than the sequence's."""
+    """A proposer that looks for n-grams in each sequence's own tokens."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest

@@ -1,21 +1,23 @@
 """Pace: how many drafts of a sequence are worth their cost, by how many were right lately."""
 
-# What a verified step's drafts leave of the earlier ones' weight: a sequence's own, and all.
+# A verified step multiplies the weight of earlier drafts by this: a sequence's own, and all.
 MEMORY, OUTLOOK_MEMORY = 0.85, 0.95
-# Before anything is known: this share of drafts is right, with the weight of so many drafts.
+# Before anything is known this share of drafts is right, with the weight of FIRST_WEIGHT drafts.
 FIRST_CHANCE, FIRST_WEIGHT = 0.8, 1.5
-# The outlook counts as much as so many of a sequence's own drafts.
+# The outlook counts as much as this number of a sequence's own drafts.
 OUTLOOK_WEIGHT = 2
-# Tokens after a wrong draft until another one is tried: doubled for each, up to the last.
+# The tokens after a wrong draft until another draft is tried: the first number, doubled with each
+# wrong draft up to the second.
 PAUSES = (8, 256)
-# Above it a step's time is mostly arithmetic, where a draft only to try costs too much.
+# If a draft must be right more often than this to pay, a step's time is mostly arithmetic, and
+# tries cost too much.
 TRIES_UP_TO = 0.5
 
 
 class Outlook:
-    """The chance that a draft is right if those before it are, of all sequences: from the latest.
+    """The chance that a draft is right if those before it are, from all sequences' latest drafts.
 
-    A new sequence starts from it, as an engine's texts are often of a kind.
+    A new sequence starts from it, as an engine's texts are often alike.
     """
 
     def __init__(self, chance: float = FIRST_CHANCE) -> None:
@@ -32,10 +34,9 @@ class Outlook:
 class Pace:
     """The same chance for one sequence: from its own latest drafts, and the outlook.
 
-    If the chance is p, the i-th of a step's drafts counts with probability p^i: so many are worth
-    it for which that is at least `worth`, the least probability that pays for a draft, and `guess`,
-    what it adds to that to make one. If none is, a single draft is tried now and then, at growing
-    intervals.
+    If the chance is p, the i-th of a step's drafts counts with probability p^i. A draft pays if
+    that is at least `worth`, the least probability that pays for verifying it, plus `guess`, what
+    guessing it adds. If no draft pays, a single one is tried now and then, at growing intervals.
     """
 
     def __init__(self, outlook: Outlook | None = None) -> None:
@@ -61,11 +62,11 @@ class Pace:
         return gains
 
     def is_due(self, num_tokens: int) -> bool:
-        """Whether a sequence of so many tokens should try a draft, if none is worth it."""
+        """Whether a sequence of `num_tokens` tokens should try a draft, if none pays."""
         return num_tokens >= self._next_try
 
     def most(self, num_tokens: int, worth: float, limit: int, guess: float = 0.0) -> int:
-        """How many drafts, `limit` at most, a sequence of so many tokens should have."""
+        """How many drafts, up to `limit`, a sequence of `num_tokens` tokens should have."""
         chance = self.chance
         number, probability = 0, chance
         while number < limit and probability >= worth + guess:

@@ -8,11 +8,11 @@ from nanovllm.engine.schedule.sequence import Sequence
 class Proposer(Protocol):
     """Guesses what comes after the tokens of sequences. Any guess is allowed: it is verified.
 
-    It may keep what it knows of a sequence beside it, as long as the sequence exists.
+    It may keep what it knows of a sequence as long as the sequence exists.
     """
 
     def propose(self, seqs: list[Sequence], most: list[int]) -> list[list[int]]:
-        """Drafts for each sequence, `most` of each at most. All their tokens are known."""
+        """Drafts for each sequence, up to the number in `most`. All their tokens are known."""
 
     def reset(self) -> None:
         """Drop what an interrupt may have left half done."""

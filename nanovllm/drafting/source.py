@@ -1,4 +1,4 @@
-"""DraftSource: the smaller model that guesses tokens, found and checked before it is loaded."""
+"""DraftSource: a draft model, found and checked before the ranks load it."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ class DraftSource:
     vocab_size: int  # of the large model
 
     def load(self, config: Config, model: CausalLM, placement: Placement) -> DraftModelGuesser:
-        """Load this rank's part, for a model that is placed so by the settled `config`.
+        """Load this rank's part, for a model with this placement and the settled `config`.
 
         Both models have KV blocks of the same size.
         """
@@ -90,7 +90,7 @@ def _check_layers(draft: ModelConfig) -> None:
 
 
 def _longest(model: ModelConfig, asked: int | None) -> int:
-    """How many tokens of a sequence the model may see; what is `asked` may not be more."""
+    """How many tokens of a sequence the draft model sees: its limit, or less if `asked`."""
     longest = model.max_context
     if asked is not None and asked > longest:
         raise ValueError(f"max_model_len must be at most {longest}, its limit, got {asked}")
@@ -98,10 +98,10 @@ def _longest(model: ModelConfig, asked: int | None) -> int:
 
 
 def _check_vocabularies(model: ModelConfig, draft: ModelConfig, tokenizer: Any, path: Path) -> None:
-    """Raise a ValueError if an id is not the same token in both.
+    """Raise a ValueError if an id is not the same token in both vocabularies.
 
-    Each may have ids that the other has not, and more padding after the last one. Without both
-    tokenizers the sizes must be equal.
+    Each may have ids that the other does not have, and its own padding after the last id. If a
+    tokenizer is missing, the sizes must be equal.
     """
     other = None if tokenizer is None else load_tokenizer(None, path, warns=False)
     if other is None:

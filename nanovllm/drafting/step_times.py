@@ -23,18 +23,18 @@ logger = logging.getLogger("nanovllm")
 
 
 class StepTimes(NamedTuple):
-    """Seconds, as far as they were measured: of decode graphs, and the least to catch up."""
+    """Seconds, if they were measured: of each decode graph, and of a short step to catch up."""
 
     graphs: Mapping[Size, float] = {}
     catch_up: float = 0.0
 
 
 def time_graphs(shard: Shard) -> dict[Size, float]:
-    """Seconds of the graphs for numbers of sequences that may have drafts: the least of several.
+    """Seconds of the graphs for batches that may have drafts: the least of several rounds.
 
     All ranks do it at the same time, before anything is cached. Tokens differ, as the time of a
-    layer of experts depends on them, and contexts are short. They repeat themselves, for n-grams to
-    be found.
+    layer of experts depends on them. Contexts are short and repeat themselves, so that n-grams are
+    found.
     """
     graphs = shard.graphs
     assert graphs is not None

@@ -1,4 +1,4 @@
-"""TableRows: what the host notes and sends for drafts that the device guesses. Only on rank 0."""
+"""TableRows: what rank 0 records and sends for drafts that the device guesses."""
 
 import numpy as np
 
@@ -55,9 +55,9 @@ class TableRows:
         return stopped
 
     def extend(self, seq: Sequence, row: int, start: int) -> None:
-        """Note that a sequence has new blocks, from `start` in its first table."""
+        """Record that a sequence has new blocks, from `start` in its first table."""
         if self._drafted and self._is_ahead[row]:
-            self._drafted.take(seq, start)
+            self._drafted.claim(seq, start)
 
     def limit(self, seqs: list[Sequence], rows: Array, indices: list[int]) -> None:
         """Let the device know for how many tokens the sequences at `indices` have room."""
@@ -66,7 +66,7 @@ class TableRows:
             self._change(self._layout.limits + int(rows[index]), limit)
 
     def decode(self, seqs: list[Sequence], rows: Array, lengths: Array, num_drafts: int) -> Array:
-        """Note a decode step. Returns which rows were not ahead before it.
+        """Record a decode step. Returns which rows were not ahead before it.
 
         With drafts the guesser sees what is missing in these rows.
         """
@@ -81,7 +81,7 @@ class TableRows:
         return is_behind
 
     def added_to(self, changes: TableChanges) -> TableChanges:
-        """These changes, and those that were noted here since the last call."""
+        """These changes, and the changes for drafts since the last call."""
         if not self._offsets and not self._history:
             return changes
         own = np.array(self._offsets, np.int64), np.array(self._words, np.int32)
@@ -90,7 +90,7 @@ class TableRows:
         return TableChanges(*map(np.concatenate, columns))
 
     def _fall_behind(self, rows: Array, lengths: Array) -> None:
-        """Note what the guesser has seen of rows that are ahead, at lengths that are known by now.
+        """Record what the guesser has seen of rows that are ahead, by the lengths known now.
 
         It has seen all tokens except the last one when the last step began, which added at most
         1 + `most_drafts`.

@@ -28,7 +28,7 @@ def test_a_shorter_table_keeps_what_its_blocks_hold() -> None:
     give(seq, [1, 2])
     drafted.complete(seq, num_seen=0, end=5)
     seq.block_table.append(3)
-    drafted.take(seq, 2)
+    drafted.claim(seq, 2)
     give(seq, [1, 2])
     assert drafted.complete(seq, num_seen=5, end=7) == 5
 

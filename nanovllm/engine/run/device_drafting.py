@@ -69,7 +69,7 @@ class DeviceDrafting:
         """Measure the decode graphs of this rank's shard, if that decides about drafts."""
 
     def rows_ahead(self, layout: TableLayout) -> RowsAhead | None:  # noqa: ARG002
-        """What the ledger of a table notes for drafts; None if the device guesses none."""
+        """What the ledger of a table records for drafts; None if the device guesses none."""
         return None
 
     def steps(self, inputs: StepInputs, budget: int) -> list[StepInputs]:  # noqa: ARG002

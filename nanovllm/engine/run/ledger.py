@@ -32,18 +32,16 @@ class RowsAhead(Protocol):
         """Let the rows of `seqs` be ahead no longer. Returns the rows that were."""
 
     def extend(self, seq: Sequence, row: int, start: int) -> None:
-        """Note that a sequence has new blocks, from `start` in its first table."""
+        """Record that a sequence has new blocks, from `start` in its first table."""
 
     def limit(self, seqs: list[Sequence], rows: Array, indices: list[int]) -> None:
         """Let the device know for how many tokens the sequences at `indices` have room."""
 
-    def decode(
-        self, seqs: list[Sequence], rows: Array, lengths: Array, num_drafts: int
-    ) -> np.ndarray:
-        """Note a decode step. Returns which rows were not ahead before it."""
+    def decode(self, seqs: list[Sequence], rows: Array, lengths: Array, num_drafts: int) -> Array:
+        """Record a decode step. Returns which rows were not ahead before it."""
 
     def added_to(self, changes: TableChanges) -> TableChanges:
-        """These changes, and those that were noted here since the last call."""
+        """These changes, and the changes for rows ahead since the last call."""
 
 
 class Ledger:
