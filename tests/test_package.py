@@ -158,6 +158,7 @@ print("modules:", *sorted(name for name in sys.modules if name.startswith("nanov
     _, _, listed = done.stdout.partition("modules: ")
     modules = listed.split()
     unused = (
+        "drafting",
         "chat",
         "vectors.vectors",
         "beams",

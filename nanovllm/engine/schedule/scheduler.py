@@ -125,7 +125,7 @@ class Scheduler:
         prompts: list[Sequence],
         forks: list[tuple[Sequence, Sequence]],
     ) -> Batch | None:
-        """A step of these, with drafts where they pay; None if it must wait for others' tokens."""
+        """A step with drafts where they pay; None if it must wait for tokens in flight."""
         drafts = self.drafting.plan(decodes, prompts, self.max_num_batched_tokens, self.caches)
         if drafts is None:
             for seq in decodes:
