@@ -51,7 +51,7 @@ class DraftModelGuesser(ModelGuesser):
         if model.state_mixers:
             raise ValueError("speculative_config: a draft model that keeps states is not supported")
         super().__init__(model.attentions, placement)
-        self.models = [(config, model)]
+        self.models = ((config, model),)
         self.longest_window = config.longest_window
         self.longest = placement.max_positions
         self._model, self._vocab_size, self._own_size = model, vocab_size, config.vocab_size

@@ -63,7 +63,7 @@ class Eagle3Guesser(ModelGuesser):
         self.most, self.dtype = 1 + placement.most_drafts, placement.dtype
 
     def make_rows(self, num_rows: int) -> None:
-        """Make room for what must be known of so many table rows."""
+        """Allocate what is kept for `num_rows` table rows."""
         device, hidden_size = self.pool.device, self.head.fc.rank_part.num_rows
         first, counts = torch.zeros(2, num_rows, dtype=torch.int32, device=device)
         states = torch.zeros(num_rows, self.most, hidden_size, dtype=self.dtype, device=device)

@@ -45,7 +45,7 @@ class ModelGuesser(Guesser):
         self.pool = self.make_pool(
             single_group(layers), placement.block_size, placement.kv_dtype, placement.device
         )
-        self.pools = [self.pool]
+        self.pools = (self.pool,)
         self.sampler = Sampler(placement.backend.kernels)
 
     def check(self, groups: CacheGroups) -> None:

@@ -222,6 +222,8 @@ def note_drafts(llm: LLM) -> dict[tuple[int, int], list[int]]:
 
     def noting(table: TableState, size: Size) -> None:
         guess(table, size)
+        if size.num_queries == 1:
+            return
         for row in table.batch[: size.num_seqs].tolist():
             drafts = table.drafts.tokens[row, : size.num_queries - 1].tolist()
             key = int(table.seeds[row]), int(table.lengths[row]) + 1

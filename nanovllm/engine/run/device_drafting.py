@@ -1,6 +1,6 @@
 """DeviceDrafting: what a rank's device does about drafts. The base class does nothing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from nanovllm.engine.cache.kv_pool import KVPool
 from nanovllm.engine.run.device_table import DeviceTable, TableLayout
 from nanovllm.engine.run.ledger import RowsAhead
 from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
-from nanovllm.engine.schedule import sequence
 from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.engine.schedule.step_size import Size
 from nanovllm.kernels.plain.read_table import TableState
 from nanovllm.layers.context import Context
@@ -28,8 +28,8 @@ class DeviceDrafting:
 
     reads_history = False  # whether the table needs all tokens of a row
     longest_window: int | None = 0  # how far back it attends; None for everything
-    pools: Sequence[KVPool] = ()  # its KV, in blocks with the numbers of the model's
-    models: Sequence[tuple[ModelConfig, CausalLM]] = ()
+    pools: tuple[KVPool, ...] = ()  # its KV, in blocks with the numbers of the model's
+    models: tuple[tuple[ModelConfig, CausalLM], ...] = ()  # draft models
 
     def check(self, groups: CacheGroups) -> None:
         """Raise a ValueError if its pools cannot share the blocks of these groups."""
@@ -80,6 +80,6 @@ class DeviceDrafting:
         self,
         batch: Batch,
         table: DeviceTable,  # noqa: ARG002
-    ) -> Mapping["sequence.Sequence", list[int]]:
+    ) -> Mapping[Sequence, list[int]]:
         """The drafts that a step's draws depend on."""
         return batch.drafts
