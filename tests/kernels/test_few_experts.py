@@ -14,7 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from quantized import Format, quantized
 
-from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled, add_experts
+from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled
+from nanovllm.kernels.plain.few_rows import add_experts
 from nanovllm.kernels.plain.quantized_linear import dequantize
 from nanovllm.kernels.triton.common import can_copy_tiles
 from nanovllm.kernels.triton.experts import few_experts as module

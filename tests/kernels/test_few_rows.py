@@ -33,8 +33,8 @@ from nanovllm.kernels.triton.linear import few_rows as module
 from nanovllm.kernels.triton.linear import held_weights
 from nanovllm.kernels.triton.linear.few_rows import FewRows, few_rows_for
 from nanovllm.kernels.triton.linear.held_weights import can_hold_tiles, can_share_tiles
+from nanovllm.layers import few_rows as layers_few_rows
 from nanovllm.layers.few_rows import expert_weights
-from nanovllm.models import decoder as decoder_module
 from nanovllm.models.decoder import Decoder
 
 pytestmark = [
@@ -475,7 +475,7 @@ def test_experts_that_it_cannot_compute_do_not_take_these_kernels(
         norm = SimpleNamespace(weight=weight[0], is_plain=True)
         return SimpleNamespace(layers=[operands], norm=norm, few_rows=None)
 
-    monkeypatch.setattr(decoder_module, "operands_of", lambda operands: operands)
+    monkeypatch.setattr(layers_few_rows, "operands_of", lambda operands: operands)
     for case in (why, "neither"):
         made = decoder(case)
         Decoder.bind_few_rows(made, triton_kernels())

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from quantized import FORMATS, Format, quantized, random
 
-from nanovllm.kernels.operands.scaled import Scaled, add_linear, scaled_gated, scaled_linear
+from nanovllm.kernels.operands.scaled import Scaled
 from nanovllm.kernels.plain import quantize_rows as plain_rows
 from nanovllm.kernels.plain import quantized_linear as plain
+from nanovllm.kernels.plain.few_rows import add_linear, scaled_gated, scaled_linear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -414,7 +414,7 @@ def test_no_step_compiles_a_kernel(model_dir: Path, eager: bool) -> None:
     )  # fmt: skip
     with LLM(model_dir, **options) as llm:
         before = num_compiled()
-        assert all(before[f"{name}"] for name in before if "_kernel" in name), before
+        assert sum(map(bool, before.values())) >= 6, before  # a kernel of each module
         for num_prompts, length in ((1, 1), (2, 300), (3, 65), (17, 16), (150, 8), (2, 301)):
             prompts = [[(i * j) % 259 for j in range(length)] for i in range(num_prompts)]
             for temperature in (0, 1):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 CHECK_SECONDS = 1.0  # between checks that the parent is still the caller
 END_SECONDS = 30.0  # for a process to be gone after its line: a driver frees the GPU's memory first
-HOME = str(Path(__file__).resolve().parents[2])  # the directory of this package
+HOME = str(Path(__file__).resolve().parents[3])  # the directory of this package
 
 # What Python runs in a new process: the caller's own nanovllm, with the caller's module path.
 BOOT = """
