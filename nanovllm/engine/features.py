@@ -23,13 +23,12 @@ class Features:
     request first asks for it.
     """
 
-    def shard_parts(
-        self,
-        config: Config,  # noqa: ARG002
-        model_config: ModelConfig,  # noqa: ARG002
-        tokenizer: Any,  # noqa: ARG002
-    ) -> ShardParts:
-        """What the options ask for on every rank."""
+    def shard_parts(self, config: Config, model_config: ModelConfig, tokenizer: Any) -> ShardParts:
+        """What the options ask for on every rank. Here a ValueError, if they ask for a feature."""
+        del model_config, tokenizer
+        for option in ("speculative_config", "enable_lora", "enable_sleep_mode"):
+            if getattr(config, option):
+                raise ValueError(ALONE.format(option))
         return NO_PARTS
 
     def drafting(self, config: Config, shard: Shard) -> Drafting:  # noqa: ARG002

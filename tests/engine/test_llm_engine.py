@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting import LIMIT
@@ -153,3 +154,23 @@ def test_an_engine_cannot_be_copied_or_pickled(
     with pytest.raises(TypeError, match=message):
         duplicate(engine)
     assert solve(llm) == "46"
+
+
+@pytest.mark.parametrize("options", [
+    dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2}),
+    dict(enable_lora=True), dict(enable_sleep_mode=True),
+])  # fmt: skip
+def test_the_engine_alone_refuses_options_of_features(options: dict[str, Any]) -> None:
+    """They would have no effect."""
+    with pytest.raises(ValueError, match=f"{next(iter(options))} needs the class LLM or AsyncLLM"):
+        LLMEngine(EMBEDDED_MODEL, device="cpu", num_kvcache_blocks=64, **options)
+
+
+def test_the_engine_alone_computes_requests(llm: LLM) -> None:
+    engine = LLMEngine(EMBEDDED_MODEL, device="cpu", num_kvcache_blocks=64, max_model_len=64)
+    engine.add_request("12+34=", GREEDY)
+    outputs = []
+    while not engine.is_finished():
+        outputs += engine.step()
+    engine.close()
+    assert [output.text for output in outputs] == [solve(llm)]
