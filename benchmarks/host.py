@@ -45,6 +45,7 @@ from scheduler_step import RIVAL, load_rival, rival_scheduler
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.run.computed import Computed
+from nanovllm.engine.run.decode import Decoded
 from nanovllm.engine.schedule.step_size import Size
 from nanovllm.kernels.plain.read_table import Decoding
 
@@ -108,10 +109,11 @@ class StandIn:
         self.clock.lap("launch")
         return hidden, []
 
-    def decode(self, size: Size, *_: Any) -> tuple[torch.Tensor, Decoding, None]:
+    def decode(self, size: Size, *_: Any) -> Decoded:
         self.clock.lap("prepare")
         rows = self.rows[: size.num_rows]
-        result = self.hidden[: size.num_rows], Decoding(*[rows] * len(Decoding._fields)), None
+        decoding = Decoding(*[rows] * len(Decoding._fields))
+        result = Decoded(self.hidden[: size.num_rows], decoding, {})
         self.clock.lap("launch")
         return result
 
@@ -119,7 +121,7 @@ class StandIn:
         self.clock.lap("prepare")
         return Computed(out, self.rows, (self.rows, self.rows), self.token_ids[: size.num_rows])
 
-    def compute_logits(self, hidden: torch.Tensor, **_: Any) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor, *_: Any) -> torch.Tensor:
         return hidden
 
     def sample(self, logits: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -186,9 +188,9 @@ def replace_device_work(llm: LLM, clock: Clock) -> None:
     """Replace the device's work by stand-ins, and time the phases of a step."""
     runner, shard, scheduler = llm.model_runner, llm.model_runner.shard, llm.scheduler
     stand_in: Any = StandIn(clock, llm.config.max_num_batched_tokens)
-    shard.model, shard.sampler = stand_in, stand_in.sample
+    shard.forward.model, shard.draws.sampler = stand_in, stand_in.sample
     shard.backend.attention.plan = lambda context: None  # type: ignore[method-assign]  # noqa: ARG005
-    shard._decode = stand_in.decode  # type: ignore[method-assign]
+    shard.decodes.decode = stand_in.decode  # type: ignore[method-assign]
     shard.graphs = graphs = shard.decode_graphs(llm.config.max_num_running)
     graphs.step = stand_in.replay  # type: ignore[method-assign, assignment]
     draw: Any = clock.ends("launch", runner.draw)

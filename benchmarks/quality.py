@@ -95,10 +95,8 @@ def recorded_logits(llm: LLM) -> Iterator[list[torch.Tensor]]:
     model = llm.model_runner.shard.model
     rows: list[torch.Tensor] = []
 
-    def compute_logits(
-        hidden: torch.Tensor, out: torch.Tensor | None = None, adapters: Any = None
-    ) -> torch.Tensor:
-        logits = CausalLM.compute_logits(model, hidden, out, adapters)
+    def compute_logits(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        logits = CausalLM.compute_logits(model, hidden, out)
         rows.append(logits.float().clone())
         return logits
 

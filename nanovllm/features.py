@@ -12,7 +12,7 @@ from nanovllm.engine.run.hidden_reader import HiddenReader
 from nanovllm.engine.run.model_runner import ModelRunner
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.schedule.drafting import Drafting
-from nanovllm.engine.start.parts import DrawMasked, ShardParts
+from nanovllm.engine.start.parts import DrawMasked, MakeStepPart, ShardParts
 from nanovllm.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class AllFeatures(Features):
 
     def shard_parts(self, config: Config, model_config: ModelConfig, tokenizer: Any) -> ShardParts:
         """What the options ask for on every rank."""
-        drafting = adapters = memory = None
+        drafting, steps, memory = None, list[MakeStepPart](), None
         if config.speculative_config is not None:
             from nanovllm.drafting.source import find_source
 
@@ -32,12 +32,12 @@ class AllFeatures(Features):
         if config.enable_lora:
             from nanovllm.adapters.parts import adapter_parts
 
-            adapters = adapter_parts
+            steps.append(adapter_parts)
         if config.enable_sleep_mode:
             from nanovllm.weights.sleep_memory import sleep_memory
 
             memory = sleep_memory
-        return ShardParts(drafting, adapters, memory, masked_draws)
+        return ShardParts(drafting, tuple(steps), memory, masked_draws)
 
     def drafting(self, config: Config, shard: Shard) -> Drafting:
         """How steps get drafts, by the options and rank 0's started shard."""

@@ -144,6 +144,7 @@ def speculate_in_table(
 ) -> tuple[TableDrafting, TableAdversary]:
     """Let an engine verify what an adversary guesses that knows prompts with their outputs."""
     guesser = TableAdversary(seed, num_tokens, texts)
-    llm.model_runner.shard.drafting = guesser
+    shard = llm.model_runner.shard
+    shard.drafting = shard.parts[0] = shard.prefills.drafting = shard.decodes.drafting = guesser
     llm.scheduler.drafting = drafting = _table_drafting(llm, most_drafts)
     return drafting, guesser

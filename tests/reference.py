@@ -227,7 +227,7 @@ def check_samples(case: Case, **options: Any) -> None:
 def check_freed_blocks(case: Case, **options: Any) -> None:
     """Free blocks are filled with NaN before every step; NaN times a weight of 0 is NaN, too."""
     with make_llm(case.path, enable_prefix_caching=False, **options) as llm:
-        begin, pool = llm.model_runner.begin, llm.model_runner.shard.pool
+        begin, pool = llm.model_runner.begin, llm.model_runner.shard.caches.kv
 
         def poisoning(batch: Batch) -> Any:
             free = list(llm.scheduler.block_manager.free_queue)

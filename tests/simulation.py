@@ -30,9 +30,9 @@ from nanovllm.drafting.host_drafting import HostDrafting
 from nanovllm.drafting.table_drafting import TableDrafting
 from nanovllm.engine.cache import prefixes
 from nanovllm.engine.cache.caches import CacheLayout
+from nanovllm.engine.cache.state_part import states_before_and_after
 from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.run.step_inputs import states_before_and_after
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.schedule.scheduler import Scheduler

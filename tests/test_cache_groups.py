@@ -199,6 +199,6 @@ def test_a_pool_with_less_than_a_block_for_each_group_is_refused(tmp_path: Path)
     """Memory for one block of the pool, where a token needs six."""
     make_mixed(tmp_path)
     with make_llm(tmp_path, num_kvcache_blocks=10) as llm:
-        block_gib = llm.model_runner.shard.pool.block_bytes / 2**30
+        block_gib = llm.model_runner.shard.caches.kv.block_bytes / 2**30
     with pytest.raises(ValueError, match="the KV pool has 1 block, too few for 6 groups of layers"):
         make_llm(tmp_path, cpu_kvcache_gib=1.5 * block_gib)

@@ -214,7 +214,7 @@ def test_16_bit_models_have_fp8_caches(backend: str, dtype: str, model_dir: Path
     for budget in (16384, 16):
         options = dict(FP8, dtype=dtype, attention_backend=backend, max_num_batched_tokens=budget)
         with make_llm(model_dir, **options) as llm:
-            assert llm.model_runner.shard.pool.cache.dtype == torch.float8_e4m3fn
+            assert llm.model_runner.shard.caches.kv.cache.dtype == torch.float8_e4m3fn
             outputs = llm.generate(prompts, params, use_tqdm=False)
             found.append([out["logprobs"][0][0]["logprob"] for out in outputs])
     torch.testing.assert_close(*map(torch.tensor, found), atol=0.15, rtol=0)
@@ -226,7 +226,7 @@ def test_the_pool_holds_nearly_twice_the_tokens(head_dim: int, tmp_path: Path) -
     blocks = []
     for name in ("auto", "fp8"):
         with make_llm(tmp_path, dtype="bfloat16", kv_cache_dtype=name) as llm:
-            pool = llm.model_runner.shard.pool
+            pool = llm.model_runner.shard.caches.kv
             blocks.append(llm.config.num_kvcache_blocks)
             num_bytes = sum(tensor.nbytes for tensor in pool.tensors)
             assert num_bytes == blocks[-1] * pool.block_bytes <= 0.05 * 2**30

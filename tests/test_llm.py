@@ -927,7 +927,7 @@ def test_short_prompts_use_the_same_blocks_again(
     with make_llm(model_dir, enable_prefix_caching=enable_prefix_caching, **options) as llm:
         for call in range(10):
             generate(llm, [[call, index] for index in range(20)], greedy(3))
-        cache = llm.model_runner.shard.pool.cache
+        cache = llm.model_runner.shard.caches.kv.cache
         assert cache is not None
         assert int((cache != 0).any(-1).any(0).sum()) == 20
 
@@ -945,7 +945,7 @@ def test_the_pool_is_freed_with_the_engine(
     llm.add_request(TEXT)  # a pending request must not keep it alive
     shard = llm.model_runner.shard
     layer_cache = shard.model.attentions[0].kv.k_cache  # a part of the pool's memory
-    parts = [*map(weakref.ref, (shard.pool.cache, layer_cache, shard.model))]
+    parts = [*map(weakref.ref, (shard.caches.kv.cache, layer_cache, shard.model))]
     del shard, layer_cache
     gc.disable()
     try:
@@ -968,7 +968,7 @@ def test_an_engine_whose_step_failed_is_freed(
         raise_at_step(llm, patch, 2, RuntimeError("device lost"))
         with pytest.raises(RuntimeError, match="device lost"):
             generate(llm, TEXT)
-    dead = weakref.ref(llm.model_runner.shard.pool.cache)
+    dead = weakref.ref(llm.model_runner.shard.caches.kv.cache)
     del llm
     gc.collect()  # the exception's own cycle is the test's
     assert dead() is None

@@ -124,8 +124,8 @@ def test_equal_logits_have_equal_ranks(model_dir: Path) -> None:
     with make_llm(model_dir) as llm:
         compute = llm.model_runner.shard.model.compute_logits
 
-        def alike(hidden: torch.Tensor, **options: Any) -> torch.Tensor:
-            logits: torch.Tensor = torch.zeros_like(compute(hidden, **options))
+        def alike(hidden: torch.Tensor, *out: Any) -> torch.Tensor:
+            logits: torch.Tensor = torch.zeros_like(compute(hidden, *out))
             logits[:, [3, 5]] = 1.0
             return logits
 
@@ -205,9 +205,9 @@ def test_prompt_logprobs_are_computed_a_few_rows_at_a_time(
     with make_llm(case.path) as llm:
         sizes, compute = [], llm.model_runner.shard.model.compute_logits
 
-        def recorded(hidden: torch.Tensor, **options: Any) -> torch.Tensor:
+        def recorded(hidden: torch.Tensor, *out: Any) -> torch.Tensor:
             sizes.append(len(hidden))
-            return compute(hidden, **options)
+            return compute(hidden, *out)
 
         llm.model_runner.shard.model.compute_logits = recorded  # type: ignore[method-assign]
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)

@@ -237,7 +237,8 @@ def test_all_ranks_have_pools_of_one_size(cases: dict[str, Case]) -> None:
     with make_llm(path) as one, make_llm(path, tensor_parallel_size=2) as two:
         assert two.config.num_kvcache_blocks == one.config.num_kvcache_blocks
         assert (
-            two.model_runner.shard.pool.block_bytes * 2 == one.model_runner.shard.pool.block_bytes
+            two.model_runner.shard.caches.kv.block_bytes * 2
+            == one.model_runner.shard.caches.kv.block_bytes
         )
     with make_llm(path, tensor_parallel_size=4) as four:  # each kv head twice
         assert one.config.num_kvcache_blocks is not None

@@ -12,20 +12,34 @@ from nanovllm.adapters.peft import read_adapter
 from nanovllm.adapters.slots import AdapterSlots
 from nanovllm.config import Config
 from nanovllm.engine.engine_config import most_kept
+from nanovllm.engine.run.device_table import UNMARKED, DeviceTable
 from nanovllm.engine.run.shard import Shard
-from nanovllm.kernels.table import Kernels
+from nanovllm.engine.run.step_inputs import StepInputs
+from nanovllm.engine.run.step_part import StepPart
+from nanovllm.engine.run.transfer import Array, upload_ahead
+from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.engine.schedule.step_size import Size
+from nanovllm.engine.start.placement import Placement
+from nanovllm.kernels.plain.read_table import Decoding
 from nanovllm.layers.lora import AdapterRows, group_rows
 from nanovllm.models.decoder import CausalLM
 
 
-class AdapterParts:
+class AdapterParts(StepPart):
     """The slots in a rank's layers. `tensors` are the adapters in its host memory, by number.
 
-    Rank 0's store keeps them there; on other ranks they are those of the last placements.
+    Rank 0's store keeps them there; on other ranks they are those of the last placements. A
+    sequence's mark is the slot of its adapter.
     """
 
-    def __init__(self, model: CausalLM, num_slots: int, max_rank: int, most: int) -> None:
+    name = "adapters"
+    marks_rows = True
+
+    def __init__(
+        self, model: CausalLM, placement: Placement, num_slots: int, max_rank: int, most: int
+    ) -> None:
         self._model, self._max_rank, self._most = model, max_rank, most
+        self._device, self._kernels = placement.device, placement.backend.kernels
         self.slots = AdapterSlots(model, num_slots, max_rank)
         self.tensors: OrderedDict[int, Any] = OrderedDict()  # the last used comes last
 
@@ -53,9 +67,30 @@ class AdapterParts:
                     tensors[name] = pair.pinned()
         return tensors
 
-    def rows(self, slots: torch.Tensor, kernels: Kernels) -> AdapterRows:
-        """The adapters of rows with these slots, in int32; below 0: none."""
-        return group_rows(slots, self.slots.num_slots, kernels)
+    def mark_of(self, seq: Sequence) -> int:
+        """The slot of a running sequence's adapter."""
+        return UNMARKED if seq.adapter is None else int(seq.adapter.slot)
+
+    def sizes(self, placement: Placement, largest: int, others: list[Size]) -> list[Size]:
+        """Fewer than without adapters, as they are for some engines' steps only."""
+        del placement
+        return adapted_sizes(largest, others)
+
+    def in_prefill(self, inputs: StepInputs, tokens: Array | None = None) -> AdapterRows | None:
+        """The adapters of a prefill's tokens, or of these; None if no sequence has one."""
+        slots = inputs.arrays.get("marks")
+        if slots is None:
+            return None
+        (uploaded,) = upload_ahead(self._device, slots if tokens is None else slots[tokens])
+        return self._rows(uploaded)
+
+    def in_decode(self, table: DeviceTable, size: Size, decoding: Decoding) -> AdapterRows | None:
+        """The adapters of a decode step's queries; None if no sequence has one."""
+        del decoding
+        return self._rows(table.marks_of(size)) if size.is_marked else None
+
+    def _rows(self, slots: torch.Tensor) -> AdapterRows:
+        return group_rows(slots, self.slots.num_slots, self._kernels)
 
     def place(self, slot: int, number: int, path: Path) -> None:
         """Fill a slot, without waiting for the device.
@@ -77,11 +112,18 @@ class AdapterParts:
 
 def parts_of(shard: Shard) -> AdapterParts:
     """The slots of a shard that has adapters."""
-    assert isinstance(shard.adapters, AdapterParts)
-    return shard.adapters
+    return shard.part(AdapterParts)
 
 
-def adapter_parts(config: Config, model: CausalLM) -> AdapterParts:
+def adapter_parts(config: Config, model: CausalLM, placement: Placement) -> AdapterParts:
     """The slots that an engine with adapters has in its layers, all of them empty."""
     most = most_kept(config)
-    return AdapterParts(model, config.max_loras, config.max_lora_rank, most)
+    return AdapterParts(model, placement, config.max_loras, config.max_lora_rank, most)
+
+
+def adapted_sizes(largest: int, others: list[Size]) -> list[Size]:
+    """Decode steps with adapters for up to `largest` sequences, and `others` with adapters."""
+    powers = (1 << exponent for exponent in range(largest.bit_length()))
+    numbers = {n for power in powers for n in (power, power * 3 // 2) if power != 1}
+    plain = [Size(number) for number in sorted({1, *numbers, largest}) if number <= largest]
+    return [size._replace(is_marked=True) for size in [*plain, *others]]

@@ -76,7 +76,7 @@ def drafts_read_by_draws(batch: Batch, table: DeviceTable) -> Mapping[Sequence, 
         return batch.drafts
     if not any(seq.reads_tokens for seq in batch.seqs):
         return dict.fromkeys(batch.seqs, [PENDING] * number)
-    rows = table.state.batch[: len(batch.seqs)].long()
-    guessed = table.state.drafts.tokens[rows, :number].tolist()
+    rows = table.columns.batch[: len(batch.seqs)].long()
+    guessed = table.columns.drafts.tokens[rows, :number].tolist()
     known = ([*takewhile(NO_DRAFT.__ne__, row)] for row in guessed)
     return dict(zip(batch.seqs, known, strict=True))

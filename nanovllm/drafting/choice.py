@@ -48,7 +48,7 @@ def most_forced(shard: Shard) -> int:
     """How many forced tokens a sequence may have in a step, if the option does not say it."""
     if not shard.backend.attention.packs_few_queries:
         return 0
-    if shard.pools.states is not None:  # a sequence has slots for this many drafts
+    if shard.caches.states is not None:  # a sequence has slots for this many drafts
         return min(MOST_FORCED, shard.placement.most_rejected)
     return MOST_FORCED
 

@@ -10,7 +10,7 @@ import torch
 from nanovllm.drafting.catch_up import warm_up_step
 from nanovllm.drafting.model_guesser import ModelGuesser, Places
 from nanovllm.engine.cache.kv_pool import KVPool
-from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
+from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.plain.guess_inputs import GuessInputs
 from nanovllm.layers.context import Context, attending
@@ -75,9 +75,10 @@ class DraftModelGuesser(ModelGuesser):
         with attending(context, self.backend.attention):
             self._model(self._own(input_ids), positions, nothing)
 
-    def warm_up_steps(self, prefill: PrefillInputs, width: int) -> list[StepInputs]:
+    def warm_up_steps(self, inputs: StepInputs) -> list[StepInputs]:
         """A step for `catch_up` with a prefill's tokens."""
-        return [warm_up_step(prefill, width, self.longest)]
+        assert inputs.prefill is not None
+        return [warm_up_step(inputs.prefill, inputs.width, self.longest)]
 
     def _logits(
         self,

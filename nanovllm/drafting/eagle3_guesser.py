@@ -9,12 +9,14 @@ B sequences, Q queries of the model for each.
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from nanovllm.drafting.eagle3_head import Eagle3Head
 from nanovllm.drafting.model_guesser import ModelGuesser, Places
-from nanovllm.engine.run.step_inputs import PrefillInputs
-from nanovllm.engine.run.transfer import upload_ahead
+from nanovllm.engine.run.step_inputs import StepInputs
+from nanovllm.engine.run.transfer import Array, upload_ahead
+from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.step_size import Size
 from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.plain.guess_inputs import GuessInputs, Kept
@@ -32,13 +34,16 @@ class PrefillTokens(NamedTuple):
     sample_rows: torch.Tensor  # [samples]: the rows that the samples go to
 
     @classmethod
-    def upload(cls, prefill: PrefillInputs, device: torch.device) -> "PrefillTokens":
-        """Copies on the device of what a head reads of a prefill."""
-        sampled = prefill.sampled_tokens
-        assert sampled is not None and prefill.next_tokens is not None
-        if prefill.shared_samples is not None:
-            sampled = sampled[prefill.shared_samples]
-        arrays = prefill.table_rows, prefill.next_tokens, sampled, prefill.sample_table_rows
+    def upload(cls, inputs: StepInputs, device: torch.device) -> "PrefillTokens":
+        """Copies on the device of what a head reads of a prefill. A warm-up has no next tokens."""
+        prefill = inputs.prefill
+        assert prefill is not None
+        sampled = prefill.tokens_of_samples()
+        assert sampled is not None
+        next_tokens = inputs.arrays.get("next_tokens")
+        if next_tokens is None:
+            next_tokens = np.zeros(len(prefill.cu_seqlens_q) - 1, np.int64)
+        arrays = prefill.table_rows, next_tokens, sampled, prefill.sample_table_rows
         return cls(*upload_ahead(device, *arrays))
 
 
@@ -68,6 +73,17 @@ class Eagle3Guesser(ModelGuesser):
         first, counts = torch.zeros(2, num_rows, dtype=torch.int32, device=device)
         states = torch.zeros(num_rows, self.most, hidden_size, dtype=self.dtype, device=device)
         self.kept = Kept(first, counts, states)
+
+    def arrays(self, batch: Batch, q_ends: Array | None) -> dict[str, Array]:
+        """The token after each sequence's scheduled ones in a prefill; 0 where a prompt ends."""
+        if q_ends is None:
+            return {}
+        ends = [seq.num_cached_tokens + seq.num_scheduled_tokens for seq in batch.seqs]
+        known = (
+            seq.token_ids[end] if end < len(seq.token_ids) else 0
+            for seq, end in zip(batch.seqs, ends, strict=True)
+        )  # fmt: skip
+        return {"next_tokens": np.fromiter(known, np.int64, len(ends))}
 
     def store(self, inputs: GuessInputs) -> None:
         """Store the keys of new positions, in a step without drafts."""
@@ -102,7 +118,7 @@ class Eagle3Guesser(ModelGuesser):
     def prefill(
         self,
         table: TableState,
-        inputs: PrefillInputs,
+        inputs: StepInputs,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         context: Context,

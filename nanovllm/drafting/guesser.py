@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from nanovllm.config import Config
 from nanovllm.drafting.catch_up import drafts_read_by_draws, with_catch_ups
+from nanovllm.drafting.step_sizes import MOST_DRAFTS, draft_sizes
 from nanovllm.drafting.step_times import StepTimes, time_catch_up, time_graphs
 from nanovllm.drafting.table_rows import TableRows
 from nanovllm.engine.run.device_drafting import DeviceDrafting
@@ -28,9 +29,15 @@ class Guesser(DeviceDrafting):
 
     name = "guesser"  # in messages
     longest: int | None = None
+    most_in_step = MOST_DRAFTS
     num_bytes = 0.0  # the weights that a draft reads, on all ranks together
     times = StepTimes()
     _rows: TableRows | None = None  # on rank 0
+
+    def sizes(self, placement: Placement, largest: int, others: list[Size]) -> list[Size]:
+        """Decode steps with drafts for up to `largest` sequences."""
+        del others
+        return draft_sizes(placement.most_drafts, largest)
 
     def measure(self, shard: Shard) -> None:
         """Time the decode graphs, and catching up. All ranks do it at the same time."""

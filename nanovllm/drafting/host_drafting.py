@@ -6,11 +6,11 @@ from nanovllm.drafting.costs import Costs
 from nanovllm.drafting.pace import Outlook, Pace
 from nanovllm.drafting.paced_drafting import PacedDrafting
 from nanovllm.drafting.proposer import Proposer
+from nanovllm.drafting.step_sizes import MOST_DRAFTS
 from nanovllm.engine.cache.caches import Caches
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.drafting import Drafts
 from nanovllm.engine.schedule.sequence import PENDING, Sequence
-from nanovllm.engine.schedule.step_size import MOST_DRAFTS
 
 
 class HostDrafting(PacedDrafting):

@@ -38,7 +38,7 @@ def time_graphs(shard: Shard) -> dict[Size, float]:
     """
     graphs = shard.graphs
     assert graphs is not None
-    state, layout = shard.table.state, shard.table.layout
+    state, layout = shard.table.columns, shard.table.layout
     period, most_tokens = 1 + layout.most_drafts, layout.max_blocks * shard.block_size
     some = torch.arange(layout.num_rows * period, device=shard.device)
     length = max(0, min(period + MOST_LOOKUP, most_tokens - period))
@@ -51,7 +51,7 @@ def time_graphs(shard: Shard) -> dict[Size, float]:
     state.batch.copy_(some[: layout.num_rows])
     start = time.perf_counter()
     most = max(size.num_seqs for size in graphs.sizes if size.num_queries > 1)
-    plain = (size for size in graphs.sizes if not size.adapts)
+    plain = (size for size in graphs.sizes if not size.is_marked)
     sizes = [s for s in plain if s.num_seqs <= most and s.num_queries <= most_tokens]
     rounds = [[_seconds(shard, size, length) for size in sizes] for _ in range(ROUNDS)]
     seconds = dict(zip(sizes, map(min, *rounds), strict=True))
@@ -80,7 +80,7 @@ def time_catch_up(shard: Shard, longest: int | None) -> float:
 def _seconds(shard: Shard, size: Size, length: int) -> float:
     """The seconds of a step in which each sequence has `length` tokens in the cache."""
     assert shard.graphs is not None
-    shard.table.state.lengths.fill_(length)
+    shard.table.columns.lengths.fill_(length)
     _wait(shard)
     start = time.perf_counter()
     shard.graphs.replay(size)

@@ -5,11 +5,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from nanovllm.drafting.costs import Costs
 from nanovllm.drafting.pace import Outlook, Pace
 from nanovllm.drafting.paced_drafting import PacedDrafting
+from nanovllm.drafting.step_sizes import MOST_DRAFTS, most_within
 from nanovllm.engine.cache.caches import Caches
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.drafting import NO_DRAFTS, Drafts
 from nanovllm.engine.schedule.sequence import Sequence
-from nanovllm.engine.schedule.step_size import MOST_DRAFTS, most_within
 
 # If no draft pays in a step of at least MANY sequences, the next QUIET_STEPS have none: to look
 # costs 1 to 3 us a sequence.

@@ -74,7 +74,7 @@ class LLMEngine:
         self._forces = asked.speculative_config is not None  # or a request has asked for it
         self.adapters = self.features.adapters(self.model_runner)
         self.scheduler = Scheduler(
-            self.config, shard.pools.layout, drafting, self.adapters.admissions
+            self.config, shard.caches.layout, drafting, self.adapters.admissions
         )
         self.counter = StepCounter()
         self.meter = RequestMeter()

@@ -4,7 +4,7 @@ A thread runs one step at a time, and has a context of its own.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +25,7 @@ class Context:
     are in the cache, and `block_tables` is set. Decode: `num_queries` rows for each sequence, at
     consecutive positions; a row's `context_lens` includes its own token, and is 0 for one that is
     not used: the last ones of a sequence, or all. `slot_mapping` [T] is the cache
-    slot for each token's KV, or -1 if it is not stored. `adapters` is None if no row has one.
+    slot for each token's KV, or -1 if it is not stored.
     """
 
     is_prefill: bool
@@ -38,7 +38,6 @@ class Context:
     block_tables: torch.Tensor | None = None
     num_queries: int = 1
     plan: Any = None  # what the attention backend computes once for all layers
-    adapters: "AdapterRows | None" = None
 
 
 class StateBatch(NamedTuple):
@@ -96,29 +95,41 @@ class StateStep:
         ]
 
 
+NOTHING: Mapping[str, Any] = {}
+
 _current = threading.local()
 
 
 @contextmanager
 def attending(
-    contexts: Context | list[Context], backends: Any, states: StateStep | None = None
+    contexts: Context | list[Context], backends: Any, read: Mapping[str, Any] = NOTHING
 ) -> Iterator[None]:
     """In the block, layers attend by this metadata. The attention backend plans for it.
 
     With several cache groups there are a context and a backend for each: the contexts differ in
-    slots and block tables. Without any there is one context, and no backend. `states` is for layers
-    that keep states.
+    slots and block tables. Without any there is one context, and no backend. `read` is what layers
+    read of the parts of a step, by their names.
     """
     if isinstance(contexts, Context):
         contexts, backends = [contexts], [backends]
     for context, backend in zip(contexts, backends, strict=bool(backends)):
         backend.plan(context)
-    _current.contexts, _current.adapters = contexts, contexts[0].adapters
-    _current.states = states
+    _current.contexts = contexts
+    try:
+        with reading(read):
+            yield
+    finally:
+        del _current.contexts
+
+
+@contextmanager
+def reading(read: Mapping[str, Any]) -> Iterator[None]:
+    """In the block, layers read this of the parts of a step, by their names."""
+    _current.read = read
     try:
         yield
     finally:
-        del _current.contexts, _current.adapters, _current.states
+        del _current.read
 
 
 def get_context(group: int = 0) -> Context:
@@ -129,17 +140,17 @@ def get_context(group: int = 0) -> Context:
 
 def state_step() -> StateStep:
     """Where the current step's tokens find and leave states."""
-    step: StateStep = _current.states
+    step: StateStep = _current.read["states"]
     return step
 
 
 def adapter_rows() -> "AdapterRows | None":
     """The adapters of the rows that layers compute now; None outside a step, too."""
-    adapters: AdapterRows | None = getattr(_current, "adapters", None)
-    return adapters
+    rows: AdapterRows | None = getattr(_current, "read", NOTHING).get("adapters")
+    return rows
 
 
 def keep_adapters_of(rows: torch.Tensor) -> None:
     """From now on the step's layers compute only these of its rows."""
     if adapters := adapter_rows():
-        _current.adapters = adapters.at(rows)
+        _current.read = {**_current.read, "adapters": adapters.at(rows)}

@@ -20,7 +20,7 @@ from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
-    from nanovllm.layers.lora import AdapterRows
+    pass
 
 
 class VocabularyShard:
@@ -127,22 +127,20 @@ class ParallelLMHead(LinearBase):
         self,
         x: torch.Tensor,
         out: torch.Tensor | None = None,
-        adapters: "AdapterRows | None" = None,
     ) -> torch.Tensor:
-        """The logits, written to `out` if given. `adapters` are those of the rows x."""
+        """The logits, written to `out` if given."""
         if self.ranks.size == 1:
-            return self.part(x, out, adapters)
-        logits = self.gather(self.part(x, adapters=adapters))
+            return self.part(x, out)
+        logits = self.gather(self.part(x))
         return logits if out is None else out.copy_(logits)
 
     def part(
         self,
         x: torch.Tensor,
         out: torch.Tensor | None = None,
-        adapters: "AdapterRows | None" = None,
     ) -> torch.Tensor:
         """The logits of this rank's tokens, written to `out` if given."""
-        if adapters and self.low_rank:
+        if self.low_rank and (adapters := adapter_rows()):
             logits = adapters.add(x, self.low_rank, lambda: self.linear(x, None, out))
         else:
             logits = self.linear(x, None, out)

@@ -26,7 +26,6 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.linear.few_rows import FewRows  # which needs Triton
-    from nanovllm.layers.lora import AdapterRows
 
 
 class Decoder(nn.Module):
@@ -221,11 +220,7 @@ class CausalLM(Model):
         self,
         hidden: torch.Tensor,
         out: torch.Tensor | None = None,
-        adapters: "AdapterRows | None" = None,
     ) -> torch.Tensor:
-        """Logits [T, vocab] of the rows that sample, written to `out` if given.
-
-        `adapters` are those of these rows, if the head may have some.
-        """
-        logits: torch.Tensor = self.lm_head(hidden, out, adapters)
+        """Logits [T, vocab] of the rows that sample, written to `out` if given."""
+        logits: torch.Tensor = self.lm_head(hidden, out)
         return logits

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.run.computed import Computed
+from nanovllm.engine.run.step_part import TakenHidden
 from nanovllm.engine.run.transfer import Array, download, upload
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.sequence import Sequence
@@ -133,7 +134,7 @@ class HiddenStates:
         self, asked: list[Pooled], seqs: list[Sequence], offsets: list[int], computed: Computed
     ) -> Callable[[], None]:
         """Start the copies to the host; what is returned hands them to the sequences."""
-        states = states_in_flight(asked, computed.kept)
+        states = states_in_flight(asked, computed.taken.get(TakenHidden.name))
         drawn = drawn_states(seqs, offsets, computed.hidden)
 
         def deliver() -> None:

@@ -43,7 +43,7 @@ class Sleep(NamedTuple):
             memory.release()
             torch.cuda.empty_cache()
             return
-        shard.pools.sleep()
+        shard.caches.sleep()
         if self.level == 2:
             held_weights(shard).drop()
         trim_heap()
@@ -59,6 +59,6 @@ class WakeUp(NamedTuple):
             memory.restore(self.memories)
             return
         if "kv_cache" in self.memories:
-            shard.pools.wake_up()
+            shard.caches.wake_up()
         if "weights" in self.memories:
             held_weights(shard).regain()

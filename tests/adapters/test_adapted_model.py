@@ -22,7 +22,7 @@ from nanovllm.adapters.slots import AdapterSlots
 from nanovllm.formats.choice import QuantizedFormats
 from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
 from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.context import Context, attending
+from nanovllm.layers.context import Context, attending, reading
 from nanovllm.layers.layer import Backend
 from nanovllm.layers.lora import group_rows
 from nanovllm.layers.ranks import ALONE, Ranks
@@ -69,16 +69,16 @@ def logits_of(
     context = Context(
         is_prefill=True, slot_mapping=torch.full((len(of_rows),), -1), cu_seqlens_q=ends,
         cu_seqlens_k=ends, max_seqlen_q=int(lengths.max()), max_seqlen_k=int(lengths.max()),
-        adapters=adapters,
     )  # fmt: skip
     ids = torch.tensor([token for prompt in PROMPTS for token in prompt])
     positions = torch.cat([torch.arange(int(n)) for n in lengths])
     chosen = None if rows is None else torch.tensor(rows)
-    with attending(context, TorchBackend()):
+    with attending(context, TorchBackend(), {"adapters": adapters}):
         hidden, _ = model(ids, positions, chosen)
     if adapters and chosen is not None:
         adapters = adapters.at(chosen)
-    return model.compute_logits(hidden, adapters=adapters)
+    with reading({"adapters": adapters}):
+        return model.compute_logits(hidden)
 
 
 def expected(path: Path, adapters: list[Path], slots: list[int]) -> torch.Tensor:
@@ -249,8 +249,7 @@ def test_adapters_of_quantized_layers_multiply_rows_that_are_not_rounded(
     without = layer(x)
     rows = group_rows(torch.zeros(40, dtype=torch.int32), 1, kernels)
     context = Context(True, torch.full((40,), -1), torch.tensor([0, 40]), torch.tensor([0, 40]))
-    context.adapters = rows
-    with attending(context, TorchBackend()):
+    with attending(context, TorchBackend(), {"adapters": rows}):
         assert layer.rounding(x) is None
         found = layer(x)
     torch.testing.assert_close(found - without, x @ pair.a.T @ pair.b, rtol=1e-3, atol=1e-4)

@@ -10,6 +10,9 @@ from conftest import make_model
 
 from nanovllm.adapters.adapter import number_of
 from nanovllm.adapters.parts import AdapterParts
+from nanovllm.config import Config
+from nanovllm.engine.start.placement import resolve_placement
+from nanovllm.layers.ranks import ALONE
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
@@ -22,10 +25,12 @@ SHAPES = {"model.layers.0.self_attn.q_proj": (64, 64)}
 @pytest.fixture
 def parts(tmp_path: Path) -> AdapterParts:
     path = make_model(tmp_path / "model")
+    config = ModelConfig.from_dir(path)
+    placement = resolve_placement(Config(str(path), device="cpu"), config, ALONE)
     with torch.inference_mode():
-        model = build_model(ModelConfig.from_dir(path), 64)
+        model = build_model(config, 64)
         load_model(model, path)
-    return AdapterParts(model, 2, 8, 2)
+    return AdapterParts(model, placement, 2, 8, 2)
 
 
 def test_files_that_have_changed_are_an_error_on_every_rank(

@@ -127,7 +127,7 @@ def test_steps_without_adapters_call_no_kernel_of_theirs(model_path: Path) -> No
     with attending(context, _NoPlan()):
         assert adapter_rows() is None
     rows = group_rows(torch.tensor([0, -1], dtype=torch.int32), 2, PLAIN)
-    with attending(Context(True, torch.tensor([-1, -1]), adapters=rows), _NoPlan()):
+    with attending(context, _NoPlan(), {"adapters": rows}):
         assert torch.equal(model.get_submodule(DOWN)(x), plain)
         keep_adapters_of(torch.tensor([1]))
         kept = adapter_rows()

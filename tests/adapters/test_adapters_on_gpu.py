@@ -101,12 +101,12 @@ def test_mixed_adapters_equal_peft(tmp_path: Path) -> None:
         of_rows = torch.tensor(SLOTS, dtype=torch.int32).repeat_interleave(lengths)
         rows = group_rows(of_rows, 3, kernels)
         nowhere = torch.full((len(of_rows),), -1)
-        context = Context(True, nowhere, ends, ends, 7, 7, adapters=rows)
+        context = Context(True, nowhere, ends, ends, 7, 7)
         ids = torch.tensor([token for prompt in PROMPTS for token in prompt])
         positions = torch.cat([torch.arange(len(prompt)) for prompt in PROMPTS])
-        with attending(context, TorchBackend()):
+        with attending(context, TorchBackend(), {"adapters": rows}):
             hidden, _ = model(ids, positions)
-        logits = model.compute_logits(hidden, adapters=rows).cpu()
+            logits = model.compute_logits(hidden).cpu()
     chosen = [adapters[slot] if slot >= 0 else None for slot in SLOTS]
     wanted = [peft_logits(path, a, p) for a, p in zip(chosen, PROMPTS, strict=True)]
     torch.testing.assert_close(logits, torch.cat(wanted), rtol=1e-3, atol=1e-3)

@@ -484,7 +484,7 @@ def test_the_pools_share_the_memory(model_dir: Path, small_dir: Path) -> None:
     with make(model_dir, small_dir, cpu_kvcache_gib=0.03) as llm:
         assert llm.config.num_kvcache_blocks == num_blocks * 2 // 3
         model, draft = llm.model_runner.shard, guesser_of(llm)
-        assert model.pool.cache.shape[1] == draft.pool.cache.shape[1] == num_blocks * 2 // 3
+        assert model.caches.kv.cache.shape[1] == draft.pool.cache.shape[1] == num_blocks * 2 // 3
         assert drafting_of(llm).costs._guess == pytest.approx(0.6, abs=0.05)  # type: ignore
 
 

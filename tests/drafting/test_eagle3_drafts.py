@@ -99,7 +99,7 @@ def test_wrong_guesses_keep_what_transformers_generates(
 def test_a_block_is_copied_with_the_keys_of_the_head() -> None:
     """A sample's own copy of its prompt's last block: without it, the head guesses badly there."""
     with make(EMBEDDED_MODEL, EMBEDDED_HEAD, num_kvcache_blocks=4) as llm:
-        pool = llm.model_runner.shard.pool
+        pool = llm.model_runner.shard.caches.kv
         (head,) = pool.beside
         for one in (pool, head):
             one.cache.normal_()
@@ -202,10 +202,10 @@ def test_a_head_has_the_types_and_blocks_of_its_model(head_dir: Path, model_dir:
     with make(model_dir, head_dir, dtype="bfloat16", num_kvcache_blocks=20) as llm:
         shard = llm.model_runner.shard
         guesser = guesser_of(llm)
-        assert guesser.pool.cache.shape[1] == shard.pool.cache.shape[1] == 20
+        assert guesser.pool.cache.shape[1] == shard.caches.kv.cache.shape[1] == 20
         assert guesser.pool.cache.dtype == guesser.kept.states.dtype == torch.bfloat16
-        own = [pool.cache.nbytes for pool in (shard.pool, guesser.pool)]
-        assert shard.pool.block_bytes == sum(own) / 20 and own[0] == 2 * own[1]
+        own = [pool.cache.nbytes for pool in (shard.caches.kv, guesser.pool)]
+        assert shard.caches.kv.block_bytes == sum(own) / 20 and own[0] == 2 * own[1]
         assert guesser.head.embed_tokens is None
         llm.generate(PROMPTS[:3], SamplingParams(max_tokens=8), use_tqdm=False)
 

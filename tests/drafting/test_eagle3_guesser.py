@@ -14,8 +14,8 @@ from nanovllm.config import Config
 from nanovllm.drafting.eagle3_config import HeadConfig
 from nanovllm.drafting.eagle3_files import load_head
 from nanovllm.drafting.eagle3_guesser import Eagle3Guesser
-from nanovllm.engine.run.device_table import DeviceTable, TableLayout
-from nanovllm.engine.run.step_inputs import PrefillInputs
+from nanovllm.engine.run.device_table import NO_CHANGES, DeviceTable, TableLayout
+from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
 from nanovllm.engine.schedule.step_size import Size
 from nanovllm.engine.start.placement import resolve_placement
 from nanovllm.kernels.plain.noise import noise_keys
@@ -59,7 +59,7 @@ class Engine:
         head.bind(placement.backend)
         self.guesser = Eagle3Guesser(head, embedding, placement)
         self.table = DeviceTable(TableLayout(6, WIDTH, BLOCK, MOST), torch.device("cpu"))
-        self.state = self.table.state
+        self.state = self.table.columns
         self.guesser.make_rows(self.table.layout.num_rows)
         self.guesser.pool.allocate(40)
         self.blocks = random.Random(3).sample(range(40), 6 * WIDTH)
@@ -108,10 +108,12 @@ class Engine:
         )  # fmt: skip
         places, samples = (np.array([x[i] for x in sampled], np.int64) for i in (0, 1))
         nothing = np.zeros(0)
-        inputs = PrefillInputs(
+        prefill = PrefillInputs(
             *[nothing] * 5, table_rows=rows.numpy(), sample_table_rows=samples,
-            sampled_tokens=places, next_tokens=np.array(follow),
+            sampled_tokens=places,
         )  # fmt: skip
+        arrays = {"next_tokens": np.array(follow)}
+        inputs = StepInputs(len(rows), 0, NO_CHANGES, prefill, arrays=arrays)
         tapped = [torch.cat(parts) for parts in zip(*taps, strict=True)]
         tokens = torch.tensor(ids), torch.cat(positions)
         self.guesser.prefill(self.state, inputs, *tokens, context, tapped)

@@ -12,10 +12,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.drafting.grammar_proposer import GrammarProposer
 from nanovllm.drafting.host_drafting import HostDrafting
 from nanovllm.drafting.paced_drafting import PacedDrafting
+from nanovllm.drafting.step_sizes import MOST_DRAFTS
 from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.sequence import Sequence
-from nanovllm.engine.schedule.step_size import MOST_DRAFTS
 from nanovllm.outputs import RequestOutput
 from nanovllm.speculative_config import MOST_FORCED
 from nanovllm.structured_outputs import StructuredOutputs

@@ -186,16 +186,15 @@ def test_a_decoder_of_few_rows_equals_one_layer_after_the_other(tmp_path: Path) 
         ids, positions = torch.arange(5), torch.tensor([0, 1, 2, 0, 1])
         ends = torch.tensor([0, 3, 5], dtype=torch.int32)
         rows = group_rows(torch.tensor([1, 1, 1, 0, -1], dtype=torch.int32), 2, kernels)
-        context = Context(True, torch.full((5,), -1), ends, ends, 3, 3, adapters=rows)
+        context = Context(True, torch.full((5,), -1), ends, ends, 3, 3)
         decoder: Any = model.model
         few = with_adapters(decoder.few_rows, decoder.layers, rows)
         assert isinstance(few, AdaptedFewRows) and len(few.adapters) == 2 * 4
-        with attending(context, TorchBackend()):
+        with attending(context, TorchBackend(), {"adapters": rows}):
             wanted, _ = model(ids, positions)
             ropes = decoder.rotations(positions)
             found, _ = decoder._forward_few(few, decoder.embed_tokens(ids), ropes)
-        base = Context(True, torch.full((5,), -1), ends, ends, 3, 3)
-        with attending(base, TorchBackend()):
+        with attending(context, TorchBackend()):
             without, _ = model(ids, positions)
     scale = wanted.float().abs().amax()
     assert (found - wanted).float().abs().amax() <= 0.06 * scale

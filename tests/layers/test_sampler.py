@@ -400,8 +400,8 @@ def test_the_engine_samples_with_the_odds_of_softmax(temperature: float, model_d
         model = llm.model_runner.shard.model
         compute_logits = model.compute_logits
 
-        def recording(hidden: torch.Tensor, **options: Any) -> torch.Tensor:
-            seen.append(compute_logits(hidden, **options))
+        def recording(hidden: torch.Tensor, *out: Any) -> torch.Tensor:
+            seen.append(compute_logits(hidden, *out))
             return seen[-1]
 
         model.compute_logits = recording  # type: ignore[method-assign]

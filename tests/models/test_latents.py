@@ -173,7 +173,7 @@ def test_latents_equal_the_loop_on_a_device(options: dict[str, Any], case: Case)
 
 def test_a_token_takes_one_row_in_each_layer(case: Case) -> None:
     with make_llm(case.path, kvcache_block_size=4) as llm:
-        pool = llm.model_runner.shard.pool
+        pool = llm.model_runner.shard.caches.kv
         assert pool.block_bytes == 4 * 3 * 32 * 4
         layer = llm.model_runner.shard.model.attentions[1]
         assert layer.kv.k_cache.data_ptr() == layer.kv.v_cache.data_ptr()

@@ -292,7 +292,7 @@ def test_without_kv_blocks_do_not_limit_what_runs(cached: bool, tmp_path: Path) 
             llm.add_request([index] * 50, params)
         llm.step()
         assert llm.stats().num_running == 5 and " 0 KV blocks" in repr(llm)
-        states = llm.model_runner.shard.pools.num_bytes(5).before / GIB
+        states = llm.model_runner.shard.caches.num_bytes(5).before / GIB
     with make_llm(tmp_path, cpu_kvcache_gib=1.001 * states, **options) as llm:
         assert len(llm.generate([1, 2, 3], params, use_tqdm=False)[0].token_ids) == 40
     with pytest.raises(ValueError, match=r"MiB for the states of sequences, those of 5 take"):

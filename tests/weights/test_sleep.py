@@ -38,7 +38,7 @@ def generate(llm: LLM) -> list[list[int]]:
 def touch(llm: LLM) -> None:
     """Write to the KV pool: its pages are taken then."""
     with torch.inference_mode():
-        llm.model_runner.shard.pool.cache.fill_(1)
+        llm.model_runner.shard.caches.kv.cache.fill_(1)
 
 
 def resident_bytes() -> int:

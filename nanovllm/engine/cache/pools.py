@@ -9,7 +9,7 @@ from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.cache.groups import CacheGroups
 from nanovllm.engine.cache.kv_pool import KVPool
 from nanovllm.engine.cache.state_pool import StatePool
-from nanovllm.engine.run.transfer import Array
+from nanovllm.engine.run.step_part import StepPart
 from nanovllm.layers.mixer import StateMixer
 
 
@@ -48,6 +48,24 @@ class CachePools:
         self._size = 0, 0  # the numbers of blocks and of sequences that there is memory for
         self._asleep: tuple[int, int] | None = None  # the same before `sleep`
 
+    @property
+    def groups(self) -> CacheGroups:
+        """Which of the model's layers share block tables."""
+        return self.kv.groups
+
+    @property
+    def slots_per_sequence(self) -> int:
+        """Slots of a running sequence, for the states of its last tokens."""
+        return 0 if self.states is None else self.states.slots_per_sequence
+
+    def step_parts(self) -> list[StepPart]:
+        """What steps need of the caches besides block tables."""
+        if self.states is None:
+            return []
+        from nanovllm.engine.cache.state_part import StatePart
+
+        return [StatePart(self.states)]
+
     def _layout(self, num_blocks: int) -> CacheLayout:
         if self.states is None:
             return self.layout
@@ -78,11 +96,6 @@ class CachePools:
         """Say how many slots for states there are, if the model has some."""
         if self.states is not None and self.layout.states is not None:
             self.states.log(self.layout.states, self._size[1])
-
-    def copy_states(self, pairs: Array) -> None:
-        """Copy slots of states; only steps of models that have some ask for it."""
-        assert self.states is not None
-        self.states.copy(pairs)
 
     def release(self) -> None:
         """Free all memory until the next `allocate`."""

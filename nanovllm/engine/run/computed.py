@@ -1,10 +1,10 @@
 """Computed: the device tensors that a step leaves."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.engine.run.reports import Columns
 from nanovllm.kernels.plain.read_table import Decoding
 
 
@@ -19,11 +19,10 @@ class Computed(NamedTuple):
     table_rows: torch.Tensor  # [B] in int64: the rows of the device table that the tokens go to
     choices: tuple[torch.Tensor, torch.Tensor] | None = None  # temperatures and keys, if read there
     token_ids: torch.Tensor | None = None  # [B], if they were drawn in the graph
-    prompt_logprobs: tuple[Columns, ...] = ()  # on rank 0, for the tokens that are reported
     num_queries: int = 1  # of each sequence in a decode step
     decoding: Decoding | None = None
     outcome: torch.Tensor | None = None  # of `accept`
-    kept: torch.Tensor | None = None  # [N, hidden]: hidden states of a prefill, for keepers
+    taken: Mapping[str, Any] = {}  # what step parts have made of a prefill's hidden states
     hidden: torch.Tensor | None = None  # [B, hidden]: what the logits are made of, if it is wanted
 
     def results(self, num_samples: int) -> torch.Tensor:

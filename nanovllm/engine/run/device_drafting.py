@@ -9,7 +9,8 @@ from nanovllm.engine.cache.groups import CacheGroups
 from nanovllm.engine.cache.kv_pool import KVPool
 from nanovllm.engine.run.device_table import DeviceTable, TableLayout
 from nanovllm.engine.run.ledger import RowsAhead
-from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
+from nanovllm.engine.run.step_inputs import StepInputs
+from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.engine.schedule.step_size import Size
@@ -19,7 +20,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 
 
-class DeviceDrafting:
+class DeviceDrafting(StepPart):
     """Guesses drafts at the beginning of the step that verifies them, and writes them to the table.
 
     `guess` and `keep` are in decode graphs, so they wait for nothing. All ranks call the same
@@ -27,6 +28,7 @@ class DeviceDrafting:
     """
 
     reads_history = False  # whether the table needs all tokens of a row
+    most_in_step = 0  # the most drafts of a step
     longest_window: int | None = 0  # how far back it attends; None for everything
     pools: tuple[KVPool, ...] = ()  # its KV, in blocks with the numbers of the model's
     models: tuple[tuple[ModelConfig, CausalLM], ...] = ()  # draft models
@@ -46,7 +48,7 @@ class DeviceDrafting:
     def prefill(
         self,
         table: TableState,
-        inputs: PrefillInputs,
+        inputs: StepInputs,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         context: Context,
@@ -59,8 +61,7 @@ class DeviceDrafting:
 
     def warm_up_steps(
         self,
-        prefill: PrefillInputs,  # noqa: ARG002
-        width: int,  # noqa: ARG002
+        inputs: StepInputs,  # noqa: ARG002
     ) -> list[StepInputs]:
         """Steps for `catch_up` with a prefill's tokens, to be run before requests come."""
         return []

@@ -14,9 +14,10 @@ import torch
 from nanovllm.engine.run.transfer import Array, upload_ahead
 from nanovllm.engine.schedule.step_size import Size
 from nanovllm.kernels.plain.read_table import UNUSED_LENGTH, DraftState, TableState
+from nanovllm.layers.ranks import ALONE, Ranks
 
 FEW = 1024  # changes that a device reads from the host's memory
-NO_ADAPTER = -1
+UNMARKED = -1
 BUFFERS = 3  # two steps are in flight at most, and one is launched
 
 
@@ -25,9 +26,9 @@ class TableLayout:
 
     At most `num_running` sequences run. The last row is unused: batches are padded with it. A row
     has room for `max_blocks` of `block_size` tokens in each cache group, for `most_drafts`, and for
-    a history of `longest` tokens. Only with `adapters` is there a column for their slots. `parts`
-    has for each group what its block numbers are multiplied by. A row has `num_state_slots` for the
-    states of a sequence.
+    a history of `longest` tokens. Only if `has_marks` is there a column for the marks that a step
+    part reads. `parts` has for each group what its block numbers are multiplied by. A row has
+    `num_slots` of the caches that keep a fixed size of a sequence.
     """
 
     def __init__(
@@ -37,13 +38,13 @@ class TableLayout:
         block_size: int,
         most_drafts: int = 0,
         longest: int = 0,
-        adapters: bool = False,
+        has_marks: bool = False,
         parts: tuple[int, ...] = (1,),
-        num_state_slots: int = 0,
+        num_slots: int = 0,
     ) -> None:
-        self.num_state_slots = num_state_slots
-        self.num_tables = len(parts) + (num_state_slots > 0)  # of a sequence
-        self.has_adapters = adapters
+        self.num_slots = num_slots
+        self.num_tables = len(parts) + (num_slots > 0)  # of a sequence
+        self.has_marks = has_marks
         self.parts = parts
         self.block_size = block_size
         self.num_rows = num_rows = -(-(num_running + 1) // 4) * 4  # columns are aligned to 16 bytes
@@ -65,8 +66,8 @@ class TableLayout:
         self.drafts = self._add(most_drafts)
         self.limits = self._add(has_drafts)
         self.history = self._add(longest)
-        self.adapters = self._add(adapters)
-        self.state_slots = self._add(num_state_slots)
+        self.marks = self._add(has_marks)
+        self.slots = self._add(num_slots)
         self.chance = self.size
         self.size += 1
         assert self.size < 1 << 31, "offsets have 32 bits"
@@ -75,9 +76,9 @@ class TableLayout:
         """Where a row's block table in a group starts."""
         return self.block_tables + (group * self.num_rows + row) * self.max_blocks
 
-    def state_slots_of(self, row: int) -> int:
-        """Where a row's slots for states start."""
-        return self.state_slots + row * self.num_state_slots
+    def slots_of(self, row: int) -> int:
+        """Where a row's slots start."""
+        return self.slots + row * self.num_slots
 
     def _add(self, width: int) -> int:
         """A further column of `width` words for each row; returns where it starts."""
@@ -108,7 +109,10 @@ class DeviceTable:
         layout: TableLayout,
         device: torch.device,
         write_words: Callable[[torch.Tensor, torch.Tensor, int], None] | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._ranks = ranks
+        self.is_shared = False  # whether all ranks have the last steps' results
         self._write_words = write_words
         if write_words is not None:
             options = dict(dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -125,7 +129,7 @@ class DeviceTable:
         def column(start: int, width: int = 1) -> torch.Tensor:
             return words[start : start + layout.num_rows * width]
 
-        def columns(start: int, width: int) -> torch.Tensor:
+        def matrix(start: int, width: int) -> torch.Tensor:
             return column(start, width).view(layout.num_rows, width)
 
         most, has_drafts = layout.most_drafts, layout.most_drafts > 0
@@ -133,7 +137,7 @@ class DeviceTable:
         self.block_tables = column(layout.block_tables, groups * layout.max_blocks).view(
             groups, layout.num_rows, layout.max_blocks
         )
-        self.state = TableState(
+        self.columns = TableState(
             tokens=column(layout.tokens, 2).view(torch.long),
             seeds=column(layout.seeds, 2).view(torch.long),
             lengths=column(layout.lengths),
@@ -141,25 +145,25 @@ class DeviceTable:
             batch=column(layout.batch),
             block_tables=self.block_tables[0],
             drafts=DraftState(
-                tokens=columns(layout.drafts, most),
+                tokens=matrix(layout.drafts, most),
                 limits=column(layout.limits, has_drafts),
                 counts=column(layout.counts, has_drafts),
-                recent=columns(layout.recent, most + has_drafts),
-                history=columns(layout.history, layout.longest),
+                recent=matrix(layout.recent, most + has_drafts),
+                history=matrix(layout.history, layout.longest),
                 chance=words[layout.chance :],
             ),
         )
         # What a step leaves for the next one, in the ranks that have drawn its tokens.
-        self.results = words[: layout.seeds] if most else self.state.tokens
-        self.adapters = column(layout.adapters, layout.has_adapters)  # slots; NO_ADAPTER for none
-        self.state_slots = columns(layout.state_slots, layout.num_state_slots)  # of states
+        self.results = words[: layout.seeds] if most else self.columns.tokens
+        self.marks = column(layout.marks, layout.has_marks)
+        self.slots = matrix(layout.slots, layout.num_slots)
         self.clear()
 
     def clear(self) -> None:
         """No row has an owner, and the batch is empty."""
-        self.state.lengths.fill_(UNUSED_LENGTH)
-        self.state.batch.fill_(self.layout.unused_row)
-        self.adapters.fill_(NO_ADAPTER)
+        self.columns.lengths.fill_(UNUSED_LENGTH)
+        self.columns.batch.fill_(self.layout.unused_row)
+        self.marks.fill_(UNMARKED)
 
     def write(self, changes: TableChanges) -> None:
         """Apply changes, in the order of the device's work."""
@@ -177,19 +181,25 @@ class DeviceTable:
         (uploaded,) = upload_ahead(self._words.device, packed)
         self._words.index_copy_(0, uploaded[:size], uploaded[size:].view(torch.int32)[:size])
 
+    def share(self) -> None:
+        """Let all ranks have the results of the last steps, if rank 0 alone has drawn some."""
+        if self._ranks.size > 1 and not self.is_shared:
+            self._ranks.broadcast(self.results)
+        self.is_shared = True
+
     def keep_tokens(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Store token ids [B] in their rows [B], for the next step to read."""
-        self.state.tokens.index_copy_(0, rows, token_ids)
+        self.columns.tokens.index_copy_(0, rows, token_ids)
 
-    def adapter_slots(self, size: Size) -> torch.Tensor:
-        """The slots of the queries of a decode step, in int32."""
-        slots = self.adapters.index_select(0, self.state.batch[: size.num_seqs])
+    def marks_of(self, size: Size) -> torch.Tensor:
+        """The marks of the queries of a decode step, in int32."""
+        marks = self.marks.index_select(0, self.columns.batch[: size.num_seqs])
         if size.num_queries == 1:
-            return slots
-        return slots[:, None].expand(-1, size.num_queries).flatten()
+            return marks
+        return marks[:, None].expand(-1, size.num_queries).flatten()
 
     def fill_pending(
         self, input_ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
         """A copy of `input_ids` with the last tokens of `rows` at `places`."""
-        return input_ids.index_copy(0, places, self.state.tokens[rows])
+        return input_ids.index_copy(0, places, self.columns.tokens[rows])

@@ -6,12 +6,12 @@ changes a step has to send. Only rank 0 has one.
 
 import operator
 import weakref
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Protocol
 
 import numpy as np
 
-from nanovllm.engine.run.device_table import NO_ADAPTER, TableChanges, TableLayout
+from nanovllm.engine.run.device_table import UNMARKED, TableChanges, TableLayout
 from nanovllm.engine.run.draw_inputs import temperature_of
 from nanovllm.engine.run.transfer import Array
 from nanovllm.engine.schedule.sequence import PENDING, Sequence, SequenceStatus
@@ -56,8 +56,13 @@ class Ledger:
     without drafts: by then the host knows them.
     """
 
-    def __init__(self, layout: TableLayout, ahead: RowsAhead | None = None) -> None:
-        self.layout, self.ahead = layout, ahead
+    def __init__(
+        self,
+        layout: TableLayout,
+        ahead: RowsAhead | None = None,
+        mark_of: Callable[[Sequence], int] | None = None,
+    ) -> None:
+        self.layout, self.ahead, self._mark_of = layout, ahead, mark_of
         self.reset()
 
     def reset(self) -> None:
@@ -77,7 +82,7 @@ class Ledger:
         self._num_tokens = np.full(num_rows, UNKNOWN)  # counting the row's last token
         self._batch: Array = np.full(num_rows, UNKNOWN)
         self._batch_rows: Array | None = None  # the rows of which it was made
-        self._slots = np.full(num_rows, NO_ADAPTER)  # of adapters
+        self._marks = np.full(num_rows, UNMARKED)
         self._last_tables: list[list[list[int]]] = []  # by sequence, and by group
         self._last_of_groups: list[list[list[int]]] = []
         self._last_rows: Array = np.zeros(0, np.int64)
@@ -132,9 +137,14 @@ class Ledger:
         return rows, sample_table_rows, width, self._take_changes()
 
     @property
-    def adapts(self) -> bool:
-        """Whether a sequence of the last step has an adapter."""
-        return self.layout.has_adapters and bool((self._slots[self._last_rows] >= 0).any())
+    def is_marked(self) -> bool:
+        """Whether a sequence of the last step has a mark."""
+        return self._mark_of is not None and bool((self._marks[self._last_rows] >= 0).any())
+
+    def marks_of(self, seqs: list[Sequence]) -> Array:
+        """The marks of sequences."""
+        assert self._mark_of is not None
+        return np.fromiter(map(self._mark_of, seqs), np.int32, len(seqs))
 
     def _change_blocks(self, seqs: list[Sequence]) -> tuple[Array, int]:
         """Add the blocks that are new. Returns the rows, and the length of the longest table."""
@@ -162,7 +172,7 @@ class Ledger:
         return rows, width
 
     def _of_groups(self, seqs: list[Sequence]) -> Iterator[list[list[int]]]:
-        """For each cache group the sequences' tables, and their slots for states after those.
+        """For each cache group the sequences' tables, and their slots after those.
 
         A table that is not the row's last one is sent as a whole.
         """
@@ -177,11 +187,11 @@ class Ledger:
             yield tables
 
     def _append(self, seq: Sequence, row: int, group: int, table: list[int]) -> None:
-        """Send the blocks of a table that are new, or the slots of states after all groups'."""
+        """Send the blocks of a table that are new, or the slots after all groups' tables."""
         start = int(self._num_blocks[group][row])
         blocks = table[start:]
         if group == len(self.layout.parts):
-            self._change(self.layout.state_slots_of(row) + start, blocks)
+            self._change(self.layout.slots_of(row) + start, blocks)
             return
         if (parts := self.layout.parts[group]) > 1:
             blocks = [block * parts for block in blocks]
@@ -200,9 +210,9 @@ class Ledger:
         """Send a new table: of a sequence that starts over, or has given back some blocks."""
         self._tables[group][row] = table
         self._num_blocks[group][row] = 0
-        if self.layout.has_adapters:
-            self._slots[row] = slot = adapter_slot(seq)
-            self._change(self.layout.adapters + row, [slot])
+        if self._mark_of is not None:
+            self._marks[row] = mark = self._mark_of(seq)
+            self._change(self.layout.marks + row, [mark])
         self._stop([seq], np.array([row]))
 
     def _stop(self, seqs: list[Sequence], rows: Array) -> None:
@@ -253,11 +263,6 @@ class Ledger:
 
 def _needs_row(seq: Sequence) -> bool:
     return seq.status is SequenceStatus.RUNNING and not seq.ends_in_flight
-
-
-def adapter_slot(seq: Sequence) -> int:
-    """The slot of a running sequence's adapter."""
-    return NO_ADAPTER if seq.adapter is None else int(seq.adapter.slot)
 
 
 def _words(value: float, dtype: type[np.number]) -> list[int]:

@@ -3,7 +3,6 @@
 Its own shard computes beside the workers' shards; nothing else knows that there are other ranks.
 """
 
-import functools
 import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,9 +15,11 @@ from nanovllm.engine.run.draw_inputs import draw_inputs, needs_logits
 from nanovllm.engine.run.hidden_reader import HiddenReader
 from nanovllm.engine.run.launched import Begun, Launched
 from nanovllm.engine.run.ledger import Ledger
+from nanovllm.engine.run.logprobs import PromptReports
 from nanovllm.engine.run.reports import drawn_reports, prompt_reports
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import StepInputs, step_inputs
+from nanovllm.engine.run.transfer import Array
 from nanovllm.engine.schedule.batch import Batch
 
 
@@ -33,7 +34,9 @@ class ModelRunner:
         self.shard = shard
         self.config = config
         self.workers = workers
-        self.ledger = Ledger(shard.table.layout, shard.drafting.rows_ahead(shard.table.layout))
+        layout, marking = shard.table.layout, shard.marking
+        ahead = shard.drafting.rows_ahead(layout)
+        self.ledger = Ledger(layout, ahead, None if marking is None else marking.mark_of)
         self.hidden_reader: HiddenReader | None = None  # once a request keeps hidden states
 
     def begin(self, batch: Batch) -> Begun:
@@ -43,12 +46,12 @@ class ModelRunner:
         """
         shard, seqs = self.shard, batch.sampling_seqs
         prompts = prompt_reports(batch.seqs) if batch.is_prefill else []
-        reader = self.hidden_reader
-        asked = reader.asked(batch) if reader is not None and batch.is_prefill else []
-        kept = functools.partial(reader.tokens, batch, asked) if reader and asked else None
         whole = self.workers is None or needs_logits(seqs)
-        step = step_inputs(batch, shard.block_size, self.ledger, prompts, whole, kept)
-        step.keeps_hidden = reader is not None and reader.keeps_drawn(seqs)
+        step = step_inputs(batch, shard.block_size, self.ledger, whole)
+        q_ends = None if step.prefill is None else step.prefill.cu_seqlens_q
+        for part in shard.parts:
+            step.arrays |= part.arrays(batch, q_ends)
+        asked = self._ask(step, batch, q_ends)
         *before, inputs = shard.drafting.steps(step, self.config.max_num_batched_tokens)
         for catch_up in before:
             with self._on_others(catch_up), shard.computing():
@@ -56,6 +59,18 @@ class ModelRunner:
         with self._on_others(inputs), shard.computing():
             num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
             return Begun(batch, num_tokens, shard.compute(inputs), prompts, asked)
+
+    def _ask(self, step: StepInputs, batch: Batch, q_ends: Array | None) -> list[Any]:
+        """Let a step keep the hidden states that the reader asks for. Returns what it asks for."""
+        reader = self.hidden_reader
+        if reader is None:
+            return []
+        step.keeps_hidden = reader.keeps_drawn(batch.sampling_seqs)
+        asked = reader.asked(batch) if q_ends is not None else []
+        if asked:
+            assert q_ends is not None
+            step.arrays["taken_tokens"] = reader.tokens(batch, asked, q_ends)
+        return asked
 
     def draw(self, begun: Begun) -> Launched:
         """Draw a step's tokens. What that needs is prepared while the device computes the logits.
@@ -72,7 +87,8 @@ class ModelRunner:
             reports = [*prompts, *drawn_reports(seqs, offsets, draws.report)]
             if reader is not None:
                 keep = reader.launch(asked, seqs, offsets, computed)
-            return Launched(begun, token_ids, reports, computed.prompt_logprobs + columns, keep)
+            columns = (*computed.taken.get(PromptReports.name, ()), *columns)
+            return Launched(begun, token_ids, reports, columns, keep)
 
     def _on_others(self, inputs: StepInputs) -> AbstractContextManager[None]:
         """A block that the other ranks take part in, with these inputs."""

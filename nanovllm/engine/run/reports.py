@@ -28,34 +28,19 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReportInputs:
-    """Rows of a step's logits whose log-probabilities are reported, on the host.
-
-    `token_ids` are the tokens to report; None stands for those that the step draws.
-    """
+    """The samples of a step with reports, on the host."""
 
     rows: Array
     numbers: list[int]  # of the most likely tokens, for each row
-    token_ids: Array | None = None
 
 
 def prompt_reports(seqs: list[Sequence]) -> list[Report]:
-    """The prompt tokens that a prefill reports, in the order of `reported_tokens`."""
+    """The prompt tokens that a prefill reports, in the order of the sequences."""
     return [
         Report(seq, index + 1 if seq.generates else place, seq.params.prompt_logprobs or 0)
         for seq in seqs
         for place, index in enumerate(seq.unreported_indices)
     ]
-
-
-def prompt_report_inputs(reports: list[Report]) -> ReportInputs | None:
-    """What rank 0 needs to know of `reported_tokens`; None if there are none."""
-    if not reports:
-        return None
-    token_ids = np.array(
-        [(s.token_ids if s.generates else s.keeper.labels)[i] for s, i, _ in reports]
-    )
-    numbers = [number for _, _, number in reports]
-    return ReportInputs(np.arange(len(reports)), numbers, token_ids)
 
 
 def reports_next(seq: Sequence) -> bool:

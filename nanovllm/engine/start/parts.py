@@ -10,14 +10,14 @@ from nanovllm.config import Config
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.run.device_drafting import DeviceDrafting
 from nanovllm.engine.run.graphs import Redraws
+from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.start.placement import Placement
-from nanovllm.kernels.table import Kernels
-from nanovllm.layers.lora import AdapterRows
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 
 # From a draw of rows [B] with masks [B, W], the most rows, the size of the vocabulary, the device.
 DrawMasked = Callable[[Computed, torch.Tensor, torch.Tensor], Computed]
+MakeStepPart = Callable[[Config, CausalLM, Placement], StepPart]
 MakeRedraws = Callable[[DrawMasked, int, int, torch.device], Redraws]
 
 
@@ -34,16 +34,6 @@ class SleepableMemory(Protocol):
         """Free all of it."""
 
 
-class AdapterSlots(Protocol):
-    """The slots for adapters in one rank's layers."""
-
-    def rows(self, slots: torch.Tensor, kernels: Kernels) -> AdapterRows:
-        """The adapters of rows with these slots, in int32; below 0: none."""
-
-    def close(self) -> None:
-        """Drop the model and the slots."""
-
-
 class DraftingSource(Protocol):
     """What makes drafts on the device, found and checked, to be loaded by every rank."""
 
@@ -55,13 +45,13 @@ class DraftingSource(Protocol):
 class ShardParts:
     """What features add to every rank's shard. Worker ranks get it, pickled, when they start.
 
-    `drafting` loads a draft model, or another source. `adapters` makes the slots in the layers of
-    the loaded model. `memory` makes a device's memory that can be freed; None where none can.
+    `drafting` loads a draft model, or another source. `steps` make the parts of steps, for the
+    loaded model. `memory` makes a device's memory that can be freed; None where none can.
     `redraws` makes what draws a graph's tokens again where constraints apply.
     """
 
     drafting: DraftingSource | None = None
-    adapters: Callable[[Config, CausalLM], AdapterSlots] | None = None
+    steps: tuple[MakeStepPart, ...] = ()
     memory: Callable[[torch.device], SleepableMemory | None] | None = None
     redraws: MakeRedraws | None = None
 

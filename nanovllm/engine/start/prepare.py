@@ -17,9 +17,9 @@ def prepare(shard: Shard, settled: EngineConfig, config: Config) -> None:
     num_running = settled.max_num_running
     shard.make_table(num_running, settled.max_model_len)
     if shard.memory is not None:
-        shard.pools.take_memory_from(shard.memory.pool)
-    shard.pools.allocate(settled.num_kvcache_blocks, num_running)
-    shard.pools.log_states()
+        shard.caches.take_memory_from(shard.memory.pool)
+    shard.caches.allocate(settled.num_kvcache_blocks, num_running)
+    shard.caches.log_states()
     if shard.device.type == "cuda":
         warm_up(shard, config, num_running)  # compiles kernels; fails here, not in a step
     if shard.placement.uses_graphs:

@@ -14,7 +14,7 @@ MAX_GIB = 1 << 30  # more than any machine has: an infinite option becomes a fin
 
 def fit_kv_blocks(shard: Shard, config: Config) -> int:
     """How many blocks fit in memory beside all else: the least of any rank."""
-    block_bytes, own_bytes = shard.pools.num_bytes(most_running(config))
+    block_bytes, own_bytes = shard.caches.num_bytes(most_running(config))
     of_copies = 0.0
     if shard.device.type == "cpu":
         budget = int(min(config.cpu_kvcache_gib, MAX_GIB) * GIB) // shard.ranks.size
@@ -23,14 +23,16 @@ def fit_kv_blocks(shard: Shard, config: Config) -> int:
         budget = _free_device_bytes(shard, config)
         option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
         hint = "raise it, or lower max_num_batched_tokens"
-        of_copies = _copies(shard) * shard.pools.kv.block_bytes
+        of_copies = _copies(shard) * shard.caches.kv.block_bytes
     if own_bytes > budget:
         raise ValueError(
             f"{option} leaves {max(budget, 0) / MIB:.3f} MiB for the states of sequences, those of"
             f" {most_running(config)} take {own_bytes / MIB:.3f} MiB; {hint}, or lower max_num_seqs"
         )
     left = budget - own_bytes
-    if not shard.groups.groups:  # blocks stand for the tokens between checkpoints, if there are any
+    if (
+        not shard.caches.groups.groups
+    ):  # blocks stand for the tokens between checkpoints, if there are any
         return shard.ranks.minimum(max(1, left // block_bytes if block_bytes else 1))
     num_blocks = shard.ranks.minimum(int(left / (block_bytes + of_copies)))
     if num_blocks < 1:
@@ -59,22 +61,22 @@ def _free_device_bytes(shard: Shard, config: Config) -> int:
 def _activation_bytes(shard: Shard, config: Config, num_running: int) -> int:
     """The most memory that a step takes and gives back."""
     shard.make_table(num_running, shard.placement.max_positions)
-    shard.pools.allocate(1, num_running)  # without any, steps have kernels that are not used later
+    shard.caches.allocate(1, num_running)  # without any, steps have kernels that are not used later
     torch.cuda.reset_peak_memory_stats(shard.device)
     resident = torch.cuda.memory_allocated(shard.device)
     warm_up(shard, config, num_running)
     activations = torch.cuda.max_memory_allocated(shard.device) - resident
-    shard.pools.release()
+    shard.caches.release()
     return activations
 
 
 def _copies(shard: Shard) -> float:
     """The memory of the copies that attention makes of KV, in sizes of the pool."""
-    groups = shard.groups.groups
+    groups = shard.caches.groups.groups
     if not groups:
         return 0.0
     of_layer = max(group.layers[0].cache.num_tensors / group.parts for group in groups)  # slots
-    copied = of_layer * shard.backend.attention.copied_layers / shard.groups.num_slots
+    copied = of_layer * shard.backend.attention.copied_layers / shard.caches.groups.num_slots
     if shard.placement.kv_dtype == CODES:  # copied with their values, before and after the scale
         copied *= 1 + 2 * shard.placement.dtype.itemsize
     return copied
@@ -84,11 +86,11 @@ def _graph_bytes(shard: Shard, num_running: int) -> int:
     """The memory of the decode graphs: capture them on a placeholder cache, then drop them."""
     if not shard.placement.uses_graphs:
         return 0
-    shard.pools.allocate(1, num_running)
+    shard.caches.allocate(1, num_running)
     before, _ = torch.cuda.mem_get_info(shard.device)
     shard.capture_graphs(num_running)
     after, _ = torch.cuda.mem_get_info(shard.device)
     shard.drop_graphs()
-    shard.pools.release()
+    shard.caches.release()
     torch.cuda.empty_cache()
     return before - after

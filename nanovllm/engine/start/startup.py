@@ -56,10 +56,10 @@ def load_shard(
     """Load this rank's part of the model, and make what features add to it."""
     model = load_part(config, model_config, path, placement)
     drafting = parts.drafting.load(config, model, placement) if parts.drafting else None
-    adapters = parts.adapters(config, model) if parts.adapters else None
+    steps = [make(config, model, placement) for make in parts.steps]
     memory = parts.memory(placement.device) if parts.memory else None
     return Shard(
-        model, model_config, placement, num_threads, drafting, adapters, memory, parts.redraws
+        model, model_config, placement, num_threads, drafting, steps, memory, parts.redraws
     )
 
 
@@ -72,13 +72,13 @@ def start_shard(shard: Shard, config: Config) -> EngineConfig:
         for _, model in shard.models:
             model.model.agree_on_few_rows()
         compile_steps(shard, config)
-        num_blocks = (config.num_kvcache_blocks or 0) * max(1, len(shard.groups.groups))
+        num_blocks = (config.num_kvcache_blocks or 0) * max(1, len(shard.caches.groups.groups))
         num_blocks = num_blocks or fit_kv_blocks(shard, config)
         max_model_len = settle_length(
-            config.max_model_len, shard.pool, num_blocks, shard.placement.max_positions
+            config.max_model_len, shard.caches.kv, num_blocks, shard.placement.max_positions
         )
         settled = EngineConfig.settle(
-            config, num_blocks, max_model_len, has_kv=bool(shard.groups.groups)
+            config, num_blocks, max_model_len, has_kv=bool(shard.caches.groups.groups)
         )
         prepare(shard, settled, config)
         return settled

@@ -14,14 +14,13 @@ from torch import nn
 from nanovllm.config import Config
 from nanovllm.engine.engine_config import most_running
 from nanovllm.engine.requests.token_counts import TokenCounts
-from nanovllm.engine.run.device_table import TableChanges
+from nanovllm.engine.run.device_table import NO_CHANGES, TableChanges
 from nanovllm.engine.run.draw_inputs import draw_inputs, rows_narrowed_together
 from nanovllm.engine.run.logprobs import rows_at_a_time, warm_up_logprobs
 from nanovllm.engine.run.shard import Shard
-from nanovllm.engine.run.step_inputs import PrefillInputs
+from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
 from nanovllm.engine.run.transfer import upload_all
 from nanovllm.engine.schedule.sequence import Sequence
-from nanovllm.engine.schedule.step_size import MOST_DRAFTS
 from nanovllm.layers.ahead import compile_ahead
 from nanovllm.layers.block import Block
 from nanovllm.layers.filters import Filters
@@ -40,7 +39,7 @@ def compile_steps(shard: Shard, config: Config) -> None:
         return
     num_running = most_running(config)
     shard.make_table(num_running, shard.placement.max_positions)
-    shard.pools.allocate(1, num_running)
+    shard.caches.allocate(1, num_running)
 
     def steps() -> None:
         _run_largest_step(shard, config.max_num_batched_tokens, num_running)
@@ -54,7 +53,7 @@ def compile_steps(shard: Shard, config: Config) -> None:
         for _, model in shard.models:
             stack.enter_context(_two_layers_of_each_kind(model))
         compile_ahead(steps, shard.device)
-    shard.pools.release()
+    shard.caches.release()
 
 
 def warm_up(shard: Shard, config: Config, num_running: int) -> None:
@@ -110,43 +109,45 @@ def _run_prefills(shard: Shard, num_tokens: int) -> None:
 
 
 def _prefill(shard: Shard, prefill: PrefillInputs, width: int = 0) -> torch.Tensor:
-    """The hidden states of a prefill, which a draft model computes, too.
+    """The hidden states of a prefill, which the device's drafting computes, too.
 
-    Where requests may have adapters, it is computed with one before.
+    Where rows may have marks, it is computed with them before.
     """
-    for catch_up in shard.drafting.warm_up_steps(prefill, width):
+    inputs = StepInputs(0, width, NO_CHANGES, prefill)
+    for catch_up in shard.drafting.warm_up_steps(inputs):
         shard.catch_up(catch_up)
-    num_groups = max(1, len(shard.groups.groups))
-    prefill = replace(prefill, slot_mapping=np.tile(prefill.slot_mapping, num_groups))
-    if shard.adapters is not None:
-        slots = np.zeros(len(prefill.input_ids), np.int32)
-        shard.prefill_hidden(replace(prefill, adapter_slots=slots), width)
-    return shard.prefill_hidden(prefill, width)
+    num_groups = max(1, len(shard.caches.groups.groups))
+    inputs.prefill = replace(prefill, slot_mapping=np.tile(prefill.slot_mapping, num_groups))
+    if shard.marking is not None:
+        marks = np.zeros(len(prefill.input_ids), np.int32)
+        shard.prefills.hidden(replace(inputs, is_marked=True, arrays={"marks": marks}))
+    return shard.prefills.hidden(inputs)
 
 
 def _run_largest_step(shard: Shard, num_tokens: int, num_running: int) -> None:
     vocab_size, longest = shard.model_config.vocab_size, shard.placement.max_positions
     layout = shard.table.layout
     shard.table.write(TableChanges(np.array([layout.batch]), np.array([layout.unused_row])))
-    shard.share_tokens()  # NCCL connects in the first exchange of a kind
+    shard.table.share()  # NCCL connects in the first exchange of a kind
     _prefill(shard, warmup_inputs(1, longest))
     hidden = _prefill(shard, warmup_inputs(num_tokens, longest))
     reported = shard.model.compute_logits(hidden[: rows_at_a_time(vocab_size)])
     if shard.ranks.rank == 0:
         warm_up_logprobs(reported)
     del reported
-    drafts = MOST_DRAFTS if shard.placement.most_drafts else 0
-    logits = shard.model.compute_logits(hidden[: num_running + drafts])
+    most_rows = num_running + shard.drafting.most_in_step
+    logits = shard.model.compute_logits(hidden[:most_rows])
     ones = torch.ones(len(logits), device=shard.device)
-    shard.sampler(logits, ones, ones.long())
-    shard.sampler(logits, None, None)
+    sampler = shard.draws.sampler
+    sampler(logits, ones, ones.long())
+    sampler(logits, None, None)
     if shard.ranks.rank == 0:  # where sampling is done
         equal = torch.zeros_like(logits)
         lists = equal.float()  # as large as the copies that penalties and token lists make
         filters = warmup_filters(len(equal), vocab_size, shard.device.type)
         filters = upload_all(filters, shard.device)
-        shard.sampler(equal, ones, ones.long(), filters)
-        shard.sampler(equal, None, None, filters[-1:])
+        sampler(equal, ones, ones.long(), filters)
+        sampler(equal, None, None, filters[-1:])
         del lists
 
 
@@ -187,5 +188,4 @@ def warmup_inputs(num_tokens: int, longest: int, cached: int = 0) -> PrefillInpu
         table_rows=np.zeros((len(starts) - 1) * cached, np.int64),
         sample_table_rows=no_rows,
         sampled_tokens=no_rows,
-        next_tokens=np.zeros(len(starts) - 1, np.int64),
     )

@@ -9,10 +9,10 @@ import torch
 from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.cache.groups import CacheGroups
 from nanovllm.engine.cache.pools import CachePools
+from nanovllm.engine.cache.state_part import states_before_and_after
 from nanovllm.engine.cache.state_pool import KV_PER_CHECKPOINT_BYTE, StatePool
 from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.run.device_table import DeviceTable, TableLayout
-from nanovllm.engine.run.step_inputs import states_before_and_after
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.kernels.plain.read_table import read_slots, read_table
@@ -340,16 +340,16 @@ def test_sequences_of_equal_lengths_are_computed_together() -> None:
 @pytest.mark.parametrize("queries", [1, 3])
 def test_a_decode_step_finds_slots_by_position(queries: int) -> None:
     """Rows: of a sequence, of one that begins, of none, and one that has no slots."""
-    layout = TableLayout(5, 9, SIZE, most_drafts=2, num_state_slots=3)
+    layout = TableLayout(5, 9, SIZE, most_drafts=2, num_slots=3)
     table = DeviceTable(layout, torch.device("cpu"))
-    table.state_slots[:2] = torch.tensor([[5, 6, 7], [8, 9, 4]])
-    state = table.state
+    table.slots[:2] = torch.tensor([[5, 6, 7], [8, 9, 4]])
+    state = table.columns
     state.lengths[:4] = torch.tensor([10, 0, -1, 10])
     state.batch[:4] = torch.arange(4)
     state.drafts.limits.fill_(12)
     state.drafts.tokens[:4] = 1
     decoding = read_table(state, 4, 9, SIZE, queries)
-    before, after = read_slots(table.state_slots, state, decoding)
+    before, after = read_slots(table.slots, state, decoding)
     assert before.tolist() == [5, 0, 0, 0], "after position 9, 9 % 3 = 0"
     ring = [[6, 7, -1], [8, 9, 4], [-1] * 3, [-1] * 3]  # no draft is at position 12
     assert after.view(4, queries).tolist() == [row[:queries] for row in ring]

@@ -57,15 +57,16 @@ def test_a_step_arrives_as_it_was_sent(data: st.DataObject) -> None:
             seqs.append(make_seq(4 * blocks, list(range(step, step + blocks)), blocks))
         is_prefill = data.draw(st.booleans())
         batch = Batch(seqs, is_prefill)
-        inputs = step_inputs(batch, 4, ledger, [])
+        inputs = step_inputs(batch, 4, ledger)
         for name in FLAGS:
             setattr(inputs, name, data.draw(st.booleans()))
         if inputs.prefill is not None and data.draw(st.booleans()):
             some = np.arange(step, dtype=np.int64)
             blocks = np.arange(2 * step, dtype=np.int32)
             inputs.prefill = dataclasses.replace(
-                inputs.prefill, reported_tokens=some, shared_samples=some, copied_blocks=blocks
+                inputs.prefill, shared_samples=some, copied_blocks=blocks
             )
+            inputs.arrays = {"reported_tokens": some, "marks": blocks}
         assert_equal(decode(bytearray(encode(inputs))), inputs)
 
 
@@ -81,7 +82,7 @@ def test_a_decode_step_sends_only_what_has_changed() -> None:
                 seq.block_table.append(step)
                 grown += 1
             seq.token_ids.append(step)
-        message = encode(step_inputs(Batch(seqs, is_prefill=False), 16, ledger, []))
+        message = encode(step_inputs(Batch(seqs, is_prefill=False), 16, ledger))
         sizes.append((len(message), grown))
     assert sizes[0][0] > 64 * 4096 * 4, "the first step sends everything"
     assert sum(grown for _, grown in sizes) == 3 * 64

@@ -218,7 +218,7 @@ def watch_the_cache(llm: LLM) -> Callable[[], int]:
     """Check after every decode step which slots were written; return a counter of steps."""
     runner = llm.model_runner
     begin, block_size, steps = runner.begin, runner.shard.block_size, 0
-    pool = runner.shard.pool
+    pool = runner.shard.caches.kv
     cache = pool.cache.view(*pool.cache.shape[:2], block_size, -1)
 
     @torch.inference_mode()
@@ -259,7 +259,7 @@ def test_padding_rows_do_not_write_to_the_cache(size: int, model_dir: Path) -> N
 @torch.inference_mode()
 def poison(llm: LLM) -> None:
     """Fill all unused rows and entries with what earlier sequences may have left."""
-    state, ledger = llm.model_runner.shard.table.state, llm.model_runner.ledger
+    state, ledger = llm.model_runner.shard.table.columns, llm.model_runner.ledger
     num_rows, num_blocks = len(state.lengths), llm.scheduler.num_blocks
     used = list(ledger._rows.values())
     stale = torch.ones(num_rows, dtype=torch.bool)

@@ -145,7 +145,7 @@ class Engine:
         assert inputs.width == max(len(seq.block_table) for seq in seqs)
         self.write(inputs)
         size = len(seqs) + padding
-        decoding = PLAIN.read_table(self.table.state, size, inputs.width, BLOCK_SIZE)
+        decoding = PLAIN.read_table(self.table.columns, size, inputs.width, BLOCK_SIZE)
         self.assert_right(decoding, seqs)
         self.leave_tokens(batch, decoding.rows[: len(seqs)])
 
@@ -183,7 +183,7 @@ class Engine:
         assert decoding.input_ids[:size].tolist() == [last_token(seq) for seq in seqs]
         assert decoding.positions[:size].tolist() == where
         more = read_groups(
-            self.table.state, self.table.block_tables[1:], decoding, BLOCK_SIZE
+            self.table.columns, self.table.block_tables[1:], decoding, BLOCK_SIZE
         )  # of the other groups
         found = torch.cat([decoding.slot_mapping[None], more[0]])
         assert found[:, :size].T.tolist() == slots and (found[:, size:] == -1).all()
@@ -256,7 +256,7 @@ def test_rows_equal_the_sequences(seed: int) -> None:
                 if size % 3:  # before the changes were written, or after, or after they computed
                     engine.write(inputs)
                 if size % 3 > 1:
-                    PLAIN.read_table(engine.table.state, len(some), MAX_BLOCKS, BLOCK_SIZE)
+                    PLAIN.read_table(engine.table.columns, len(some), MAX_BLOCKS, BLOCK_SIZE)
                 engine.ledger.reset()
                 for each in seqs:
                     each.drop_pending()
@@ -335,7 +335,7 @@ def test_a_row_has_no_token_of_its_earlier_owner() -> None:
         engine.come(3)
         engine.prefill(engine.seqs, 100)
         engine.seqs.pop().finish("length")
-    engine.table.state.tokens.fill_(PENDING)  # no step may read it as a token
+    engine.table.columns.tokens.fill_(PENDING)  # no step may read it as a token
     engine.come(4)
     engine.prefill(engine.seqs, 3)
     engine.decode(engine.seqs, padding=0)
@@ -350,7 +350,7 @@ def test_keys_and_temperatures_fit_into_words(temperature: float, seed: int) -> 
     table, ledger = DeviceTable(layout, CPU), Ledger(layout)
     inputs = step_inputs(Batch([seq], is_prefill=False), BLOCK_SIZE, ledger, [])
     table.write(inputs.changes)
-    decoding = PLAIN.read_table(table.state, 1, 1, BLOCK_SIZE)
+    decoding = PLAIN.read_table(table.columns, 1, 1, BLOCK_SIZE)
     assert decoding.keys.tolist() == [noise_key(seq)]
     assert 0 < decoding.temperatures.item() < float("inf")
     assert decoding.input_ids.tolist() == [1]
@@ -377,7 +377,7 @@ def guess(engine: Engine, accepted: list[int]) -> TableState:
     batch = Batch(seqs, is_prefill=False, num_drafts=3)
     inputs = step_inputs(batch, BLOCK_SIZE, engine.ledger, [])
     engine.write(inputs)
-    state = engine.table.state
+    state = engine.table.columns
     found = TableState(*(column.clone() for column in state[:-1]), state.drafts)
     rows = state.batch[: len(seqs)].long()
     for row, seq, number in zip(rows.tolist(), seqs, accepted, strict=True):
@@ -426,7 +426,7 @@ def test_what_a_row_was_sent_for_drafts() -> None:
     for seq in engine.seqs:
         engine.read(seq)
     guess(engine, [0, 0])
-    drafts, rows = engine.table.state.drafts, engine.table.state.batch[:2].tolist()
+    drafts, rows = engine.table.columns.drafts, engine.table.columns.batch[:2].tolist()
     for row, seq in zip(rows, engine.seqs, strict=True):
         end = seq.num_tokens - 2
         assert drafts.history[row, :end].tolist() == seq.token_ids[:end]
@@ -464,7 +464,7 @@ def test_a_row_has_nothing_of_its_earlier_owners_drafts() -> None:
 
 def assert_rows_were_sent(engine: Engine, found: TableState) -> None:
     """The lengths, last tokens and histories of all sequences, as they were before a step."""
-    drafts = engine.table.state.drafts
+    drafts = engine.table.columns.drafts
     for row, seq in zip(found.batch.tolist(), engine.seqs, strict=False):
         end = seq.num_tokens - 2  # without the last known token, and the one in flight
         assert found.lengths[row] == seq.num_cached_tokens - 1

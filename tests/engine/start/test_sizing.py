@@ -48,10 +48,10 @@ def test_memory_is_left_for_the_copies_of_the_cache(
     )
     with LLM(path, device="cpu", num_kvcache_blocks=4, max_model_len=64, **options) as llm:
         shard, device = llm.model_runner.shard, SimpleNamespace(type="cuda")
-        of_block = shard.pools.kv.block_bytes
+        of_block = shard.caches.kv.block_bytes
         # A block's share of checkpoints, and the states of running sequences, are not copied.
         sizes = CacheBytes(of_block + 1000, before=5 * MIB)
-        monkeypatch.setattr(shard.pools, "num_bytes", lambda num_running: sizes)
+        monkeypatch.setattr(shard.caches, "num_bytes", lambda num_running: sizes)
         with shard.computing():
             left = sizing._free_device_bytes(shard, config) - sizes.before
             monkeypatch.setattr(shard, "device", device)
@@ -69,11 +69,9 @@ def test_all_ranks_have_the_blocks_of_the_smallest_pool() -> None:
 
     def fit(ranks: Ranks) -> int:
         size = CacheBytes(16 * MIB >> ranks.rank, before=0)
-        pools = SimpleNamespace(num_bytes=lambda num_running: size)
         groups = SimpleNamespace(groups=[None])
-        shard: Any = SimpleNamespace(
-            pools=pools, device=torch.device("cpu"), ranks=ranks, groups=groups
-        )
+        caches = SimpleNamespace(num_bytes=lambda num_running: size, groups=groups)
+        shard: Any = SimpleNamespace(caches=caches, device=torch.device("cpu"), ranks=ranks)
         return sizing.fit_kv_blocks(shard, config)
 
     assert on_ranks(2, fit) == [32, 32]
@@ -93,7 +91,7 @@ def test_the_measured_step_stores_into_a_block(path: Path, monkeypatch: pytest.M
     blocks: list[int] = []
 
     def note(shard: Shard, *_: Any) -> None:
-        blocks.append(shard.pool.cache.shape[1])
+        blocks.append(shard.caches.kv.cache.shape[1])
 
     for name in ("reset_peak_memory_stats", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)

@@ -16,8 +16,10 @@ from waiting import LIMIT
 
 from nanovllm import LLM
 from nanovllm.config import Config
+from nanovllm.engine.run.decode import Decodes
+from nanovllm.engine.run.prefill import Prefills
 from nanovllm.engine.run.shard import Shard
-from nanovllm.engine.run.step_inputs import PrefillInputs
+from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.schedule.step_size import Size
 from nanovllm.engine.start import warm_up
 from nanovllm.kernels.table import PLAIN
@@ -57,27 +59,27 @@ def test_all_sizes_are_compiled_with_two_layers_of_each_kind(
     layers, sizes, ran, prefills = shard.model.model.layers, [], [], set()
     places = {layer: index for index, layer in enumerate(layers)}
     shard.placement = dataclasses.replace(shard.placement, uses_graphs=uses_graphs)
-    step, prefill_hidden = Shard._decode_and_draw, Shard.prefill_hidden
+    step, prefill_hidden = Decodes.step, Prefills.hidden
     monkeypatch.setattr(warm_up, "SHORT", 8)
 
-    def recorded(self: Shard, size: int, out: torch.Tensor) -> object:
+    def recorded(self: Decodes, size: int, out: torch.Tensor) -> object:
         sizes.append(size)
         return step(self, size, out)
 
-    def recorded_prefill(
-        self: Shard, prefill: PrefillInputs, width: int = 0, needed: Any = None
-    ) -> torch.Tensor:
+    def recorded_prefill(self: Prefills, inputs: StepInputs, needed: Any = None) -> torch.Tensor:
+        prefill = inputs.prefill
+        assert prefill is not None
         queries, keys = np.diff(prefill.cu_seqlens_q), np.diff(prefill.cu_seqlens_k)
         prefills.add((int(queries.sum()), int(queries.max()), bool((keys > queries).all())))
-        return prefill_hidden(self, prefill, width, needed)
+        return prefill_hidden(self, inputs, needed)
 
     def compile_ahead(call: object, device: torch.device) -> None:
         assert callable(call)
         ran.append(([places[layer] for layer in shard.model.model.layers], device))
         call()
 
-    monkeypatch.setattr(Shard, "_decode_and_draw", recorded)
-    monkeypatch.setattr(Shard, "prefill_hidden", recorded_prefill)
+    monkeypatch.setattr(Decodes, "step", recorded)
+    monkeypatch.setattr(Prefills, "hidden", recorded_prefill)
     monkeypatch.setattr(warm_up, "compile_ahead", compile_ahead)
     warm_up.compile_steps(shard, config)
     assert ran == [([0, 1, 2, 3], shard.device)]
@@ -85,7 +87,7 @@ def test_all_sizes_are_compiled_with_two_layers_of_each_kind(
     large = {(64, 8, False), (64, 7, True), (64, 64, False), (64, 63, True)}
     assert prefills == large | {(n, n, False) for n in (1, 2, 4, 8, 16, 32)}
     assert shard.model.model.layers is layers
-    assert shard.pool.cache.shape[1] == 0
+    assert shard.caches.kv.cache.shape[1] == 0
 
 
 def test_a_dry_run_without_memory_names_the_options(

@@ -1,0 +1,102 @@
+"""Decodes: computes the decode steps of one rank, from what the device table has."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nanovllm.engine.run.computed import Computed
+from nanovllm.engine.run.device_drafting import DeviceDrafting
+from nanovllm.engine.run.device_table import DeviceTable
+from nanovllm.engine.run.draws import Draws
+from nanovllm.engine.run.forward import Forward, contexts_of
+from nanovllm.engine.run.step_inputs import StepInputs
+from nanovllm.engine.run.step_part import StepPart
+from nanovllm.engine.schedule.step_size import Size
+from nanovllm.kernels.plain.read_table import Decoding, read_groups
+from nanovllm.kernels.table import Kernels
+from nanovllm.layers.context import Context
+from nanovllm.layers.ranks import Ranks
+
+
+class Decoded(NamedTuple):
+    """The hidden states of a decode step, what was read from the table, what the head reads."""
+
+    hidden: torch.Tensor
+    decoding: Decoding
+    read: dict[str, Any]
+
+
+class Decodes:
+    """Computes the first sequences of the table's batch, a token of each and its drafts."""
+
+    def __init__(
+        self,
+        forward: Forward,
+        table: DeviceTable,
+        parts: Sequence[StepPart],
+        drafting: DeviceDrafting,
+        draws: Draws,
+        kernels: Kernels,
+        ranks: Ranks,
+    ) -> None:
+        self.forward, self.table, self.parts, self.drafting = forward, table, parts, drafting
+        self.draws, self._kernels, self._ranks = draws, kernels, ranks
+
+    def compute(self, inputs: StepInputs) -> Computed:
+        """Compute a decode step kernel by kernel. Its tokens are not drawn yet."""
+        size = Size(inputs.num_seqs, inputs.num_queries, inputs.is_marked)
+        self.table.is_shared = False
+        hidden, decoding, read = self.decode(size, inputs.width)
+        computed = _computed(size, decoding, self.forward.logits(hidden, read))
+        return computed._replace(hidden=hidden) if inputs.keeps_hidden else computed
+
+    def decode(self, size: Size, width: int) -> Decoded:
+        """Compute hidden states, with block tables of `width` columns."""
+        table, block_size = self.table, self.table.layout.block_size
+        self.drafting.guess(table.columns, size)
+        decoding = self._kernels.read_table(
+            table.columns, size.num_seqs, width, block_size, size.num_queries
+        )
+        read = ((part.name, part.in_decode(table, size, decoding)) for part in self.parts)
+        values = {name: value for name, value in read if value is not None}
+        context = Context(
+            is_prefill=False,
+            slot_mapping=decoding.slot_mapping,
+            context_lens=decoding.context_lens,
+            block_tables=decoding.block_tables,
+            num_queries=size.num_queries,
+        )
+        contexts = [context]
+        if len(table.layout.parts) > 1:
+            more = read_groups(table.columns, table.block_tables[1:], decoding, block_size)
+            contexts = contexts_of(context, *more)
+        hidden, residuals = self.forward(decoding.input_ids, decoding.positions, contexts, values)
+        self.drafting.keep(table.columns, size, residuals)
+        return Decoded(hidden, decoding, values)
+
+    def step(self, size: Size, out: torch.Tensor) -> Computed:
+        """A decode graph's step: logits go to `out`, and the tokens are drawn and kept.
+
+        Ranks draw together if they have kernels for it, each from its part of the logits. Else rank
+        0 draws alone.
+        """
+        hidden, decoding, read = self.decode(size, self.table.layout.max_blocks)
+        if together := self._ranks.peer_kernels:
+            logits = self.forward.part_of_logits(hidden, read, out)
+            first = self.forward.model.lm_head.shard.start
+            token_ids = together.sample(logits, decoding.temperatures, decoding.keys, first)
+        elif self._ranks.rank > 0:
+            self.forward.logits(hidden, read)
+            return _computed(size, decoding, out)
+        else:
+            logits = self.forward.logits(hidden, read, out)
+            token_ids = self.draws.sampler(logits, decoding.temperatures, decoding.keys)
+        return self.draws.keep(_computed(size, decoding, logits), token_ids)
+
+
+def _computed(size: Size, decoding: Decoding, logits: torch.Tensor) -> Computed:
+    """What a decode step leaves before its tokens are drawn."""
+    choices, queries = (decoding.temperatures, decoding.keys), size.num_queries
+    drafted = decoding if queries > 1 else None
+    return Computed(logits, decoding.rows, choices, num_queries=queries, decoding=drafted)

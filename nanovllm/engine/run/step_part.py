@@ -1,0 +1,94 @@
+"""StepPart: what a feature adds to the steps of one rank. The base class adds nothing."""
+
+from typing import Any, Protocol
+
+import torch
+
+from nanovllm.engine.run.device_table import UNMARKED, DeviceTable
+from nanovllm.engine.run.step_inputs import StepInputs
+from nanovllm.engine.run.transfer import Array
+from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.engine.schedule.step_size import Size
+from nanovllm.engine.start.placement import Placement
+from nanovllm.kernels.plain.read_table import Decoding
+
+
+class ComputeLogits(Protocol):
+    """Computes the logits of hidden states [N, hidden], those of the prefill's tokens [N]."""
+
+    def __call__(self, hidden: torch.Tensor, tokens: Array | None) -> torch.Tensor: ...
+
+
+class StepPart:
+    """A feature's part of every step: host arrays, what layers read, and what it takes.
+
+    Rank 0 makes the `arrays`, which travel to all ranks under their names. There the part makes
+    from them what the model's layers read under the part's `name`. It may take hidden states of a
+    prefill. All ranks have equal parts, and call the same methods in the same order.
+    """
+
+    name = ""
+    marks_rows = False  # whether it reads the marks of sequences; one part at most
+
+    def arrays(self, batch: Batch, q_ends: Array | None) -> dict[str, Array]:  # noqa: ARG002
+        """Host arrays of a step, by name; `q_ends` is None in a decode step. On rank 0."""
+        return {}
+
+    def mark_of(self, seq: Sequence) -> int:  # noqa: ARG002
+        """The mark of a running sequence, which its row in the device table has. On rank 0."""
+        return UNMARKED
+
+    def sizes(
+        self,
+        placement: Placement,  # noqa: ARG002
+        largest: int,  # noqa: ARG002
+        others: list[Size],  # noqa: ARG002
+    ) -> list[Size]:
+        """Decode steps to capture for up to `largest` sequences, with those of earlier parts."""
+        return []
+
+    def before(self, inputs: StepInputs) -> None:
+        """Launch what comes before a step."""
+
+    def after(self, inputs: StepInputs) -> None:
+        """Launch what comes after a step."""
+
+    def in_prefill(self, inputs: StepInputs, tokens: Array | None = None) -> Any:  # noqa: ARG002
+        """What layers read of a prefill, or the head of these `tokens`; None for nothing."""
+        return None
+
+    def in_decode(
+        self,
+        table: DeviceTable,  # noqa: ARG002
+        size: Size,  # noqa: ARG002
+        decoding: Decoding,  # noqa: ARG002
+    ) -> Any:
+        """What layers read of a decode step; None for nothing. Decode graphs capture it."""
+        return None
+
+    def tokens(self, inputs: StepInputs) -> Array | None:  # noqa: ARG002
+        """The tokens of a prefill that it takes the hidden states of; None for no token."""
+        return None
+
+    def take(
+        self,
+        hidden: torch.Tensor,
+        inputs: StepInputs,  # noqa: ARG002
+        compute_logits: ComputeLogits,  # noqa: ARG002
+    ) -> Any:
+        """What it makes of the hidden states [N, hidden] of its tokens."""
+        return hidden
+
+    def close(self) -> None:
+        """Free what it has; it is not used again."""
+
+
+class TakenHidden(StepPart):
+    """Takes the hidden states that a `HiddenReader` asks for, as they are."""
+
+    name = "hidden"
+
+    def tokens(self, inputs: StepInputs) -> Array | None:
+        """The tokens that the reader has asked for."""
+        return inputs.arrays.get("taken_tokens")
