@@ -7,7 +7,6 @@ from nanovllm.config import Config
 from nanovllm.engine.features import Features
 from nanovllm.engine.requests.adapters import Adapters
 from nanovllm.engine.requests.parts import Constraints
-from nanovllm.engine.run.graphs import Redraws
 from nanovllm.engine.run.hidden_reader import HiddenReader
 from nanovllm.engine.run.model_runner import ModelRunner
 from nanovllm.engine.run.shard import Shard
@@ -17,6 +16,8 @@ from nanovllm.models.config import ModelConfig
 
 if TYPE_CHECKING:
     import torch
+
+    from nanovllm.engine.run.graphs import Redraws
 
 
 class AllFeatures(Features):
@@ -84,7 +85,7 @@ class AllFeatures(Features):
 
 def masked_draws(
     draw: DrawMasked, num_rows: int, vocab_size: int, device: "torch.device"
-) -> Redraws:
+) -> "Redraws":
     """What draws a decode graph's tokens again where constraints apply."""
     from nanovllm.structured.masked_draws import MaskedDraws
 

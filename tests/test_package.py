@@ -30,7 +30,7 @@ SCHEDULER_SIDE = (
 )  # fmt: skip
 
 # What one `generate` with plain PyTorch loads, at most: modules, and lines of code in them.
-MOST_MODULES, MOST_LINES = 171, 11_400
+MOST_MODULES, MOST_LINES = 172, 11_400
 
 # Rooms of features: the core runs without them.
 FEATURES = (
@@ -38,9 +38,12 @@ FEATURES = (
     "server", "bench", "command", "ray",
 )  # fmt: skip
 
-# Words of features stand in few lines of the rooms that run every request.
-FEATURE_WORDS = ("draft", "adapter", "mask", "pool", "window", "state", "vector", "beam", "tool")
-MOST_FEATURE_WORDS = 0.075
+# Words of features stand in few lines of the rooms that run every request: whole words and parts of
+# names. "Drafting" is the name of a seam.
+FEATURE_WORD = re.compile(
+    r"(?<![a-z])(draft|adapter|mask|pool|window|state|vector|beam|tool)(s|ed)?(?![a-z])", re.I
+)
+MOST_FEATURE_WORDS = 0.055
 
 # Imports run down these floors, or stay on one; `nanovllm` itself is below all of them.
 FLOORS = (
@@ -272,7 +275,7 @@ def test_the_core_speaks_of_no_features() -> None:
         for line in file.read_text(encoding="utf-8").splitlines()
         if line.strip()
     ]
-    named = [line for line in lines if any(word in line.lower() for word in FEATURE_WORDS)]
+    named = [line for line in lines if FEATURE_WORD.search(re.sub(r"(?=[A-Z][a-z])", "_", line))]
     assert len(lines) > 2000
     assert len(named) <= MOST_FEATURE_WORDS * len(lines)
 

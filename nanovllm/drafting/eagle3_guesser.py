@@ -15,7 +15,7 @@ import torch
 from nanovllm.drafting.eagle3_head import Eagle3Head
 from nanovllm.drafting.model_guesser import ModelGuesser, Places
 from nanovllm.engine.run.step_inputs import StepInputs
-from nanovllm.engine.run.transfer import Array, upload_ahead
+from nanovllm.engine.run.transfer import upload_ahead
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.step_size import Size
 from nanovllm.engine.start.placement import Placement
@@ -74,16 +74,16 @@ class Eagle3Guesser(ModelGuesser):
         states = torch.zeros(num_rows, self.most, hidden_size, dtype=self.dtype, device=device)
         self.kept = Kept(first, counts, states)
 
-    def arrays(self, batch: Batch, q_ends: Array | None) -> dict[str, Array]:
-        """The token after each sequence's scheduled ones in a prefill; 0 where a prompt ends."""
-        if q_ends is None:
-            return {}
+    def add_arrays(self, inputs: StepInputs, batch: Batch) -> None:
+        """Add the token after each sequence's scheduled ones in a prefill; 0 at a prompt's end."""
+        if inputs.prefill is None:
+            return
         ends = [seq.num_cached_tokens + seq.num_scheduled_tokens for seq in batch.seqs]
         known = (
             seq.token_ids[end] if end < len(seq.token_ids) else 0
             for seq, end in zip(batch.seqs, ends, strict=True)
         )  # fmt: skip
-        return {"next_tokens": np.fromiter(known, np.int64, len(ends))}
+        inputs.arrays["next_tokens"] = np.fromiter(known, np.int64, len(ends))
 
     def store(self, inputs: GuessInputs) -> None:
         """Store the keys of new positions, in a step without drafts."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from selection import examples
 
 from nanovllm import SamplingParams
-from nanovllm.engine.run import draw_inputs as draw_inputs_module
+from nanovllm.engine.run import narrowing
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.kernels.plain.draw import cut
 from nanovllm.layers.sampler import Sampler
@@ -267,7 +267,7 @@ def test_a_draw_after_drafts_is_as_if_they_had_come(rows: list[Any]) -> None:
     expected, got, again = logits.clone(), logits.clone(), logits.clone()
     as_come, alone = sampler_inputs(after, 31), sampler_inputs([*drafts], 31)
     narrow_all(expected, as_come)
-    inputs = sampler_inputs(seqs, 31, offsets=offsets, drafts=drafts)
+    inputs = sampler_inputs(seqs, 31, offsets=offsets, assumed=drafts)
     narrow_all(got, inputs)
     assert torch.equal(got, expected)
     assert inputs.keys is None or torch.equal(inputs.keys, as_come.keys)  # type: ignore[arg-type]
@@ -327,7 +327,7 @@ def test_a_draw_does_not_depend_on_other_rows(monkeypatch: pytest.MonkeyPatch) -
     ]
     logits = torch.randn(90, 3000) * 2
     together = draw(seqs, logits)
-    monkeypatch.setitem(draw_inputs_module.NARROWED_LOGITS, "cpu", 3000 * 7)  # seven rows
+    monkeypatch.setitem(narrowing.NARROWED_LOGITS, "cpu", 3000 * 7)  # seven rows
     assert draw(seqs, logits) == together
     for order in (torch.randperm(90), torch.arange(89, -1, -1)):
         shuffled = draw([seqs[i] for i in order], logits[order])

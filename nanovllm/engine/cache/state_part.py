@@ -26,13 +26,14 @@ class StatePart(StepPart):
     def __init__(self, pool: StatePool) -> None:
         self._pool = pool
 
-    def arrays(self, batch: Batch, q_ends: Array | None) -> dict[str, Array]:
-        """The slots of a prefill, and the pairs that a step copies."""
-        arrays = {} if q_ends is None else states_before_and_after(batch, q_ends)
+    def add_arrays(self, inputs: StepInputs, batch: Batch) -> None:
+        """Add the slots of a prefill, and the pairs that a step copies."""
+        if inputs.prefill is not None:
+            inputs.arrays |= states_before_and_after(batch, inputs.prefill.cu_seqlens_q)
         if batch.copies is not NO_COPIES:
             named = zip(("copied_before", "copied_after"), batch.copies, strict=True)
-            arrays |= {name: np.array(pairs, np.int32).ravel() for name, pairs in named if pairs}
-        return arrays
+            copied = {name: np.array(pairs, np.int32).ravel() for name, pairs in named if pairs}
+            inputs.arrays |= copied
 
     def before(self, inputs: StepInputs) -> None:
         """Copy slots that sequences continue from."""

@@ -1,16 +1,19 @@
 """Draws: draws the tokens of steps, and leaves them in the device table. On rank 0."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.run.device_table import DeviceTable
 from nanovllm.engine.run.draw_inputs import DrawInputs
-from nanovllm.engine.run.graphs import Redraws
-from nanovllm.engine.run.logprobs import drawn_columns
 from nanovllm.engine.run.reports import Columns
 from nanovllm.engine.run.transfer import upload, upload_all
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.sampler import Sampler
+
+if TYPE_CHECKING:
+    from nanovllm.engine.run.graphs import Redraws
 
 Choices = tuple[torch.Tensor | None, torch.Tensor | None]  # temperatures and keys
 
@@ -26,7 +29,7 @@ class Draws:
         self._device, self._vocab_size = device, vocab_size
 
     def draw(
-        self, computed: Computed, inputs: DrawInputs, redraws: Redraws | None = None
+        self, computed: Computed, inputs: DrawInputs, redraws: "Redraws | None" = None
     ) -> tuple[torch.Tensor, tuple[Columns, ...]]:
         """The token ids of a step's samples, and their reports.
 
@@ -46,6 +49,8 @@ class Draws:
         columns: tuple[Columns, ...] = ()
         if inputs.report is not None:
             assert computed.token_ids is not None
+            from nanovllm.engine.run.logprobs import drawn_columns
+
             columns = drawn_columns(computed.logits, computed.token_ids, inputs.report)
         return computed.results(inputs.num_samples), columns
 

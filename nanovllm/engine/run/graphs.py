@@ -9,13 +9,15 @@ the capture runs, and is tested, anywhere.
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.schedule.step_size import Size
-from nanovllm.layers.filters import Filters
+
+if TYPE_CHECKING:
+    from nanovllm.layers.filters import Filters
 
 Captured = tuple[torch.cuda.CUDAGraph, Computed]
 
@@ -23,7 +25,7 @@ Captured = tuple[torch.cuda.CUDAGraph, Computed]
 class Redraws(Protocol):
     """What draws the tokens of a graph's step again, where a feature narrows the draw."""
 
-    def takes(self, filters: list[Filters]) -> bool:
+    def takes(self, filters: "list[Filters]") -> bool:
         """Whether it draws with these filters."""
 
     def capture(
@@ -34,7 +36,7 @@ class Redraws(Protocol):
     def release(self) -> None:
         """Free the captured graphs."""
 
-    def __call__(self, computed: Computed, filters: list[Filters]) -> Computed:
+    def __call__(self, computed: Computed, filters: "list[Filters]") -> Computed:
         """Draw some rows of a graph's step again."""
 
 

@@ -15,11 +15,11 @@ from nanovllm.engine.run.draw_inputs import draw_inputs, needs_logits
 from nanovllm.engine.run.hidden_reader import HiddenReader
 from nanovllm.engine.run.launched import Begun, Launched
 from nanovllm.engine.run.ledger import Ledger
-from nanovllm.engine.run.logprobs import PromptReports
+from nanovllm.engine.run.prompt_reports import PromptReports
 from nanovllm.engine.run.reports import drawn_reports, prompt_reports
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import StepInputs, step_inputs
-from nanovllm.engine.run.transfer import Array
+from nanovllm.engine.run.step_part import own_methods
 from nanovllm.engine.schedule.batch import Batch
 
 
@@ -37,6 +37,7 @@ class ModelRunner:
         layout, marking = shard.table.layout, shard.marking
         ahead = shard.drafting.rows_ahead(layout)
         self.ledger = Ledger(layout, ahead, None if marking is None else marking.mark_of)
+        self._add_arrays = own_methods(shard.parts, "add_arrays")
         self.hidden_reader: HiddenReader | None = None  # once a request keeps hidden states
 
     def begin(self, batch: Batch) -> Begun:
@@ -48,10 +49,9 @@ class ModelRunner:
         prompts = prompt_reports(batch.seqs) if batch.is_prefill else []
         whole = self.workers is None or needs_logits(seqs)
         step = step_inputs(batch, shard.block_size, self.ledger, whole)
-        q_ends = None if step.prefill is None else step.prefill.cu_seqlens_q
-        for part in shard.parts:
-            step.arrays |= part.arrays(batch, q_ends)
-        asked = self._ask(step, batch, q_ends)
+        for add_arrays in self._add_arrays:
+            add_arrays(step, batch)
+        asked = [] if self.hidden_reader is None else self._ask(self.hidden_reader, step, batch)
         *before, inputs = shard.drafting.steps(step, self.config.max_num_batched_tokens)
         for catch_up in before:
             with self._on_others(catch_up), shard.computing():
@@ -60,16 +60,12 @@ class ModelRunner:
             num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
             return Begun(batch, num_tokens, shard.compute(inputs), prompts, asked)
 
-    def _ask(self, step: StepInputs, batch: Batch, q_ends: Array | None) -> list[Any]:
+    def _ask(self, reader: HiddenReader, step: StepInputs, batch: Batch) -> list[Any]:
         """Let a step keep the hidden states that the reader asks for. Returns what it asks for."""
-        reader = self.hidden_reader
-        if reader is None:
-            return []
         step.keeps_hidden = reader.keeps_drawn(batch.sampling_seqs)
-        asked = reader.asked(batch) if q_ends is not None else []
-        if asked:
-            assert q_ends is not None
-            step.arrays["taken_tokens"] = reader.tokens(batch, asked, q_ends)
+        if step.prefill is None or not (asked := reader.asked(batch)):
+            return []
+        step.arrays["taken_tokens"] = reader.tokens(batch, asked, step.prefill.cu_seqlens_q)
         return asked
 
     def draw(self, begun: Begun) -> Launched:

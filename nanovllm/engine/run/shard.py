@@ -6,7 +6,7 @@ of ranks that draw together. It decides nothing about which sequences run, and k
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -19,18 +19,20 @@ from nanovllm.engine.run.device_table import DeviceTable, TableLayout
 from nanovllm.engine.run.draw_inputs import DrawInputs
 from nanovllm.engine.run.draws import Draws
 from nanovllm.engine.run.forward import Forward
-from nanovllm.engine.run.graphs import DecodeGraphs
-from nanovllm.engine.run.logprobs import PromptReports
 from nanovllm.engine.run.prefill import Prefills
+from nanovllm.engine.run.prompt_reports import PromptReports
 from nanovllm.engine.run.reports import Columns
 from nanovllm.engine.run.step_inputs import StepInputs
-from nanovllm.engine.run.step_part import StepPart, TakenHidden
+from nanovllm.engine.run.step_part import StepPart, TakenHidden, own_methods
 from nanovllm.engine.schedule.step_size import Size, batch_ladder
 from nanovllm.engine.start.device import computing_on
 from nanovllm.engine.start.parts import MakeRedraws, SleepableMemory
 from nanovllm.engine.start.placement import Placement
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
+
+if TYPE_CHECKING:
+    from nanovllm.engine.run.graphs import DecodeGraphs
 
 MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels one by one
 
@@ -75,6 +77,7 @@ class Shard:
         self.forward = Forward(model, [group.attention for group in groups.groups])
         reports = PromptReports(self.vocab_size, self.ranks.rank == 0)
         self.parts = [self.drafting, TakenHidden(), reports, *self.caches.step_parts(), *parts]
+        self._before, self._after = (own_methods(self.parts, name) for name in ("before", "after"))
         self.marking = next((part for part in self.parts if part.marks_rows), None)
         self.graphs: DecodeGraphs | None = None
         self._num_threads = num_threads
@@ -128,15 +131,15 @@ class Shard:
 
     def compute(self, inputs: StepInputs) -> Computed:
         """Compute a step. It does not wait for the device, except with plain PyTorch's kernels."""
-        for part in self.parts:
-            part.before(inputs)
+        for before in self._before:
+            before(inputs)
         self.table.write(inputs.changes)
         if inputs.prefill is not None:
             computed = self.prefills.compute(inputs)
         else:
             computed = self._decode(inputs)
-        for part in self.parts:
-            part.after(inputs)
+        for after in self._after:
+            after(inputs)
         return computed
 
     def _decode(self, inputs: StepInputs) -> Computed:
@@ -169,8 +172,10 @@ class Shard:
         self.table.write(inputs.changes)
         self.prefills.catch_up(inputs)
 
-    def decode_graphs(self, num_running: int) -> DecodeGraphs:
+    def decode_graphs(self, num_running: int) -> "DecodeGraphs":
         """The decode steps of a ladder, not captured; they run on any device."""
+        from nanovllm.engine.run.graphs import DecodeGraphs
+
         top = min(num_running, MAX_GRAPH_BATCH)
         of_parts: list[Size] = []
         for part in self.parts:
@@ -219,7 +224,7 @@ class Shard:
             part.close()
         self._drop_table()
         self.drafting, self.parts, self.marking = DeviceDrafting(), [], None
-        del self.forward, self.caches
+        del self.forward, self.caches, self._before, self._after
         if self.memory is not None and device_works:
             with suppress(RuntimeError):
                 self.memory.close()

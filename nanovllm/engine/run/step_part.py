@@ -1,5 +1,6 @@
 """StepPart: what a feature adds to the steps of one rank. The base class adds nothing."""
 
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -23,17 +24,16 @@ class ComputeLogits(Protocol):
 class StepPart:
     """A feature's part of every step: host arrays, what layers read, and what it takes.
 
-    Rank 0 makes the `arrays`, which travel to all ranks under their names. There the part makes
-    from them what the model's layers read under the part's `name`. It may take hidden states of a
-    prefill. All ranks have equal parts, and call the same methods in the same order.
+    Rank 0 adds arrays, which travel to all ranks under their names. There the part makes from them
+    what the model's layers read under the part's `name`. It may take hidden states of a prefill.
+    All ranks have equal parts, and call the same methods in the same order.
     """
 
     name = ""
     marks_rows = False  # whether it reads the marks of sequences; one part at most
 
-    def arrays(self, batch: Batch, q_ends: Array | None) -> dict[str, Array]:  # noqa: ARG002
-        """Host arrays of a step, by name; `q_ends` is None in a decode step. On rank 0."""
-        return {}
+    def add_arrays(self, inputs: StepInputs, batch: Batch) -> None:
+        """Add host arrays to the inputs of a batch's step. On rank 0."""
 
     def mark_of(self, seq: Sequence) -> int:  # noqa: ARG002
         """The mark of a running sequence, which its row in the device table has. On rank 0."""
@@ -82,6 +82,12 @@ class StepPart:
 
     def close(self) -> None:
         """Free what it has; it is not used again."""
+
+
+def own_methods(parts: Iterable[StepPart], name: str) -> list[Callable[..., None]]:
+    """The methods of this name that parts define themselves: the others do nothing."""
+    nothing = getattr(StepPart, name)
+    return [getattr(part, name) for part in parts if getattr(type(part), name) is not nothing]
 
 
 class TakenHidden(StepPart):

@@ -2,23 +2,25 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.run.device_drafting import DeviceDrafting
-from nanovllm.engine.run.graphs import Redraws
 from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.start.placement import Placement
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 
+if TYPE_CHECKING:
+    from nanovllm.engine.run.graphs import Redraws
+
 # From a draw of rows [B] with masks [B, W], the most rows, the size of the vocabulary, the device.
 DrawMasked = Callable[[Computed, torch.Tensor, torch.Tensor], Computed]
 MakeStepPart = Callable[[Config, CausalLM, Placement], StepPart]
-MakeRedraws = Callable[[DrawMasked, int, int, torch.device], Redraws]
+MakeRedraws = Callable[[DrawMasked, int, int, torch.device], "Redraws"]
 
 
 class SleepableMemory(Protocol):

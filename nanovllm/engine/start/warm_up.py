@@ -15,8 +15,9 @@ from nanovllm.config import Config
 from nanovllm.engine.engine_config import most_running
 from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.run.device_table import NO_CHANGES, TableChanges
-from nanovllm.engine.run.draw_inputs import draw_inputs, rows_narrowed_together
+from nanovllm.engine.run.draw_inputs import draw_inputs
 from nanovllm.engine.run.logprobs import rows_at_a_time, warm_up_logprobs
+from nanovllm.engine.run.narrowing import rows_narrowed_together
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
 from nanovllm.engine.run.transfer import upload_all
