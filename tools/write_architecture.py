@@ -27,6 +27,8 @@ CORE: dict[str, list[str]] = {
                  "engine/cache/prefixes", "engine/schedule/batch"],
     "a step": ["engine/run/model_runner", "engine/run/step_inputs", "engine/run/ledger",
                "engine/run/device_table", "engine/run/transfer", "engine/run/shard",
+               "engine/run/prefill", "engine/run/decode", "engine/run/forward", "engine/run/draws",
+               "engine/run/step_part",
                "engine/run/computed", "engine/run/draw_inputs", "engine/run/launched"],
     "the model": ["models/llama", "models/parts", "models/decoder", "layers/block",
                   "layers/self_attention", "layers/feed_forward", "layers/mixer", "layers/build",
