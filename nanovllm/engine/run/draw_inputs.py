@@ -14,7 +14,7 @@ from nanovllm.engine.run.entries import (
     biased_entries,
     forbidden_entries,
 )
-from nanovllm.engine.run.reports import ReportInputs, drawn_report_inputs, reports_next
+from nanovllm.engine.run.reports import ReportInputs, drawn_report_inputs
 from nanovllm.engine.run.transfer import Array
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.kernels.operands.cuts import Cuts, are_few
@@ -85,18 +85,18 @@ def draw_inputs(
 
 def needs_logits(seqs: list[Sequence]) -> bool:
     """Whether a draw or a report of `seqs` reads more than the token that a decode step draws."""
-    return any(seq.is_narrowed or reports_next(seq) for seq in seqs)
+    return any(seq.is_narrowed or seq.reports for seq in seqs)
 
 
 def _parts(rows: list[int], draws: list[Draw], vocab_size: int, device_type: str) -> list[Filters]:
     """The filters of narrowed rows, rows with the same kinds together."""
-    if all(seq.constraint is not None and not seq.has_filters for seq, _ in draws):
+    if all(seq.parts.constraint is not None and not seq.has_filters for seq, _ in draws):
         return [_filters(rows, draws, vocab_size, device_type)]  # masks alone copy nothing
     alike: dict[tuple[bool, ...], tuple[list[int], list[Draw]]] = {}
     for row, draw in zip(rows, draws, strict=True):
         seq = draw[0]
         kind = _kind(seq.params, vocab_size) if seq.has_filters else UNCUT
-        wide = (seq.constraint is not None, seq.processors is not None)
+        wide = (seq.parts.constraint is not None, seq.parts.processors is not None)
         some_rows, some = alike.setdefault((*wide, *kind), ([], []))
         some_rows.append(row)
         some.append(draw)
@@ -132,9 +132,9 @@ def noise_key(seq: Sequence, offset: int = 0) -> int:
 
 def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: str) -> Filters:
     filters = Filters(torch.from_numpy(np.fromiter(rows, np.int64, len(rows))))
-    if draws[0][0].processors is not None:
+    if draws[0][0].parts.processors is not None:
         filters.processors = [
-            (row, functools.partial(seq.processors.apply, seq, drafts))
+            (row, functools.partial(seq.parts.processors.apply, seq, drafts))
             for row, (seq, drafts) in enumerate(draws)
         ]
     listed = [  # most constraints are alone
@@ -146,9 +146,9 @@ def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: s
     forbidden = [
         (row, ids)
         for row, seq, drafts in listed
-        if seq.may_forbid and (ids := _forbidden(seq, drafts))
+        if may_forbid(seq) and (ids := _forbidden(seq, drafts))
     ]
-    if (constraint := draws[0][0].constraint) is not None:
+    if (constraint := draws[0][0].parts.constraint) is not None:
         pinned = device_type == "cuda"
         filters.masks = constraint.masks_of(draws, allowed, forbidden, vocab_size, pinned)
     else:
@@ -166,9 +166,32 @@ def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: s
     return filters
 
 
+def may_forbid(seq: Sequence) -> bool:
+    """Whether `forbidden_token_ids` has to be asked: else it is empty."""
+    return bool(seq.parts.bad_words) or len(seq.token_ids) < seq.min_num_tokens
+
+
+def forbidden_token_ids(seq: Sequence, drafts: list[int]) -> set[int]:
+    """Tokens that may not come after the `drafts`, or next if there are none.
+
+    The last ones of bad words; before `min_tokens` all stops. Bad words are looked for in the
+    output: the prompt's last tokens are no part of one.
+    """
+    num_tokens, bad_words = len(seq.token_ids) + len(drafts), seq.parts.bad_words
+    forbidden = set(seq.stop_token_ids) if num_tokens < seq.min_num_tokens else set()
+    if not bad_words:
+        return forbidden
+    start = len(seq.token_ids) - max(map(len, bad_words))
+    output = seq.token_ids[max(start, seq.num_prompt_tokens) :] + drafts  # its last tokens
+    for *before, last in bad_words:
+        if output[len(output) - len(before) :] == before:
+            forbidden.add(last)
+    return forbidden
+
+
 def _forbidden(seq: Sequence, drafts: list[int]) -> set[int]:
     """Its forbidden tokens; none if they would leave nothing of the allowed ones."""
-    forbidden, allowed = seq.forbidden_token_ids(drafts), seq.params.allowed_token_ids
+    forbidden, allowed = forbidden_token_ids(seq, drafts), seq.params.allowed_token_ids
     return set() if allowed and all(map(forbidden.__contains__, allowed)) else forbidden
 
 
@@ -177,8 +200,8 @@ def _penalties(draws: list[Draw]) -> Penalties:
     counted: dict[int, tuple[Array, Array]] = {}
     for row, (seq, drafts) in enumerate(draws):
         if seq.params.penalizes:
-            seq.counts.update(seq)
-            counted[row] = seq.counts.after(drafts)
+            seq.parts.counts.update(seq)
+            counted[row] = seq.parts.counts.after(drafts)
     shape = len(draws), max(len(ids) for ids, _ in counted.values())
     columns: tuple[Array, Array] = np.zeros(shape, np.int64), np.zeros(shape, np.int32)
     for row, parts in counted.items():

@@ -1,10 +1,10 @@
 """Batch: the value that goes from the scheduler to the runner."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.engine.schedule.sequence import FINISHED, PENDING, Sequence
 
 
 class SlotCopies(NamedTuple):
@@ -73,10 +73,43 @@ class Batch:
                 seq for seq, offsets in zip(self.sampling_seqs, drawn, strict=True) for _ in offsets
             ]
 
-    @property
-    def awaited_seqs(self) -> list[Sequence]:
-        """The sequence of each token that is certain to come when the step is launched."""
-        return self.seqs if self.num_drafts else self.sampling_seqs
+    def await_tokens(self) -> None:
+        """Add a pending token to the sequences for each that is certain to come."""
+        for seq in self.seqs if self.num_drafts else self.sampling_seqs:
+            if seq.status is not FINISHED:
+                seq.token_ids.append(PENDING)
+                seq.num_pending_tokens += 1
+                seq.num_possible_tokens += self.num_drafts
+
+    def append_tokens(self, tokens: Iterable[tuple[Sequence, int]]) -> list[Sequence]:
+        """Put the step's tokens in the places of pending ones. Returns the sequences that ended.
+
+        The token of a sequence that has finished is dropped; a sequence that was preempted
+        meanwhile keeps its token. A silent sequence ends when its keeper wants no more.
+        """
+        finished = []
+        for seq, token_id in tokens:
+            if not seq.num_pending_tokens:
+                continue
+            index = len(seq.token_ids) - seq.num_pending_tokens
+            seq.token_ids[index] = token_id
+            seq.num_pending_tokens -= 1
+            if token_id in seq.stop_token_ids and not seq.has_failed:
+                seq.finish("stop", None if token_id in seq.eos_token_ids else token_id)
+                finished.append(seq)
+            elif seq.followers and (end := seq.follow()) is not None:
+                if end.reason == "error":
+                    seq.token_ids.pop(index)
+                seq.finish(*end)
+                finished.append(seq)
+            elif index + 1 >= seq.max_num_tokens:
+                seq.finish("length")
+                finished.append(seq)
+        for seq in self.silent_seqs:
+            if seq.status is not FINISHED and not seq.parts.keeper.wanted:
+                seq.finish("stop")
+                finished.append(seq)
+        return finished
 
     @property
     def draws_wait(self) -> bool:
