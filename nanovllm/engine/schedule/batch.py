@@ -8,7 +8,7 @@ from nanovllm.engine.schedule.sequence import FINISHED, PENDING, Sequence
 
 
 class SlotCopies(NamedTuple):
-    """Pairs of state slots (from, to) that a step copies: before it computes, and after."""
+    """Pairs of cache slots (from, to) that a step copies: before it computes, and after."""
 
     before: list[tuple[int, int]]
     after: list[tuple[int, int]]
@@ -26,17 +26,17 @@ class Batch:
     of a prefill, all of a decode step. A fork is a sequence and one of its siblings: the sibling
     computes nothing, and samples from the logits of the sequence.
 
-    `drafts` are tokens that may come after a decoding sequence's last one. The step computes them
-    after the scheduled tokens, and draws the token after each: the tokens after right drafts count.
+    `drafts` are guesses of the tokens after a decoding sequence's last one. The step computes them
+    after the scheduled tokens, and draws the token after each: those after right guesses count.
     Where the device guesses, each sequence has up to `num_drafts`, and `drafts` is empty. `copies`
-    are those of state slots, if the model has states.
+    are those of cache slots, if a cache group has some.
 
     `sampling_seqs` has the sequence of each token that the step draws, and `offsets` how many
-    tokens come between that and the sequence's last one: 0, and for drafts 1, 2, ....
-    `silent_seqs` generate nothing: their prompts are computed for the hidden states.
+    tokens come between that and the sequence's last one: 0, and after guesses 1, 2, .... Silent
+    sequences generate nothing: their keepers want something of their prompts.
 
     When the step is launched, the scheduler notes in `ends` up to which token each of `all_seqs` is
-    computed by it; when its tokens are known, how many drafts there were, and how many were right.
+    computed by it; when its tokens are known, how many guesses there were and how many were right.
     """
 
     seqs: list[Sequence]

@@ -27,7 +27,7 @@ class Scheduler:
 
     Both queues are sorted by priority, then by age. Every admitted sequence finishes: the first in
     order gets blocks before all others, the last is preempted when blocks run out, and the engine
-    accepts only requests that fit the whole pool, so the first always advances. `layout` says what
+    accepts only requests that all blocks can hold, so the first always advances. `layout` says what
     the model's layers keep of a sequence.
 
     `drafting` adds tokens to steps on a guess, and says which tokens of a step count.

@@ -176,13 +176,12 @@ class Sequence:
         if self.index:  # each sample draws from a stream of its own
             self.seed = xxhash.xxh64_intdigest(self.index.to_bytes(8, "little"), seed=self.seed)
         self.temperature = params.temperature
-        self.has_filters = params.narrows or parts.filters  # next to a constraint
-        self.narrows = self.has_filters or parts.constraint is not None
-        # Whether its draws depend on the tokens before.
-        self.reads_tokens = params.penalizes or parts.filters or parts.constraint is not None
-        # Whether the log-probabilities of its tokens are reported; and whether draws or reports are
-        # prepared for its position.
+        is_constrained = parts.constraint is not None
+        self.has_filters = params.narrows or parts.filters  # other than a constraint
+        self.narrows = self.has_filters or is_constrained
+        self.reads_tokens = params.penalizes or parts.filters or is_constrained  # before a draw
         self.reports = parts.logprobs is not None and params.logprobs is not None
+        # Whether draws, or what is kept of its tokens, are prepared for its position.
         self.must_be_known = self.reads_tokens or self.reports or parts.keeper is not None
 
     def __repr__(self) -> str:
@@ -263,8 +262,7 @@ class Sequence:
 
         The last token's logits are needed, and what parts want of the prompt.
         """
-        most = len(self.token_ids) - 1
-        return min([most, *self.parts.first_wanted])
+        return min([len(self.token_ids) - 1, *self.parts.first_wanted])
 
     def scheduled_of(self, tokens: range) -> range:
         """The ones of these tokens that the step in progress computes."""
