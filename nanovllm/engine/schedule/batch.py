@@ -75,11 +75,13 @@ class Batch:
 
     def await_tokens(self) -> None:
         """Add a pending token to the sequences for each that is certain to come."""
-        for seq in self.seqs if self.num_drafts else self.sampling_seqs:
+        number = self.num_drafts
+        for seq in self.seqs if number else self.sampling_seqs:
             if seq.status is not FINISHED:
                 seq.token_ids.append(PENDING)
                 seq.num_pending_tokens += 1
-                seq.num_possible_tokens += self.num_drafts
+                if number:
+                    seq.num_possible_tokens += number
 
     def append_tokens(self, tokens: Iterable[tuple[Sequence, int]]) -> list[Sequence]:
         """Put the step's tokens in the places of pending ones. Returns the sequences that ended.

@@ -136,17 +136,18 @@ class Scheduler:
         Tokens that it computes count as cached, and full blocks of prompts can be shared; tokens
         that it samples are pending.
         """
-        caches = self.caches
+        caches, ends, is_prefill = self.caches, batch.ends, batch.is_prefill
+        passes_by = caches.has_windows
         for seq in batch.all_seqs:
             if seq.status is FINISHED:  # by a token of the step before
-                batch.ends.append(0)
+                ends.append(0)
                 continue
             seq.num_cached_tokens = end = seq.num_cached_tokens + seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
-            batch.ends.append(end)
-            if batch.is_prefill:  # later steps run after this one on the device
+            ends.append(end)
+            if is_prefill:  # later steps run after this one on the device
                 caches.publish(seq, min(end, seq.num_known_tokens))
-            if caches.has_windows:
+            if passes_by:
                 caches.pass_by(seq)
         batch.await_tokens()
 
