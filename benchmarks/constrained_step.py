@@ -36,7 +36,7 @@ from nanovllm.engine.run import draw_inputs as drawing
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.scheduler import Scheduler
-from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
 from nanovllm.structured.grammars import Grammars
 from nanovllm.structured.masks import Masks
 
@@ -94,7 +94,8 @@ def sequences(
         if params.structured_outputs is not None:
             constraint = grammars.constraint(params.structured_outputs, ends).copy()
         followed = OutputText(tokenizer, params) if params.stop else None
-        seq = Sequence([row, 0], params, eos_token_ids=ends, constraint=constraint, text=followed)
+        parts = SequenceParts(constraint=constraint, text=followed)
+        seq = Sequence([row, 0], params, eos_token_ids=ends, parts=parts)
         found.append((seq, tokenizer.encode(text(rng, medium))))
     return found
 

@@ -20,7 +20,7 @@ from nanovllm import SamplingParams
 from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.run.draw_inputs import draw_inputs
 from nanovllm.engine.run.transfer import upload, upload_all
-from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
 from nanovllm.layers.sampler import Sampler
 
 NONE = "none"
@@ -74,7 +74,7 @@ def measure(
                 Sequence(
                     list(range(500)),
                     SamplingParams(seed=row, temperature=temperature, **fields),
-                    counts=TokenCounts(),
+                    parts=SequenceParts(counts=TokenCounts()),
                 )
                 for row in range(len(logits))
             ]

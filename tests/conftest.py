@@ -269,8 +269,8 @@ def sampler_inputs(
     """The sampler's inputs for the next tokens of `seqs`, as the engine makes and uploads them."""
     device = device or torch.device("cpu")
     for seq in seqs:
-        if seq.params.penalizes and seq.counts is None:
-            seq.counts = TokenCounts()
+        if seq.params.penalizes and seq.parts.counts is None:
+            seq.parts.counts = TokenCounts()
     host = draw_inputs(seqs, vocab_size, device.type, **drafts)
     filters = upload_all(host.filters, device)
     if host.temperatures is None or host.keys is None:

@@ -36,7 +36,7 @@ from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.schedule.scheduler import Scheduler
-from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
+from nanovllm.engine.schedule.sequence import Sequence, SequenceParts, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
 BLOCK_SIZES = (1, 2, 3, 4, 16)
@@ -69,12 +69,10 @@ class Forcing:
 class Keeper:
     """Wants the states of a prompt's tokens, all except the last one, without gaps."""
 
+    generates = True
+
     def __init__(self, num_prompt_tokens: int) -> None:
         self.wanted = range(num_prompt_tokens - 1)
-
-    def scheduled(self, seq: Sequence) -> range:
-        end = seq.num_cached_tokens + seq.num_scheduled_tokens
-        return range(max(seq.num_cached_tokens, self.wanted.start), min(end, self.wanted.stop))
 
     def add(self, tokens: range) -> None:
         assert tokens.start == self.wanted.start < tokens.stop, "a gap, or twice the same"
@@ -153,16 +151,15 @@ class Simulation:
     def add(self, prompt: list[int], max_model_len: int, **params: Any) -> None:
         """Queue a request that the pool can hold, as the engine sees to it."""
         asked = SamplingParams(**params)
-        options: dict[str, Any] = dict(
-            eos_token_ids=frozenset({EOS}), max_model_len=max_model_len, adapter=self.adapter()
-        )
+        options: dict[str, Any] = dict(eos_token_ids=frozenset({EOS}), max_model_len=max_model_len)
+        adapter = self.adapter()
         constrained = self.forces and self.rng.random() < 0.5
         keeps = sum(prompt) % 3 == 0  # as good as at random
         seqs = [
-            Sequence(
-                prompt, asked, index=index, constraint=Forcing(self.rng) if constrained else None,
-                keeper=Keeper(len(prompt)) if keeps and index == 0 else None, **options,
-            )
+            Sequence(prompt, asked, index=index, parts=SequenceParts(
+                constraint=Forcing(self.rng) if constrained else None,
+                keeper=Keeper(len(prompt)) if keeps and index == 0 else None, adapter=adapter,
+            ), **options)
             for index in range(asked.n)
         ]  # fmt: skip
         seqs[0].siblings = seqs[1:]
@@ -223,18 +220,18 @@ class Simulation:
     def note_states(self, batch: Batch) -> None:
         """Note which states the step computes for sequences that keep them."""
         kept = [
-            (seq, seq.keeper.scheduled(seq))
+            (seq, seq.scheduled_of(seq.parts.keeper.wanted))
             for seq in (batch.seqs[batch.num_decodes :] if batch.is_prefill else ())
-            if seq.keeper is not None
+            if seq.parts.keeper is not None
         ]
         self.arriving[id(batch)] = [(seq, tokens) for seq, tokens in kept if tokens]
 
     def deliver_states(self, batch: Batch) -> None:
         """The states of a step arrive; a sequence that has sampled a token lacks none."""
         for seq, tokens in self.arriving.pop(id(batch)):
-            seq.keeper.add(tokens)
+            seq.parts.keeper.add(tokens)
         for seq in batch.sampling_seqs:
-            assert seq.keeper is None or not seq.keeper.wanted
+            assert seq.parts.keeper is None or not seq.parts.keeper.wanted
 
     def interrupted_step(self, computed: bool, restart: bool) -> None:
         """A step that is not booked, whether or not the device computed it, and what follows."""
@@ -396,7 +393,8 @@ class Simulation:
         assert sorted(queued, key=lambda seq: seq.seq_id) == [
             seq for seq in self.live if seq not in siblings
         ]
-        if all((s.params.n, s.params.priority, s.adapter) == (1, 0, None) for s in self.live):
+        plain = (1, 0, None)
+        if all((s.params.n, s.params.priority, s.parts.adapter) == plain for s in self.live):
             assert queued == sorted(queued, key=lambda seq: seq.seq_id), "not first come"
         for seq in self.live:
             assert seq.token_ids[: seq.num_known_tokens] == self.tokens[seq]
@@ -644,8 +642,8 @@ class Simulation:
     def numbered(self, seq: Sequence, drafts: list[int] | None = None) -> list[int]:
         """For each position the number of the prefix that ends there: equal iff all of it is."""
         numbers, number = [], -1
-        if seq.adapter is not None:  # adapters have prefixes of their own
-            number -= seq.adapter.number
+        if seq.parts.adapter is not None:  # adapters have prefixes of their own
+            number -= seq.parts.adapter.number
         for token_id in self.computed[seq] + (drafts or []):
             number = self.prefixes.setdefault((number, token_id), len(self.prefixes))
             numbers.append(number)

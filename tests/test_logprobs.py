@@ -102,7 +102,7 @@ def test_the_logprobs_of_a_token_that_is_taken_back_are_replaced(
         request = llm.unfinished[llm.add_request([1, 2], params)]
         llm.step()
         llm.step()
-        logprobs = request.seqs[0].logprobs
+        logprobs = request.seqs[0].parts.logprobs
 
         def interrupted(*_: Any) -> Any:
             assert logprobs._generated[4], "the last token's entry has arrived"

@@ -69,7 +69,8 @@ class AdapterParts(StepPart):
 
     def mark_of(self, seq: Sequence) -> int:
         """The slot of a running sequence's adapter."""
-        return UNMARKED if seq.adapter is None else int(seq.adapter.slot)
+        adapter = seq.parts.adapter
+        return UNMARKED if adapter is None else int(adapter.slot)
 
     def sizes(self, placement: Placement, largest: int, others: list[Size]) -> list[Size]:
         """Fewer than without adapters, as they are for some engines' steps only."""

@@ -36,10 +36,10 @@ class AdapterSlotTable:
         A sequence that runs when the next one is asked for holds its adapter's slot. An adapter
         that cannot be read is left to `take_failed`.
         """
-        line = _Line(seq.adapter for seq in running if seq.adapter is not None)
+        line = _Line(seq.parts.adapter for seq in running if seq.parts.adapter is not None)
         try:
             for seq in waiting:
-                adapter = seq.adapter
+                adapter = seq.parts.adapter
                 if adapter in line.passed:
                     continue
                 if adapter is None:
@@ -71,7 +71,9 @@ class AdapterSlotTable:
         slots = [adapter.slot for adapter in self.adapters]
         assert len(set(slots)) == len(slots) <= self.num_slots
         assert all(0 <= slot < self.num_slots for slot in slots)
-        assert all(seq.adapter is None or seq.adapter in self.adapters for seq in running)
+        assert all(
+            seq.parts.adapter is None or seq.parts.adapter in self.adapters for seq in running
+        )
 
     def _enter(self, adapter: Adapter, line: "_Line") -> bool:
         """Give the adapter a slot; if that cannot be, it waits from here on, or has failed."""

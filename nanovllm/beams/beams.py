@@ -88,7 +88,7 @@ class Beams:
         for request_id in ids:
             seq = self.engine.finished[request_id].seqs[0]
             check_no_error(seq)
-            (entry,) = seq.logprobs.generated(seq, seq.num_prompt_tokens)
+            (entry,) = seq.parts.logprobs.generated(seq, seq.num_prompt_tokens)
             likely.append([(token_id, logprob) for token_id, logprob, _ in entry])
             self.engine.drop_output(request_id)
         return likely

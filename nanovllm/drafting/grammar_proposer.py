@@ -21,7 +21,7 @@ class GrammarProposer:
 
     def propose(self, seqs: list[Sequence], most: list[int]) -> list[list[int]]:
         """Each sequence's forced tokens."""
-        return [_forced(seq.constraint, seq, n) for seq, n in zip(seqs, most, strict=True)]
+        return [_forced(seq.parts.constraint, seq, n) for seq, n in zip(seqs, most, strict=True)]
 
     def reset(self) -> None:
         """Do nothing: it keeps nothing."""

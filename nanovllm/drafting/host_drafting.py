@@ -57,7 +57,7 @@ class HostDrafting(PacedDrafting):
 
         `has_prompts`: whether prompts are computed in the same step.
         """
-        if self.grammar is not None and any(seq.constraint is not None for seq in seqs):
+        if self.grammar is not None and any(seq.parts.constraint is not None for seq in seqs):
             return True
         candidates = [*map(self.candidate, seqs)] if self.most_drafts else []
         num_tokens = len(candidates) + has_prompts
@@ -95,7 +95,7 @@ class HostDrafting(PacedDrafting):
         self, seqs: list[Sequence], most_each: int, budget: int, caches: Caches
     ) -> dict[Sequence, list[int]]:
         """The forced tokens of sequences that have some, as far as there is room for them."""
-        asked = [s for s in seqs if s.constraint is not None and not s.num_pending_tokens]
+        asked = [s for s in seqs if s.parts.constraint is not None and not s.num_pending_tokens]
         if not asked:
             return {}
         assert self.grammar is not None

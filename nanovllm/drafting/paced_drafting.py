@@ -58,7 +58,7 @@ class PacedDrafting(Drafting):
         limit = min(self.most_drafts, end - num_tokens)
         if limit < 0 or not may_draft:
             limit = 0
-        return Candidate(seq.pace or self._pace(seq), num_tokens, limit)
+        return Candidate(seq.parts.pace or self._pace(seq), num_tokens, limit)
 
     def count(
         self, batch: Batch, seq: Sequence, num_drafts: int, num_accepted: int, learns: bool = True
@@ -83,7 +83,7 @@ class PacedDrafting(Drafting):
             self._pace(seq).learn(len(seq.token_ids), judged, num_accepted)
 
     def _pace(self, seq: Sequence) -> Pace:
-        if seq.pace is None:
-            seq.pace = self._make_pace(self._outlook)
-        pace: Pace = seq.pace
+        if seq.parts.pace is None:
+            seq.parts.pace = self._make_pace(self._outlook)
+        pace: Pace = seq.parts.pace
         return pace

@@ -9,7 +9,7 @@ from nanovllm.drafting.step_sizes import MOST_DRAFTS, most_within
 from nanovllm.engine.cache.caches import Caches
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.drafting import NO_DRAFTS, Drafts
-from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.engine.schedule.sequence import PENDING, Sequence
 
 # If no draft pays in a step of at least MANY sequences, the next QUIET_STEPS have none: to look
 # costs 1 to 3 us a sequence.
@@ -107,7 +107,7 @@ class TableDrafting(PacedDrafting):
             count, num_drafts, *tokens = outcome[index * width : (index + 1) * width]
             if not seq.num_pending_tokens:
                 continue  # it has finished
-            seq.expect(count, batch.num_drafts)
+            expect(seq, count, batch.num_drafts)
             before = seq.num_known_tokens
             for token_id in tokens[:count]:
                 yield seq, token_id
@@ -123,3 +123,13 @@ class TableDrafting(PacedDrafting):
             if not seq.num_possible_tokens and not seq.num_scheduled_tokens:
                 caches.rewind(seq, max(end, seq.num_cached_tokens))
             caches.pass_by(seq)
+
+
+def expect(seq: Sequence, num_tokens: int, num_drafts: int) -> None:
+    """Make room for the tokens that a step with drafts has added, in place of the sure one."""
+    at = seq.num_known_tokens
+    seq.token_ids[at : at + 1] = [PENDING] * num_tokens
+    seq.num_pending_tokens += num_tokens - 1
+    seq.num_possible_tokens -= num_drafts
+    if seq.room:  # else it was preempted meanwhile
+        seq.num_cached_tokens += num_tokens - 1

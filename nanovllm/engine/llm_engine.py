@@ -413,9 +413,9 @@ class LLMEngine:
         if streams:
             self._streaming.add(request.request_id)
         self.unfinished[request.request_id] = request
-        if request.seqs[0].keeper is not None and self.model_runner.hidden_reader is None:
+        if request.seqs[0].parts.keeper is not None and self.model_runner.hidden_reader is None:
             self.model_runner.hidden_reader = self.features.hidden_reader()
-        if request.seqs[0].constraint is not None and not self._forces:
+        if request.seqs[0].parts.constraint is not None and not self._forces:
             self._forces = True
             self.scheduler.drafting = self.features.forced_drafting(self.model_runner.shard)
         self.scheduler.add(request.seqs[0])

@@ -52,7 +52,7 @@ def masks_of(
     """
     asked = []
     for seq, drafts in draws:
-        constraint = seq.constraint
+        constraint = seq.parts.constraint
         if constraint.num_followed != len(seq.token_ids) or seq.num_pending_tokens:
             constraint.update(seq)
         asked.append((constraint, drafts))
@@ -62,7 +62,7 @@ def masks_of(
         masks.keep_only(row, ids)
     masks.forbid(forbidden)
     doubtful |= {row for row, _ in (*allowed, *forbidden)}
-    if draws[0][0].constraint.num_tokens > vocab_size:
+    if draws[0][0].parts.constraint.num_tokens > vocab_size:
         doubtful.update(range(len(draws)))
     mark_dead_ends(draws, masks, doubtful, vocab_size)
     return masks.tensor
@@ -154,10 +154,10 @@ def mark_dead_ends(
 
     A token that stops nothing is drawn there.
     """
-    marked = [row for row, (seq, _) in enumerate(draws) if seq.constraint.dead_ends]
+    marked = [row for row, (seq, _) in enumerate(draws) if seq.parts.constraint.dead_ends]
     for row in doubtful.union(marked):
         seq, drafts = draws[row]
-        dead_ends, index = seq.constraint.dead_ends, len(seq.token_ids) + len(drafts)
+        dead_ends, index = seq.parts.constraint.dead_ends, len(seq.token_ids) + len(drafts)
         if row in doubtful and masks.is_empty(row, vocab_size):
             dead_ends.add(index)
             masks.allow_one(row, next(i for i in itertools.count() if i not in seq.stop_token_ids))

@@ -17,6 +17,8 @@ class GeneratedStates(KeptStates):
     request's first sample keeps the prompt's.
     """
 
+    generates = True
+
     def __init__(self, num_prompt_tokens: int, keeps_prompt: bool) -> None:
         super().__init__("all", num_prompt_tokens)
         self.wanted = range(num_prompt_tokens - 1 if keeps_prompt else 0)

@@ -25,7 +25,7 @@ def pooled_of(batch: Batch) -> list[Pooled]:
     """What a step reports to sequences that want states, in the order of `pooled_tokens`."""
     if not batch.is_prefill:
         return []
-    keepers = ((seq, seq.keeper) for seq in batch.seqs[batch.num_decodes :])
+    keepers = ((seq, seq.parts.keeper) for seq in batch.seqs[batch.num_decodes :])
     pooled = (Pooled(s, p, p.scheduled(s)) for s, p in keepers if p is not None and not p.labels)
     return [each for each in pooled if each.tokens]
 
@@ -99,7 +99,7 @@ def drawn_states(
     """The states of the next tokens of those `seqs` that keep them, out of the `hidden` of all."""
     if hidden is None:
         return None
-    rows = [row for row, seq in enumerate(seqs) if seq.keeper is not None and seq.generates]
+    rows = [row for row, seq in enumerate(seqs) if seq.parts.keeper is not None and seq.generates]
     if not rows:
         return None
     tokens = [(seqs[row], seqs[row].num_tokens + offsets[row]) for row in rows]
@@ -112,7 +112,7 @@ def deliver_drawn(drawn: DrawnStates | None) -> None:
     if drawn is not None:
         rows = _copies(drawn.states, [1] * len(drawn.tokens))
         for (seq, index), row in zip(drawn.tokens, rows, strict=True):
-            seq.keeper.add_drawn(index, row)
+            seq.parts.keeper.add_drawn(index, row)
 
 
 class HiddenStates:
@@ -128,7 +128,7 @@ class HiddenStates:
 
     def keeps_drawn(self, seqs: list[Sequence]) -> bool:
         """Whether some sequences keep the states that their next tokens are drawn from."""
-        return any(seq.keeper is not None and seq.generates for seq in seqs)
+        return any(seq.parts.keeper is not None and seq.generates for seq in seqs)
 
     def launch(
         self, asked: list[Pooled], seqs: list[Sequence], offsets: list[int], computed: Computed

@@ -36,6 +36,8 @@ class KeptStates:
     NumPy's arrays: a tensor takes ten times as long to send to another process.
     """
 
+    generates = False  # whether the request samples tokens
+
     def __init__(self, pooling: Pooling, num_tokens: int, labels: tuple[int, ...] = ()) -> None:
         start = num_tokens - 1 if pooling == "last" else 0
         self.pooling, self.num_tokens, self.labels = pooling, num_tokens, labels
@@ -55,8 +57,7 @@ class KeptStates:
 
     def scheduled(self, seq: Sequence) -> range:
         """The wanted ones of the tokens that a step computes."""
-        start, end = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens
-        return range(max(start, self.wanted.start), min(end, self.wanted.stop))
+        return seq.scheduled_of(self.wanted)
 
     def add_states(self, tokens: range, states: Array) -> None:
         """Keep the states of `tokens`, [tokens, hidden] in float32, or their sum, [1, hidden]."""

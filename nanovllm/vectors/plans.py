@@ -141,7 +141,7 @@ def _states(requests: list[Request]) -> list[PoolingRequestOutput]:
     return [
         PoolingRequestOutput(
             **common_fields(request),
-            outputs=PoolingOutput(data=torch.from_numpy(request.seqs[0].keeper.result)),
+            outputs=PoolingOutput(data=torch.from_numpy(request.seqs[0].parts.keeper.result)),
         )
         for request in requests
     ]

@@ -152,7 +152,9 @@ def vectors_of(requests: list[Request], dimensions: int | None, normalizes: bool
     """
     if not requests:
         return np.empty((0, 0), np.float32)
-    vectors = np.stack([request.seqs[0].keeper.result for request in requests])[:, :dimensions]
+    vectors = np.stack([request.seqs[0].parts.keeper.result for request in requests])[
+        :, :dimensions
+    ]
     if normalizes:
         lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
         vectors /= np.maximum(lengths, 1e-12, dtype=np.float32)

@@ -120,7 +120,7 @@ def _pairs(queries: Prompts, documents: Prompts) -> tuple[list[Any], list[Any]]:
 
 def _answers(requests: list[Request]) -> list[ScoringRequestOutput]:
     """The probabilities of the first label against the second."""
-    logprobs = (torch.tensor(request.seqs[0].keeper.logprobs) for request in requests)
+    logprobs = (torch.tensor(request.seqs[0].parts.keeper.logprobs) for request in requests)
     scores = [each.softmax(0)[0].item() for each in logprobs]
     return [_scored(*each) for each in zip(requests, scores, strict=True)]
 

@@ -17,7 +17,7 @@ from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.scheduler import Scheduler
-from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
+from nanovllm.engine.schedule.sequence import Sequence, SequenceParts, SequenceStatus
 from nanovllm.lora_request import LoRARequest
 from nanovllm.sampling_params import SamplingParams
 
@@ -50,11 +50,14 @@ class AdaptedSimulation(Simulation):
         self.store = RandomStore(self.choice, self.choice.randint(1, 4))
         store: Any = self.store
         self.slot_table = AdapterSlotTable(self.choice.randint(1, 3), store, self.place)
-        self.scheduler.admissions = self.slot_table
+        layout, drafting = self.scheduler.layout, self.scheduler.drafting
+        self.scheduler = Scheduler(self.config, layout, drafting, self.slot_table)
 
     def place(self, adapter: Adapter, slot: int) -> None:
         """A slot is filled only when no running sequence holds it."""
-        assert all(s.adapter is None or s.adapter.slot != slot for s in self.scheduler.running)
+        assert all(
+            s.parts.adapter is None or s.parts.adapter.slot != slot for s in self.scheduler.running
+        )
         self.slots[slot] = adapter
 
     def adapter(self) -> Adapter | None:
@@ -74,7 +77,8 @@ class AdaptedSimulation(Simulation):
     def check_batch(self, batch: Batch) -> None:
         super().check_batch(batch)
         for seq in batch.seqs:
-            assert seq.adapter is None or self.slots[seq.adapter.slot] is seq.adapter
+            adapter = seq.parts.adapter
+            assert adapter is None or self.slots[adapter.slot] is adapter
 
     def check_state(self) -> None:
         super().check_state()
@@ -102,15 +106,16 @@ class Queue:
             max_num_batched_tokens=1024, max_model_len=64,
             overlap=False,
         )  # fmt: skip
-        settled = EngineConfig.settle(config, 64, 64)
-        self.scheduler = Scheduler(settled, admissions=self.slot_table)
+        self.config = EngineConfig.settle(config, 64, 64)
+        self.scheduler = Scheduler(self.config, admissions=self.slot_table)
         self.adapters = {name: store.accept(LoRARequest(name, f"/none/{name}")) for name in "ABCDE"}
         self.started: list[str] = []
         self._seen: set[Sequence] = set()
 
     def add(self, name: str, max_tokens: int = 3, **params: Any) -> Sequence:
         asked = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **params)
-        seq = Sequence([1, 2, 3], asked, max_model_len=64, adapter=self.adapters.get(name))
+        parts = SequenceParts(adapter=self.adapters.get(name))
+        seq = Sequence([1, 2, 3], asked, max_model_len=64, parts=parts)
         self.scheduler.add(seq)
         return seq
 
@@ -123,7 +128,7 @@ class Queue:
         for seq in batch.seqs:
             if seq not in self._seen:
                 self._seen.add(seq)
-                self.started.append(names.get(id(seq.adapter), "-"))
+                self.started.append(names.get(id(seq.parts.adapter), "-"))
 
     def run(self) -> str:
         """The adapters of all sequences, in the order in which they were first computed."""
@@ -208,7 +213,7 @@ def test_an_error_of_the_device_is_no_error_of_an_adapter() -> None:
     seq = queue.add("A")
     with pytest.raises(RuntimeError, match="CUDA error"):
         queue.scheduler.schedule()
-    assert seq.adapter.error is None
+    assert seq.parts.adapter.error is None
 
 
 def test_the_store_keeps_no_more_than_it_has_room_for() -> None:
@@ -287,7 +292,8 @@ def test_a_thousand_adapters_leave_nothing_behind() -> None:
     store = AdapterStore(read, 3)
     slot_table = AdapterSlotTable(2, store, lambda adapter, slot: None)
     queue = Queue(2)
-    queue.slot_table = queue.scheduler.admissions = slot_table
+    queue.slot_table = slot_table
+    queue.scheduler = Scheduler(queue.config, admissions=slot_table)
     for number in range(1000):
         queue.adapters = {
             "A": store.accept(LoRARequest("a", f"/none/{number}")),

@@ -15,7 +15,7 @@ from nanovllm.drafting.paced_drafting import PacedDrafting
 from nanovllm.drafting.step_sizes import MOST_DRAFTS
 from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.schedule.batch import Batch
-from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
 from nanovllm.outputs import RequestOutput
 from nanovllm.speculative_config import MOST_FORCED
 from nanovllm.structured_outputs import StructuredOutputs
@@ -275,7 +275,7 @@ def make_seq(tokens: list[int] | None = None, **params: Any) -> Sequence:
     """A sequence of 5 tokens, 50 at most, with these forced ones."""
     constraint = None if tokens is None else Known(tokens)
     asked = SamplingParams(**{"max_tokens": 45, **params})
-    seq = Sequence([1] * 5, asked, constraint=constraint)
+    seq = Sequence([1] * 5, asked, parts=SequenceParts(constraint=constraint))
     seq.block_tables, seq.num_passed_blocks = [[]], [0]
     return seq
 
@@ -363,13 +363,13 @@ def test_forced_tokens_do_not_teach_how_often_guesses_are_right() -> None:
     before = outlook.chance
     settle(drafting, forced, 3)
     assert (drafting.num_drafted, drafting.accepted_at) == (3, [1, 1, 1])
-    assert outlook.chance == before and forced.pace is None
+    assert outlook.chance == before and forced.parts.pace is None
     settle(drafting, make_seq(), 0)
     assert outlook.chance < before
     before = outlook.chance
-    forced.constraint.tokens = []
+    forced.parts.constraint.tokens = []
     settle(drafting, forced, 2)  # guesses now
-    assert outlook.chance > before and forced.pace is not None
+    assert outlook.chance > before and forced.parts.pace is not None
 
 
 def test_drafting_that_starts_over_keeps_no_sequence() -> None:

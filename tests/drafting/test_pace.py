@@ -192,10 +192,10 @@ def test_padding_to_the_longest_drafts_is_bounded() -> None:
     drafting = HostDrafting(Known(0, 2), 64)
     seqs = [make_seq(max_tokens=200) for _ in range(60)]
     for seq in seqs[1:]:
-        seq.pace = Pace()
-        seq.pace._right, seq.pace._weight, seq.pace._next_try = 0.0, 9.0, 1000
-    seqs[0].pace = Pace()
-    seqs[0].pace._right = seqs[0].pace._weight = 1e9
+        seq.parts.pace = Pace()
+        seq.parts.pace._right, seq.parts.pace._weight, seq.parts.pace._next_try = 0.0, 9.0, 1000
+    seqs[0].parts.pace = Pace()
+    seqs[0].parts.pace._right = seqs[0].parts.pace._weight = 1e9
     assert numbers(drafting, seqs, 60, 10_000) == {seqs[0]: MOST_DRAFTS // 60}
 
 

@@ -13,7 +13,7 @@ from selection import examples
 
 from nanovllm import SamplingParams
 from nanovllm.engine.run import narrowing
-from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
 from nanovllm.kernels.plain.draw import cut
 from nanovllm.layers.sampler import Sampler
 
@@ -27,7 +27,12 @@ GAP = 1e-5  # in float32, a value closer to a border than this may be on either 
 def make_seq(
     params: SamplingParams, prompt: list[int], output: list[int], bad_words: Any = ()
 ) -> Sequence:
-    seq = Sequence(prompt, params, eos_token_ids=frozenset({EOS}), bad_words=tuple(bad_words))
+    seq = Sequence(
+        prompt,
+        params,
+        eos_token_ids=frozenset({EOS}),
+        parts=SequenceParts(bad_words=tuple(bad_words)),
+    )
     seq.token_ids += output
     return seq
 
@@ -163,7 +168,7 @@ def twin(logits: np.ndarray, seq: Sequence) -> tuple[np.ndarray, bool]:
     x = logits.astype(np.float64)
     if params.allowed_token_ids is not None:
         x[[i for i in range(size) if i not in params.allowed_token_ids]] = -np.inf
-    x[sorted(seq.forbidden_token_ids([]))] = -np.inf
+    x[sorted(narrowing.forbidden_token_ids(seq, []))] = -np.inf
     for token_id, bias in (params.logit_bias or {}).items():
         x[token_id] += bias
     times = Counter(seq.output_token_ids)

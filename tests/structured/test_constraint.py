@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nanovllm import SamplingParams, StructuredOutputs
 from nanovllm.engine.run.draw_inputs import draw_inputs
-from nanovllm.engine.schedule.sequence import End, Sequence
+from nanovllm.engine.schedule.sequence import End, Sequence, SequenceParts
 from nanovllm.kernels.plain.mask import mask
 from nanovllm.structured.constraint import Constraint
 from nanovllm.structured.masks import Masks, mark_dead_ends
@@ -366,8 +366,10 @@ def test_tokens_that_may_not_come_are_cleared_from_the_mask() -> None:
     constraints = [constrain(GRAMMARS, regex="[a-d]*"), constrain(GRAMMARS, json_object=True)]
     params = SamplingParams(min_tokens=1, stop_token_ids=[ord("c")])
     seqs = [
-        Sequence([0], params, bad_words=((ord("a"),),), constraint=constraints[0]),
-        Sequence([0], SamplingParams(), constraint=constraints[1]),
+        Sequence(
+            [0], params, parts=SequenceParts(bad_words=((ord("a"),),), constraint=constraints[0])
+        ),
+        Sequence([0], SamplingParams(), parts=SequenceParts(constraint=constraints[1])),
     ]
     expected = [allowed(constraint) for constraint in constraints]
     assert {ord("a"), ord("c")} <= expected[0]
@@ -460,7 +462,9 @@ def test_a_mask_is_empty_without_tokens_of_the_vocabulary(vocab_size: int, is_em
 def test_a_dead_end_is_none_after_other_drafts() -> None:
     """After wrong drafts no token was left; the tokens that came instead leave some."""
     constraint: Any = SimpleNamespace(dead_ends=set())
-    seq: Any = SimpleNamespace(constraint=constraint, token_ids=[5] * 3, stop_token_ids={0})
+    seq: Any = SimpleNamespace(
+        parts=SimpleNamespace(constraint=constraint), token_ids=[5] * 3, stop_token_ids={0}
+    )
     masks = empty_masks(0)
     mark_dead_ends([(seq, [7])], masks, {0}, 32)
     assert constraint.dead_ends == {4} and masks.array.tolist() == [[1 << 1]], "0 would stop"

@@ -54,4 +54,4 @@ def test_drawn_states_go_to_their_tokens(dtype: torch.dtype) -> None:
     states, expected = downloaded(dtype, 3)
     deliver_drawn(DrawnStates([(seq, 1) for seq in seqs], states))
     states.zero_()
-    assert np.array_equal(torch.cat([seq.keeper.prompt for seq in seqs]).numpy(), expected)
+    assert np.array_equal(torch.cat([seq.parts.keeper.prompt for seq in seqs]).numpy(), expected)

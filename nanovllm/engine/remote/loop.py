@@ -82,9 +82,10 @@ class ReportedRequest:
         """The last event: all samples have ended."""
         first, times = self.request.seqs[0], self.request.times
         asked = first.params.prompt_logprobs is not None
-        likely = first.logprobs.prompt if asked else None
-        keepers = None if first.keeper is None else [seq.keeper for seq in self.request.seqs]
-        return RequestEnd(self.number, times, first.num_hit_tokens or 0, likely, keepers)
+        likely = first.parts.logprobs.prompt if asked else None
+        keepers = [seq.parts.keeper for seq in self.request.seqs]
+        kept = None if first.parts.keeper is None else keepers
+        return RequestEnd(self.number, times, first.num_hit_tokens or 0, likely, kept)
 
 
 def _whole_params(command: SubmitRequest) -> SamplingParams:
@@ -115,7 +116,7 @@ def _pickled(value: Any, method: str) -> bytes:
 def _progress(number: int, seq: Sequence, start: int) -> SampleProgress:
     likely = None
     if seq.params.logprobs is not None:
-        likely = seq.logprobs.generated(seq, start)
+        likely = seq.parts.logprobs.generated(seq, start)
     tokens = seq.token_ids[start : seq.num_known_tokens]
     return SampleProgress(number, seq.index, tokens, likely, seq.finish_reason, seq.stop_reason)
 

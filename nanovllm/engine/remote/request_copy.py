@@ -45,7 +45,7 @@ class RequestCopy:
             return False
         for place, token_id in enumerate(progress.token_ids):
             if progress.logprobs is not None:
-                seq.logprobs.add(seq, len(seq.token_ids), progress.logprobs[place])
+                seq.parts.logprobs.add(seq, len(seq.token_ids), progress.logprobs[place])
             seq.token_ids.append(token_id)
             is_last = place == len(progress.token_ids) - 1
             ends_there = is_last and progress.reason not in (None, "length")
@@ -61,9 +61,9 @@ class RequestCopy:
         first = self.request.seqs[0]
         self.request.times, first.num_hit_tokens = ended.times, ended.num_hit_tokens
         if ended.prompt_logprobs is not None:
-            first.logprobs.prompt = ended.prompt_logprobs
+            first.parts.logprobs.prompt = ended.prompt_logprobs
         for seq, keeper in zip(self.request.seqs, ended.keepers or (), strict=False):
-            seq.keeper = keeper
+            seq.parts.keeper = keeper
 
     def events(self) -> Iterable[StreamEvent]:
         """What is new since the last call, of all samples."""
@@ -75,5 +75,5 @@ class RequestCopy:
 
 
 def _stop(seq: Sequence) -> End | None:
-    end: End | None = seq.text.update(seq)
+    end: End | None = seq.parts.text.update(seq)
     return end

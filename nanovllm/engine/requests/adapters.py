@@ -4,7 +4,7 @@ from typing import Any
 
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.requests.intake import Accepted
-from nanovllm.engine.schedule.scheduler import Admissions
+from nanovllm.engine.schedule.admission import Admissions
 from nanovllm.lora_request import NOT_ENABLED, LoRARequest, check_lora_request
 
 

@@ -12,7 +12,7 @@ from nanovllm.engine.requests.parts import Constraint, Constraints, Keeper, Requ
 from nanovllm.engine.requests.processors import Processors
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.token_counts import TokenCounts
-from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
 from nanovllm.models.bare import NO_HEAD
 from nanovllm.models.config import ModelConfig
 from nanovllm.prompts import Prompt, split_prompt
@@ -103,7 +103,6 @@ class Intake:
     def request(self, accepted: Accepted, streams: bool) -> Request:
         """Make a request of what `accept` returned. If it `streams`, its text is followed."""
         params = accepted.params
-        tokenizer = self.tokenizer if params.detokenize else None
         number = self._num_requests.to_bytes(8, "little")
         self._num_requests += 1
         seqs: list[Sequence] = []
@@ -116,19 +115,26 @@ class Intake:
                 eos_token_ids=self.eos_token_ids,
                 max_model_len=self.max_model_len,
                 default_seed=xxhash.xxh64_intdigest(number, seed=self.seed),
-                bad_words=accepted.bad_words,
-                text=OutputText(tokenizer, params) if streams or params.stop else None,
-                counts=TokenCounts() if params.penalizes else None,
-                logprobs=Logprobs() if _reports(params) else None,
-                constraint=accepted.constraint and accepted.constraint.copy(),
-                adapter=accepted.adapter,
-                keeper=accepted.keeper or self._keeper(accepted, index),
-                generates=accepted.keeper is None,
-                processors=Processors(calls) if (calls := params.logits_processors) else None,
+                parts=self._parts(accepted, index, streams),
             )
             seqs.append(seq)
         seqs[0].siblings = seqs[1:]
         return Request(seqs, accepted.text)
+
+    def _parts(self, accepted: Accepted, index: int, streams: bool) -> SequenceParts:
+        """What the features of a request keep for a sample."""
+        params = accepted.params
+        tokenizer = self.tokenizer if params.detokenize else None
+        return SequenceParts(
+            text=OutputText(tokenizer, params) if streams or params.stop else None,
+            counts=TokenCounts() if params.penalizes else None,
+            constraint=accepted.constraint and accepted.constraint.copy(),
+            processors=Processors(calls) if (calls := params.logits_processors) else None,
+            bad_words=accepted.bad_words,
+            logprobs=_logprobs(accepted, index),
+            keeper=accepted.keeper or self._keeper(accepted, index),
+            adapter=accepted.adapter,
+        )
 
     def _keeper(self, accepted: Accepted, index: int) -> Any:
         """What keeps the hidden states of a sample, if the request asks for them."""
@@ -219,6 +225,10 @@ def check_whole(params: SamplingParams) -> None:
         )
 
 
-def _reports(params: SamplingParams) -> bool:
-    """Whether log-probabilities are asked for."""
-    return params.logprobs is not None or params.prompt_logprobs is not None
+def _logprobs(accepted: Accepted, index: int) -> Logprobs | None:
+    """What keeps log-probabilities, if they are asked for. The first sample has the prompt's."""
+    params = accepted.params
+    if params.logprobs is None and params.prompt_logprobs is None:
+        return None
+    asks = params.prompt_logprobs is not None and index == 0
+    return Logprobs(len(accepted.token_ids) if asks else 0)

@@ -8,13 +8,15 @@ LikelyToken = tuple[int, float, int]  # a token id, its log-probability, and its
 class Logprobs:
     """An entry for each token: the token itself, then the most likely others.
 
-    `prompt` holds those of the prompt's second token, third, ..., as far as they are computed. A
-    generated token that is taken back leaves its entry, which is not read: the next token at its
-    index replaces it.
+    `prompt` holds those of the prompt's second token, third, ..., as far as they are computed:
+    `wanted` are the prompt's tokens after which they are asked for and have not arrived. They are
+    asked for if the prompt's length is given. A generated token that is taken back leaves its
+    entry, which is not read: the next token at its index replaces it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_prompt_tokens: int = 0) -> None:
         self.prompt: list[list[LikelyToken]] = []
+        self.wanted = range(max(0, num_prompt_tokens - 1))
         self._generated: dict[int, list[LikelyToken]] = {}  # by index in `token_ids`
 
     def add(self, seq: Sequence, index: int, entry: list[LikelyToken]) -> None:
@@ -23,7 +25,7 @@ class Logprobs:
             self._generated[index] = entry
             return
         self.prompt[index - 1 :] = [entry]
-        seq.num_reported_tokens = index + 1
+        self.wanted = range(index, self.wanted.stop)
 
     def generated(self, seq: Sequence, start: int) -> list[list[LikelyToken]]:
         """The entries of the known tokens from index `start` on."""

@@ -27,6 +27,7 @@ class Keeper(Protocol):
     """Keeps hidden states, or the log-probabilities of labels. `wanted` are prompt tokens."""
 
     wanted: range
+    generates: bool  # whether the request samples tokens, too
 
     @property
     def asked(self) -> "Wanted":

@@ -53,7 +53,7 @@ class Request:
         longest = max(len(output.token_ids) for output in outputs)
         prompt_logprobs = None
         if first.params.prompt_logprobs is not None:
-            entries = (_logprobs(entry, tokenizer) for entry in first.logprobs.prompt)
+            entries = (_logprobs(entry, tokenizer) for entry in first.parts.logprobs.prompt)
             prompt_logprobs = [None, *entries]
         output = RequestOutput(
             request_id=self.request_id,
@@ -71,8 +71,8 @@ class Request:
             prompt_logprobs=prompt_logprobs,
             metrics=self.times.metrics(longest),
         )
-        if first.keeper is not None and first.generates:
-            output["prompt_hidden_states"] = first.keeper.prompt
+        if first.parts.keeper is not None and first.generates:
+            output["prompt_hidden_states"] = first.parts.keeper.prompt
             output["hidden_states"] = outputs[0].hidden_states
         return output
 
@@ -97,8 +97,8 @@ def completion(seq: Sequence, tokenizer: Any) -> CompletionOutput:
         logprobs=likely,
         cumulative_logprob=None if likely is None else sum(t[0].logprob for t in likely),
     )
-    if seq.keeper is not None and seq.generates:
-        output["hidden_states"] = seq.keeper.generated(seq)
+    if seq.parts.keeper is not None and seq.generates:
+        output["hidden_states"] = seq.parts.keeper.generated(seq)
     return output
 
 
@@ -106,10 +106,10 @@ def ending(seq: Sequence, tokenizer: Any) -> tuple[str, FinishReason, int | str 
     """The text of a finished sequence, and why it ends there: `finish_reason`, `stop_reason`."""
     assert seq.finish_reason is not None
     text, reason, stop = "", seq.finish_reason, seq.stop_reason
-    if seq.text is not None:
-        text = seq.text.finish(seq)
-        if seq.text.stop is not None and stop is None and reason != "abort":  # held back
-            reason, stop = "stop", seq.text.stop
+    if (followed := seq.parts.text) is not None:
+        text = followed.finish(seq)
+        if followed.stop is not None and stop is None and reason != "abort":  # held back
+            reason, stop = "stop", followed.stop
     elif tokenizer is not None:
         token_ids = seq.token_ids[seq.num_prompt_tokens : text_end(seq)]
         text = tokenizer.decode(token_ids, skip_special_tokens=seq.params.skip_special_tokens)
@@ -121,7 +121,7 @@ def logprobs(seq: Sequence, start: int, tokenizer: Any) -> list[list[TokenLogpro
     if seq.params.logprobs is None:
         return None
     tokenizer = tokenizer if seq.params.detokenize else None
-    return [_logprobs(entry, tokenizer) for entry in seq.logprobs.generated(seq, start)]
+    return [_logprobs(entry, tokenizer) for entry in seq.parts.logprobs.generated(seq, start)]
 
 
 def _logprobs(entry: list[LikelyToken], tokenizer: Any) -> list[TokenLogprob]:

@@ -46,10 +46,10 @@ class Stream:
             text, reason, stop = ending(seq, self._tokenizer)
             text = text[num_chars:]
         elif start < end:
-            seq.text.update(seq)
-            num_certain = seq.text.num_certain
+            seq.parts.text.update(seq)
+            num_certain = seq.parts.text.num_certain
             reported[seq.index] = num_certain, end - seq.num_prompt_tokens
-            text = seq.text.text[num_chars:num_certain]
+            text = seq.parts.text.text[num_chars:num_certain]
         else:
             return None
         return StreamEvent(

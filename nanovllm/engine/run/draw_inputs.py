@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.engine.run.computed import Computed
-from nanovllm.engine.run.reports import ReportInputs, drawn_report_inputs, reports_next
+from nanovllm.engine.run.reports import ReportInputs, drawn_report_inputs
 from nanovllm.engine.run.transfer import Array
 from nanovllm.engine.schedule.sequence import Sequence
 
@@ -77,7 +77,7 @@ def draw_inputs(
 
 def needs_logits(seqs: list[Sequence]) -> bool:
     """Whether a draw or a report of `seqs` reads more than the token that a decode step draws."""
-    return any(seq.is_narrowed or reports_next(seq) for seq in seqs)
+    return any(seq.is_narrowed or seq.reports for seq in seqs)
 
 
 def temperature_of(seq: Sequence) -> float:

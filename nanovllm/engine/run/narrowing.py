@@ -23,13 +23,13 @@ def filters_of(
     rows: list[int], draws: list[Draw], vocab_size: int, device_type: str
 ) -> list[Filters]:
     """The filters of narrowed rows, rows with the same kinds together."""
-    if all(seq.constraint is not None and not seq.has_filters for seq, _ in draws):
+    if all(seq.parts.constraint is not None and not seq.has_filters for seq, _ in draws):
         return [_filters(rows, draws, vocab_size, device_type)]  # masks alone copy nothing
     alike: dict[tuple[bool, ...], tuple[list[int], list[Draw]]] = {}
     for row, draw in zip(rows, draws, strict=True):
         seq = draw[0]
         kind = _kind(seq.params, vocab_size) if seq.has_filters else UNCUT
-        wide = (seq.constraint is not None, seq.processors is not None)
+        wide = (seq.parts.constraint is not None, seq.parts.processors is not None)
         some_rows, some = alike.setdefault((*wide, *kind), ([], []))
         some_rows.append(row)
         some.append(draw)
@@ -49,9 +49,9 @@ def rows_narrowed_together(vocab_size: int, device_type: str) -> int:
 
 def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: str) -> Filters:
     filters = Filters(torch.from_numpy(np.fromiter(rows, np.int64, len(rows))))
-    if draws[0][0].processors is not None:
+    if draws[0][0].parts.processors is not None:
         filters.processors = [
-            (row, functools.partial(seq.processors.apply, seq, assumed))
+            (row, functools.partial(seq.parts.processors.apply, seq, assumed))
             for row, (seq, assumed) in enumerate(draws)
         ]
     listed = [  # most constraints are alone
@@ -63,9 +63,9 @@ def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: s
     forbidden = [
         (row, ids)
         for row, seq, assumed in listed
-        if seq.may_forbid and (ids := _forbidden(seq, assumed))
+        if may_forbid(seq) and (ids := _forbidden(seq, assumed))
     ]
-    if (constraint := draws[0][0].constraint) is not None:
+    if (constraint := draws[0][0].parts.constraint) is not None:
         pinned = device_type == "cuda"
         filters.masks = constraint.masks_of(draws, allowed, forbidden, vocab_size, pinned)
     else:
@@ -83,9 +83,32 @@ def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: s
     return filters
 
 
+def may_forbid(seq: Sequence) -> bool:
+    """Whether `forbidden_token_ids` has to be asked: else it is empty."""
+    return bool(seq.parts.bad_words) or len(seq.token_ids) < seq.min_num_tokens
+
+
+def forbidden_token_ids(seq: Sequence, assumed: list[int]) -> set[int]:
+    """Tokens that may not come after the `assumed` ones, or next if there are none.
+
+    The last ones of bad words; before `min_tokens` all stops. Bad words are looked for in the
+    output: the prompt's last tokens are no part of one.
+    """
+    num_tokens, bad_words = len(seq.token_ids) + len(assumed), seq.parts.bad_words
+    forbidden = set(seq.stop_token_ids) if num_tokens < seq.min_num_tokens else set()
+    if not bad_words:
+        return forbidden
+    start = len(seq.token_ids) - max(map(len, bad_words))
+    output = seq.token_ids[max(start, seq.num_prompt_tokens) :] + assumed  # its last tokens
+    for *before, last in bad_words:
+        if output[len(output) - len(before) :] == before:
+            forbidden.add(last)
+    return forbidden
+
+
 def _forbidden(seq: Sequence, assumed: list[int]) -> set[int]:
     """Its forbidden tokens; none if they would leave nothing of the allowed ones."""
-    forbidden, allowed = seq.forbidden_token_ids(assumed), seq.params.allowed_token_ids
+    forbidden, allowed = forbidden_token_ids(seq, assumed), seq.params.allowed_token_ids
     return set() if allowed and all(map(forbidden.__contains__, allowed)) else forbidden
 
 
@@ -94,8 +117,8 @@ def _penalties(draws: list[Draw]) -> Penalties:
     counted: dict[int, tuple[Array, Array]] = {}
     for row, (seq, assumed) in enumerate(draws):
         if seq.params.penalizes:
-            seq.counts.update(seq)
-            counted[row] = seq.counts.after(assumed)
+            seq.parts.counts.update(seq)
+            counted[row] = seq.parts.counts.after(assumed)
     shape = len(draws), max(len(ids) for ids, _ in counted.values())
     columns: tuple[Array, Array] = np.zeros(shape, np.int64), np.zeros(shape, np.int32)
     for row, parts in counted.items():

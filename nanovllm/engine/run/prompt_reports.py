@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from nanovllm.engine.run.reports import Columns, prompt_reports
+from nanovllm.engine.run.reports import Columns, prompt_reports, unreported_indices
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.step_part import ComputeLogits, StepPart
 from nanovllm.engine.run.transfer import Array, upload
@@ -30,9 +30,9 @@ class PromptReports(StepPart):
         tokens = [
             start + index - seq.num_cached_tokens
             for seq, start in starts
-            for index in seq.unreported_indices
+            for index in unreported_indices(seq)
         ]
-        ids = [(s.token_ids if s.generates else s.keeper.labels)[i] for s, i, _ in reports]
+        ids = [(s.token_ids if s.generates else s.parts.keeper.labels)[i] for s, i, _ in reports]
         numbers = [number for _, _, number in reports]
         named = {"reported_tokens": tokens, "reported_ids": ids, "reported_numbers": numbers}
         inputs.arrays |= {name: np.array(values, np.int64) for name, values in named.items()}

@@ -1,5 +1,6 @@
 """Reports: the log-probabilities that sequences wait for, and their delivery."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,23 +35,29 @@ class ReportInputs:
     numbers: list[int]  # of the most likely tokens, for each row
 
 
+def unreported_indices(seq: Sequence) -> Iterable[int]:
+    """Scheduled tokens whose logits give log-probabilities of the prompt's next tokens.
+
+    If it generates nothing: the last one, once for each label.
+    """
+    logprobs, keeper = seq.parts.logprobs, seq.parts.keeper
+    if not seq.generates:
+        return [*seq.scheduled_of(keeper.wanted)] * len(keeper.labels)
+    return () if logprobs is None else seq.scheduled_of(logprobs.wanted)
+
+
 def prompt_reports(seqs: list[Sequence]) -> list[Report]:
     """The prompt tokens that a prefill reports, in the order of the sequences."""
     return [
         Report(seq, index + 1 if seq.generates else place, seq.params.prompt_logprobs or 0)
         for seq in seqs
-        for place, index in enumerate(seq.unreported_indices)
+        for place, index in enumerate(unreported_indices(seq))
     ]
-
-
-def reports_next(seq: Sequence) -> bool:
-    """Whether the log-probabilities of its next token are reported."""
-    return seq.logprobs is not None and seq.params.logprobs is not None
 
 
 def drawn_report_inputs(seqs: list[Sequence]) -> ReportInputs | None:
     """The rows of sequences that report their next token; None if there are none."""
-    rows = [row for row, s in enumerate(seqs) if s.logprobs is not None and reports_next(s)]
+    rows = [row for row, seq in enumerate(seqs) if seq.reports]
     if not rows:
         return None
     return ReportInputs(np.array(rows), [seqs[row].params.logprobs or 0 for row in rows])
@@ -74,4 +81,4 @@ def deliver(reports: list[Report], columns: tuple[Columns, ...]) -> None:
     for (seq, position, number), (ids, values, ranks) in zip(reports, rows, strict=True):
         own, *others = zip(ids, values, ranks, strict=True)
         likely = [own, *(token for token in others[:number] if token[0] != own[0])]
-        (seq.logprobs if seq.generates else seq.keeper).add(seq, position, likely)
+        (seq.parts.logprobs if seq.generates else seq.parts.keeper).add(seq, position, likely)

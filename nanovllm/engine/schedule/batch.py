@@ -1,14 +1,14 @@
 """Batch: the value that goes from the scheduler to the runner."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.engine.schedule.sequence import FINISHED, PENDING, Sequence
 
 
 class SlotCopies(NamedTuple):
-    """Pairs of state slots (from, to) that a step copies: before it computes, and after."""
+    """Pairs of cache slots (from, to) that a step copies: before it computes, and after."""
 
     before: list[tuple[int, int]]
     after: list[tuple[int, int]]
@@ -26,17 +26,17 @@ class Batch:
     of a prefill, all of a decode step. A fork is a sequence and one of its siblings: the sibling
     computes nothing, and samples from the logits of the sequence.
 
-    `drafts` are tokens that may come after a decoding sequence's last one. The step computes them
-    after the scheduled tokens, and draws the token after each: the tokens after right drafts count.
+    `drafts` are guesses of the tokens after a decoding sequence's last one. The step computes them
+    after the scheduled tokens, and draws the token after each: those after right guesses count.
     Where the device guesses, each sequence has up to `num_drafts`, and `drafts` is empty. `copies`
-    are those of state slots, if the model has states.
+    are those of cache slots, if a cache group has some.
 
     `sampling_seqs` has the sequence of each token that the step draws, and `offsets` how many
-    tokens come between that and the sequence's last one: 0, and for drafts 1, 2, ....
-    `silent_seqs` generate nothing: their prompts are computed for the hidden states.
+    tokens come between that and the sequence's last one: 0, and after guesses 1, 2, .... Silent
+    sequences generate nothing: their keepers want something of their prompts.
 
     When the step is launched, the scheduler notes in `ends` up to which token each of `all_seqs` is
-    computed by it; when its tokens are known, how many drafts there were, and how many were right.
+    computed by it; when its tokens are known, how many guesses there were and how many were right.
     """
 
     seqs: list[Sequence]
@@ -73,10 +73,45 @@ class Batch:
                 seq for seq, offsets in zip(self.sampling_seqs, drawn, strict=True) for _ in offsets
             ]
 
-    @property
-    def awaited_seqs(self) -> list[Sequence]:
-        """The sequence of each token that is certain to come when the step is launched."""
-        return self.seqs if self.num_drafts else self.sampling_seqs
+    def await_tokens(self) -> None:
+        """Add a pending token to the sequences for each that is certain to come."""
+        number = self.num_drafts
+        for seq in self.seqs if number else self.sampling_seqs:
+            if seq.status is not FINISHED:
+                seq.token_ids.append(PENDING)
+                seq.num_pending_tokens += 1
+                if number:
+                    seq.num_possible_tokens += number
+
+    def append_tokens(self, tokens: Iterable[tuple[Sequence, int]]) -> list[Sequence]:
+        """Put the step's tokens in the places of pending ones. Returns the sequences that ended.
+
+        The token of a sequence that has finished is dropped; a sequence that was preempted
+        meanwhile keeps its token. A silent sequence ends when its keeper wants no more.
+        """
+        finished = []
+        for seq, token_id in tokens:
+            if not seq.num_pending_tokens:
+                continue
+            index = len(seq.token_ids) - seq.num_pending_tokens
+            seq.token_ids[index] = token_id
+            seq.num_pending_tokens -= 1
+            if token_id in seq.stop_token_ids and not seq.has_failed:
+                seq.finish("stop", None if token_id in seq.eos_token_ids else token_id)
+                finished.append(seq)
+            elif seq.followers and (end := seq.follow()) is not None:
+                if end.reason == "error":
+                    seq.token_ids.pop(index)
+                seq.finish(*end)
+                finished.append(seq)
+            elif index + 1 >= seq.max_num_tokens:
+                seq.finish("length")
+                finished.append(seq)
+        for seq in self.silent_seqs:
+            if seq.status is not FINISHED and not seq.parts.keeper.wanted:
+                seq.finish("stop")
+                finished.append(seq)
+        return finished
 
     @property
     def draws_wait(self) -> bool:

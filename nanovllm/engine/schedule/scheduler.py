@@ -3,29 +3,23 @@
 Plain Python over integers: it knows no tensors and no text.
 """
 
-import bisect
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Iterable
 
 from nanovllm.engine.cache.block_manager import BlockManager
 from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.schedule.admission import (
+    Admission,
+    Admissions,
+    enter,
+    order,
+    schedule_tokens,
+)
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.drafting import Drafting
-from nanovllm.engine.schedule.forecast import Forecast, Lengths
-from nanovllm.engine.schedule.sequence import PENDING, Sequence, SequenceStatus
-
-FINISHED = SequenceStatus.FINISHED  # looked up once: a member of an Enum takes 50 ns
-
-
-class Admissions(Protocol):
-    """Says which waiting sequences may run now. The scheduler asks it before it admits some."""
-
-    def admissible(
-        self, waiting: Iterable[Sequence], running: Iterable[Sequence]
-    ) -> Iterator[Sequence]:
-        """The waiting sequences that may run, in order, given those that run when it is asked."""
+from nanovllm.engine.schedule.forecast import Lengths
+from nanovllm.engine.schedule.sequence import FINISHED, Sequence, SequenceStatus
 
 
 class Scheduler:
@@ -33,7 +27,7 @@ class Scheduler:
 
     Both queues are sorted by priority, then by age. Every admitted sequence finishes: the first in
     order gets blocks before all others, the last is preempted when blocks run out, and the engine
-    accepts only requests that fit the whole pool, so the first always advances. `layout` says what
+    accepts only requests that all blocks can hold, so the first always advances. `layout` says what
     the model's layers keep of a sequence.
 
     `drafting` adds tokens to steps on a guess, and says which tokens of a step count.
@@ -72,20 +66,12 @@ class Scheduler:
         )  # fmt: skip
         self.drafting.reset()
         self.running: deque[Sequence] = deque()
-        self.refused: Sequence | None = None
-        self.waiting = deque(sorted(seqs, key=_order))
+        self.waiting = deque(sorted(seqs, key=order))
         for seq in self.waiting:
-            seq.siblings = []  # each is in `seqs` itself
-            seq.drop_pending()
-            seq.status = SequenceStatus.WAITING
-            seq.release_cache()
-            # A last token that was appended but did not yet end its sequence is sampled again.
-            if seq.num_tokens > seq.num_prompt_tokens and (
-                seq.token_ids[-1] in seq.stop_token_ids
-                or seq.num_tokens >= seq.max_num_tokens
-                or seq.follow() is not None
-            ):
-                seq.token_ids.pop()
+            seq.start_over()
+        self.admission = Admission(
+            self.waiting, self.caches, self.lengths, self.max_num_running, self.admissions
+        )
 
     @property
     def block_manager(self) -> BlockManager:
@@ -94,7 +80,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence with its siblings; none is longer than `longest_sequence` allows."""
-        _enter(self.waiting, seq)
+        enter(self.waiting, seq)
 
     def is_finished(self) -> bool:
         """Whether there is nothing left to run."""
@@ -113,9 +99,9 @@ class Scheduler:
         seqs, budget = self._schedule_prefill(self.max_num_batched_tokens - len(decodes), decodes)
         # Admit nothing in a step that preempted: the preempted sequence's token may be in flight.
         if budget and self.waiting and self.num_preemptions == before:
-            self._admit(seqs, budget)
+            self.admission.admit(self.running, seqs, budget)
         if seqs:
-            return self._batch(decodes, seqs, self._fork(seqs))
+            return self._batch(decodes, seqs, self.admission.fork(self.running, seqs))
         seqs = decodes if self.mixes else self._schedule_decode()
         return self._batch(seqs, [], []) if seqs else None
 
@@ -140,8 +126,7 @@ class Scheduler:
 
     def _has_prompts(self) -> bool:
         """Whether the next step is likely to compute prompts."""
-        is_full = self._num_places_taken() >= self.max_num_running
-        if self.waiting and self.waiting[0] is not self.refused and not is_full:
+        if self.admission.may_admit(self.running):
             return True
         return any(seq.is_prefilling for seq in self.running)
 
@@ -151,60 +136,32 @@ class Scheduler:
         Tokens that it computes count as cached, and full blocks of prompts can be shared; tokens
         that it samples are pending.
         """
-        has_windows = self.caches.has_windows
+        caches, ends, is_prefill = self.caches, batch.ends, batch.is_prefill
+        passes_by = caches.has_windows
         for seq in batch.all_seqs:
             if seq.status is FINISHED:  # by a token of the step before
-                batch.ends.append(0)
+                ends.append(0)
                 continue
             seq.num_cached_tokens = end = seq.num_cached_tokens + seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
-            batch.ends.append(end)
-            if batch.is_prefill:  # later steps run after this one on the device
-                self.caches.publish(seq, min(end, seq.num_known_tokens))
-            if has_windows:
-                self.caches.pass_by(seq)
-        for seq in batch.awaited_seqs:
-            if seq.status is FINISHED:
-                continue
-            seq.token_ids.append(PENDING)
-            seq.num_pending_tokens += 1
-            seq.num_possible_tokens += batch.num_drafts
+            ends.append(end)
+            if is_prefill:  # later steps run after this one on the device
+                caches.publish(seq, min(end, seq.num_known_tokens))
+            if passes_by:
+                caches.pass_by(seq)
+        batch.await_tokens()
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
         """Append a step's tokens, one for each of `batch.sampling_seqs`.
 
-        Where the device has drafts, they are what it returns for `drafting` to read. At most one
-        later step may be in flight. The token of a sequence that has finished is dropped; a
-        sequence that was preempted meanwhile keeps its token.
-        A sequence that generates nothing finishes when its keeper wants no more.
-        Returns the sequences that finished; their blocks are free.
+        Where the device guesses tokens, they are what it returns for `drafting` to read. At most
+        one later step may be in flight. Returns the sequences that finished; their blocks are free.
         """
         if not batch.ends:
             self.advance(batch)
         if not batch.num_drafts:  # else it is known with the tokens what was computed
             self._publish(batch)
-        finished = []
-        for seq, token_id in self.drafting.collect(batch, token_ids, self.caches):
-            if not seq.num_pending_tokens:
-                continue
-            index = len(seq.token_ids) - seq.num_pending_tokens
-            seq.token_ids[index] = token_id
-            seq.num_pending_tokens -= 1
-            if token_id in seq.stop_token_ids and not seq.has_failed:
-                seq.finish("stop", None if token_id in seq.eos_token_ids else token_id)
-                finished.append(seq)
-            elif seq.followers and (end := seq.follow()) is not None:
-                if end.reason == "error":
-                    seq.token_ids.pop(index)
-                seq.finish(*end)
-                finished.append(seq)
-            elif index + 1 >= seq.max_num_tokens:
-                seq.finish("length")
-                finished.append(seq)
-        for seq in batch.silent_seqs:
-            if seq.status is not FINISHED and not seq.keeper.wanted:
-                seq.finish("stop")
-                finished.append(seq)
+        finished = batch.append_tokens(self.drafting.collect(batch, token_ids, self.caches))
         if finished:
             self._remove_finished(finished)
         return finished
@@ -220,8 +177,8 @@ class Scheduler:
         seq = self.running.pop()
         seq.status = SequenceStatus.WAITING
         self.caches.free(seq)
-        _enter(self.waiting, seq)
-        self.refused = None  # the next in line may be another sequence, which fits
+        enter(self.waiting, seq)
+        self.admission.retry()  # the next in line may be another sequence, which fits
         self.num_preemptions += 1
 
     def abort(self, *seqs: Sequence) -> None:
@@ -244,11 +201,11 @@ class Scheduler:
 
     def audit(self) -> None:
         """Assert that queues, sequences and blocks agree. Called between steps."""
-        assert self._num_places_taken() <= self.max_num_running
+        assert self.admission.num_places_left(self.running) >= 0
         assert all(seq.status is SequenceStatus.WAITING for seq in self.waiting)
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
         for queue in (self.waiting, self.running):
-            assert list(queue) == sorted(queue, key=_order)
+            assert list(queue) == sorted(queue, key=order)
         for seq in (*self.waiting, *self.running):
             seq.audit()
             assert seq.room >= seq.num_cached_tokens
@@ -265,7 +222,7 @@ class Scheduler:
         for seq in [seq for seq in self.running if seq.is_prefilling]:
             if not budget:
                 break
-            while not self._schedule_tokens(seq, budget):
+            while not schedule_tokens(seq, budget, self.caches):
                 if decodes and decodes[-1] is self.running[-1]:
                     decodes.pop()
                 self.preempt()
@@ -274,78 +231,6 @@ class Scheduler:
             budget -= seq.num_scheduled_tokens
             seqs.append(seq)
         return seqs, budget
-
-    def _admit(self, seqs: list[Sequence], budget: int) -> None:
-        """Admit waiting sequences in order, up to the budget and the pool's room, into `seqs`.
-
-        A sequence whose next block is being computed by another waits until it is cached. Room is
-        kept for the siblings of running sequences. A sequence that is refused when nothing else can
-        run is not tried again before another one has ended.
-        """
-        if self.waiting[0] is self.refused:
-            return
-        num_running = self._num_places_taken() + sum(len(seq.siblings) for seq in self.running)
-        if num_running >= self.max_num_running:
-            return
-        caches = self.caches
-        caches.release_ended(self.running)
-        in_progress = {block for seq in seqs for block in caches.in_progress(seq)}
-        forecast = Forecast(self.lengths, self.running, caches.free_blocks())
-        candidates, num_begun = self._candidates(), len(seqs)
-        while budget and num_running < self.max_num_running:
-            seq = next(candidates, None)
-            if seq is None or seq is self.refused:
-                break
-            if not caches.admit(seq, in_progress, forecast.admits):
-                self.refused = None if seqs else seq
-                break
-            in_progress.update(caches.in_progress(seq))
-            seq.status = SequenceStatus.RUNNING
-            _enter(self.running, seq)
-            num_running += 1 + len(seq.siblings)
-            budget -= self._schedule_tokens(seq, budget)
-            seqs.append(seq)
-        for admitted in seqs[num_begun:]:
-            self.waiting.remove(admitted)
-
-    def _candidates(self) -> Iterator[Sequence]:
-        """The sequences to admit, in order; each is asked for when the one before runs."""
-        if self.admissions is None:
-            return iter(self.waiting)
-        return self.admissions.admissible(self.waiting, self.running)
-
-    def _fork(self, seqs: list[Sequence]) -> list[tuple[Sequence, Sequence]]:
-        """Fork the siblings of sequences that complete their prompts in this step.
-
-        A sibling without room waits on its own, and finds the cached blocks when it is admitted.
-        """
-        forks: list[tuple[Sequence, Sequence]] = []
-        parents = [seq for seq in seqs if seq.siblings and seq.samples]
-        room = self.max_num_running - self._num_places_taken() if parents else 0
-        if parents:
-            self.caches.release_ended(self.running)
-        for seq in parents:
-            for sibling in seq.siblings:
-                if len(forks) < room and self.caches.fork(seq, sibling):
-                    sibling.num_scheduled_tokens = sibling.num_tokens
-                    sibling.status = SequenceStatus.RUNNING
-                    _enter(self.running, sibling)
-                    forks.append((seq, sibling))
-                else:
-                    _enter(self.waiting, sibling)
-            seq.siblings = []
-        return forks
-
-    def _num_places_taken(self) -> int:
-        """The number of running sequences without those that end in flight."""
-        return sum(not seq.ends_in_flight for seq in self.running)
-
-    def _schedule_tokens(self, seq: Sequence, budget: int) -> int:
-        """Schedule as many of its tokens as budget and blocks allow; returns their number."""
-        start = seq.num_cached_tokens
-        end = start + min(seq.num_uncached_tokens, budget)
-        seq.num_scheduled_tokens = self.caches.grow(seq, end) - start
-        return seq.num_scheduled_tokens
 
     def _schedule_decode(self) -> list[Sequence]:
         """One token for every decoding sequence; preempt from the tail until the rest have blocks.
@@ -379,7 +264,7 @@ class Scheduler:
         return seqs
 
     def _remove_finished(self, finished: list[Sequence]) -> None:
-        self.refused = None
+        self.admission.retry()
         for seq in finished:
             if not seq.room:  # it was preempted while its last token was in flight
                 self.waiting.remove(seq)
@@ -387,17 +272,3 @@ class Scheduler:
             if seq.finish_reason != "abort":
                 self.lengths.learn(seq)
         self.running = deque(s for s in self.running if s.status is SequenceStatus.RUNNING)
-
-
-def _order(seq: Sequence) -> tuple[int, int]:
-    return seq.order
-
-
-def _enter(queue: deque[Sequence], seq: Sequence) -> None:
-    """Insert `seq` in order; without priorities its place is at an end."""
-    if not queue or queue[-1].order < seq.order:
-        queue.append(seq)
-    elif seq.order < queue[0].order:
-        queue.appendleft(seq)
-    else:
-        bisect.insort(queue, seq, key=_order)

@@ -1,5 +1,6 @@
-"""Sequence: one sample's tokens and state. It knows nothing of block ownership, nor of tensors."""
+"""Sequence: one sample's tokens and progress. It knows no block's owner, and no tensors."""
 
+from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import count
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +21,9 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+FINISHED = SequenceStatus.FINISHED  # looked up once: a member of an Enum takes 50 ns
+
+
 class End(NamedTuple):
     """How a follower ends a sequence. An "error" is a last token that may not be there."""
 
@@ -28,7 +32,7 @@ class End(NamedTuple):
 
 
 class Follower(Protocol):
-    """What is kept beside a sequence's tokens and follows them: a text, counts, a grammar."""
+    """Follows a sequence's tokens as they become known: a text, counts, a grammar."""
 
     def update(self, seq: "Sequence") -> End | None:
         """Catch up with the known tokens. Returns the end that they bring, if any."""
@@ -37,74 +41,84 @@ class Follower(Protocol):
         """Drop what an interrupt may have left half done; the next `update` restores it."""
 
 
+@dataclass(slots=True, eq=False)
+class SequenceParts:
+    """What the features of a request keep for one sequence. Each knows its own part.
+
+    The scheduler reads what the parts declare, and calls those that are followers. A part with
+    `wanted` waits for what the model computes of these tokens of the prompt.
+    """
+
+    text: Any = None  # a follower
+    counts: Any = None  # of its tokens: a follower
+    constraint: Any = None  # which tokens may come next: a follower
+    processors: Any = None  # callables that change logits: a follower
+    bad_words: tuple[tuple[int, ...], ...] = ()  # as token ids, in every way that they are written
+    logprobs: Any = None  # with `wanted`
+    keeper: Any = None  # of what the model computes, with `wanted`; it says whether to generate
+    adapter: Any = None  # of the model's weights
+    pace: Any = None  # how many guesses were right lately
+
+    @property
+    def followers(self) -> tuple[Follower, ...]:
+        """Those that follow the tokens; the first end that one of them finds counts."""
+        found = (self.processors, self.constraint, self.text, self.counts)
+        return tuple(part for part in found if part is not None)
+
+    @property
+    def filters(self) -> bool:
+        """Whether tokens or callables of the request narrow each draw."""
+        return bool(self.bad_words) or self.processors is not None
+
+    @property
+    def generates(self) -> bool:
+        """Whether tokens are sampled."""
+        return self.keeper is None or bool(self.keeper.generates)
+
+    @property
+    def root(self) -> int:
+        """Where its prefixes begin: sequences with other weights share none."""
+        return 0 if self.adapter is None else -int(self.adapter.number)
+
+    @property
+    def first_wanted(self) -> list[int]:
+        """The first token of the prompt that each part waits for, if it waits for some."""
+        waiting = (self.logprobs, self.keeper)
+        return [part.wanted.start for part in waiting if part is not None and part.wanted]
+
+
 class Sequence:
     """One sample of a request, from prompt to last token.
 
-    State space: `0 <= num_cached_tokens <= num_cached_tokens + num_scheduled_tokens <= num_tokens`.
+    Invariant: `0 <= num_cached_tokens <= num_cached_tokens + num_scheduled_tokens <= num_tokens`.
     The KV of the cached tokens is in the blocks of `block_tables`, one table for each cache group;
-    the first `room` tokens have blocks in all groups, and without `room` it holds nothing.
-    `state_slots` are for the states of its last tokens; `checkpoints` has, by prefix length, the
-    slot that a step in flight fills. The scheduled tokens are those that the step in progress
-    computes. The last `num_pending_tokens` are in flight: the step that samples them has been
-    launched, and `token_ids` holds `PENDING` in their place. A step with drafts has one of these,
-    as one token is sure to come, and at most `num_possible_tokens` more may be accepted. Until then
-    lengths are the least that they may be.
+    the first `room` tokens have blocks in all groups, and without `room` it holds nothing. A cache
+    group without blocks has slots: `state_slots` for its last tokens, and in `checkpoints`, by
+    prefix length, those that a step in flight fills.
 
-    `siblings` are the other samples of its prompt, until the prompt is computed. `followers` are
-    the callables, the constraint, the text and the token counts that are kept, if any. A `keeper`
-    keeps hidden states. A sequence that `generates` nothing samples no token, and ends when its
-    keeper wants no more. Its `adapter` has a `number`, and while it runs a slot on the device;
-    prefixes begin from the number.
+    The scheduled tokens are those that the step in progress computes. The last `num_pending_tokens`
+    are in flight: the step that samples them has been launched, and `token_ids` holds `PENDING` in
+    their place. A step that guesses has one of these, as one token is sure to come, and at most
+    `num_possible_tokens` more may be accepted. Until then lengths are the least that they may be.
+
+    `siblings` are the other samples of its prompt, until the prompt is computed. `parts` is what
+    features keep for it. A sequence that `generates` nothing samples no token, and ends when its
+    keeper wants no more.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "adapter",
-        "bad_words",
-        "block_hashes",
-        "block_tables",
-        "checkpoints",
-        "constraint",
-        "counts",
-        "eos_token_ids",
-        "finish_reason",
-        "followers",
-        "generates",
-        "has_filters",
-        "index",
-        "keeper",
-        "logprobs",
-        "max_num_tokens",
-        "min_num_tokens",
+    __slots__ = (  # noqa: RUF023 (by topic)
+        "__weakref__", "seq_id", "request_id", "index", "siblings", "order", "status", "params",
+        "parts", "followers", "generates", "root", "finish_reason", "stop_reason",
+        # Tokens, and how far they are known and computed.
+        "token_ids", "num_prompt_tokens", "num_cached_tokens", "num_scheduled_tokens",
+        "num_pending_tokens", "num_possible_tokens", "num_hit_tokens",
+        "min_num_tokens", "max_num_tokens", "eos_token_ids", "stop_token_ids",
+        # What caches have of it.
+        "room", "block_tables", "block_hashes", "num_published_blocks", "num_passed_blocks",
+        "state_slots", "checkpoints",
+        # How its tokens are drawn and reported.
+        "seed", "temperature", "narrows", "has_filters", "reads_tokens", "reports",
         "must_be_known",
-        "narrows",
-        "num_cached_tokens",
-        "num_hit_tokens",
-        "num_passed_blocks",
-        "num_pending_tokens",
-        "num_possible_tokens",
-        "num_prompt_tokens",
-        "num_published_blocks",
-        "num_reported_tokens",
-        "num_scheduled_tokens",
-        "order",
-        "pace",
-        "params",
-        "processors",
-        "reads_tokens",
-        "request_id",
-        "room",
-        "root",
-        "seed",
-        "seq_id",
-        "siblings",
-        "state_slots",
-        "status",
-        "stop_reason",
-        "stop_token_ids",
-        "temperature",
-        "text",
-        "token_ids",
     )  # fmt: skip
     _ids = count()
 
@@ -118,15 +132,7 @@ class Sequence:
         eos_token_ids: frozenset[int] = frozenset(),
         max_model_len: int = 2**31,
         default_seed: int = 0,
-        bad_words: tuple[tuple[int, ...], ...] = (),
-        text: Any = None,
-        counts: Any = None,
-        logprobs: Any = None,
-        constraint: Any = None,
-        adapter: Any = None,
-        keeper: Any = None,
-        generates: bool = True,
-        processors: Any = None,
+        parts: SequenceParts | None = None,
     ) -> None:
         self.seq_id = next(Sequence._ids)
         self.request_id = self.seq_id if request_id is None else request_id
@@ -135,35 +141,12 @@ class Sequence:
         self.order = (params.priority, self.seq_id)  # the lower, the sooner it runs
         self.status = SequenceStatus.WAITING
         self.params = params
-        self._set_tokens(prompt_token_ids, max_model_len, eos_token_ids)
-        self.bad_words = bad_words  # as token ids, each in every way that it may be written
-        self.processors = processors
-        # Filters beside a constraint.
-        self.has_filters = params.narrows or bool(bad_words) or processors is not None
-        self.narrows = self.has_filters or constraint is not None
-        self.temperature = params.temperature
-        self.seed = default_seed if params.seed is None else params.seed
-        if index:  # each sample draws from a stream of its own
-            self.seed = xxhash.xxh64_intdigest(index.to_bytes(8, "little"), seed=self.seed)
-        self.text, self.counts, self.logprobs = text, counts, logprobs
-        self.constraint = constraint
-        self.adapter = adapter
-        self.root = 0 if adapter is None else -adapter.number  # of its prefixes
-        self.keeper, self.generates = keeper, generates
-        if not generates:
-            self.max_num_tokens = self.num_prompt_tokens
-        # Whether its draws depend on the tokens before; and whether these, or the reports of its
-        # tokens, are prepared for its position.
-        self.reads_tokens = (
-            params.penalizes or bool(bad_words) or constraint is not None or processors is not None
-        )
-        asks = keeper is not None or (logprobs is not None and params.logprobs is not None)
-        self.must_be_known = self.reads_tokens or asks
-        self.pace: Any = None  # of its drafts, from the first one on
-        followers: tuple[Follower | None, ...] = (processors, constraint, text, counts)
-        self.followers = tuple(follower for follower in followers if follower is not None)
+        self.parts = parts = SequenceParts() if parts is None else parts
+        self.followers, self.generates, self.root = parts.followers, parts.generates, parts.root
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
+        self._set_tokens(prompt_token_ids, max_model_len, eos_token_ids)
+        self._set_draws(default_seed)
 
     def _set_tokens(
         self, prompt: list[int], max_model_len: int, eos_token_ids: frozenset[int]
@@ -177,17 +160,29 @@ class Sequence:
         self.num_pending_tokens = 0
         self.num_possible_tokens = 0
         self.num_hit_tokens: int | None = None  # prefix-cache hits, set on first admission
-        # Prompt tokens whose log-probabilities are known; the first one has none. The first sample
-        # reports them, if they are asked for.
-        asks = params.prompt_logprobs is not None and self.index == 0
-        self.num_reported_tokens = 1 if asks else self.num_prompt_tokens
         self.block_hashes: list[int] = []  # of the first full blocks, as far as computed
         self._clear_tables()
         max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
-        self.max_num_tokens = min(self.num_prompt_tokens + max_tokens, max_model_len)
+        most = self.num_prompt_tokens + (max_tokens if self.generates else 0)
+        self.max_num_tokens = min(most, max_model_len)
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
         self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         self.stop_token_ids = self.eos_token_ids.union(params.stop_token_ids or ())
+
+    def _set_draws(self, default_seed: int) -> None:
+        """Set how tokens are drawn, and what a draw must know."""
+        params, parts = self.params, self.parts
+        self.seed = default_seed if params.seed is None else params.seed
+        if self.index:  # each sample draws from a stream of its own
+            self.seed = xxhash.xxh64_intdigest(self.index.to_bytes(8, "little"), seed=self.seed)
+        self.temperature = params.temperature
+        is_constrained = parts.constraint is not None
+        self.has_filters = params.narrows or parts.filters  # other than a constraint
+        self.narrows = self.has_filters or is_constrained
+        self.reads_tokens = params.penalizes or parts.filters or is_constrained  # before a draw
+        self.reports = parts.logprobs is not None and params.logprobs is not None
+        # Whether draws, or what is kept of its tokens, are prepared for its position.
+        self.must_be_known = self.reads_tokens or self.reports or parts.keeper is not None
 
     def __repr__(self) -> str:
         return (
@@ -220,7 +215,7 @@ class Sequence:
 
     @property
     def ends_in_flight(self) -> bool:
-        """Whether a step in flight computes its last token, or the last states to keep.
+        """Whether a step in flight computes its last token, or the last of what is kept.
 
         No later step computes it: another sequence may have its place and its table row.
         """
@@ -246,7 +241,8 @@ class Sequence:
     @property
     def has_failed(self) -> bool:
         """Whether its callables have failed to make logits for the last known token."""
-        return self.processors is not None and self.processors.update(self) is not None
+        processors = self.parts.processors
+        return processors is not None and processors.update(self) is not None
 
     @property
     def draw_waits(self) -> bool:
@@ -264,54 +260,19 @@ class Sequence:
     def num_skippable_tokens(self) -> int:
         """Leading tokens that need no computing where their KV is cached.
 
-        The last token's logits are needed, and so are those that prompt log-probabilities lack, or
-        the hidden states that are wanted of the prompt.
+        The last token's logits are needed, and what parts want of the prompt.
         """
-        most = len(self.token_ids) - 1
-        if self.keeper is not None and self.keeper.wanted:
-            most = min(most, int(self.keeper.wanted.start))
-        if self.num_reported_tokens == self.num_prompt_tokens:
-            return most
-        return min(most, self.num_reported_tokens - 1)
+        return min([len(self.token_ids) - 1, *self.parts.first_wanted])
 
-    @property
-    def unreported_indices(self) -> range | list[int]:
-        """Scheduled tokens whose logits give log-probabilities of the prompt's next tokens.
-
-        If it generates nothing: the last one, once for each label.
-        """
-        if not self.generates:
-            return [*self.keeper.scheduled(self)] * len(self.keeper.labels)
-        end = self.num_cached_tokens + self.num_scheduled_tokens
-        start = max(self.num_cached_tokens, self.num_reported_tokens - 1)
-        return range(start, min(end, self.num_prompt_tokens - 1))
+    def scheduled_of(self, tokens: range) -> range:
+        """The ones of these tokens that the step in progress computes."""
+        start, end = self.num_cached_tokens, self.num_cached_tokens + self.num_scheduled_tokens
+        return range(max(start, tokens.start), min(end, tokens.stop))
 
     @property
     def is_narrowed(self) -> bool:
         """Whether the next token is chosen otherwise than from the model's own distribution."""
         return self.narrows or len(self.token_ids) < self.min_num_tokens
-
-    @property
-    def may_forbid(self) -> bool:
-        """Whether `forbidden_token_ids` has to be asked: else it is empty."""
-        return bool(self.bad_words) or len(self.token_ids) < self.min_num_tokens
-
-    def forbidden_token_ids(self, drafts: list[int]) -> set[int]:
-        """Tokens that may not come after the `drafts`, or next if there are none.
-
-        The last ones of bad words; before `min_tokens` all stops. Bad words are looked for in the
-        output: the prompt's last tokens are no part of one.
-        """
-        num_tokens = len(self.token_ids) + len(drafts)
-        forbidden = set(self.stop_token_ids) if num_tokens < self.min_num_tokens else set()
-        if not self.bad_words:
-            return forbidden
-        start = len(self.token_ids) - max(map(len, self.bad_words))
-        output = self.token_ids[max(start, self.num_prompt_tokens) :] + drafts  # its last tokens
-        for *before, last in self.bad_words:
-            if output[len(output) - len(before) :] == before:
-                forbidden.add(last)
-        return forbidden
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -333,14 +294,21 @@ class Sequence:
             self.token_ids.pop()
         self.num_pending_tokens = self.num_possible_tokens = 0
 
-    def expect(self, num_tokens: int, num_drafts: int) -> None:
-        """Make room for the tokens that a step with drafts has added, in place of the sure one."""
-        at = self.num_known_tokens
-        self.token_ids[at : at + 1] = [PENDING] * num_tokens
-        self.num_pending_tokens += num_tokens - 1
-        self.num_possible_tokens -= num_drafts
-        if self.room:  # else it was preempted meanwhile
-            self.num_cached_tokens += num_tokens - 1
+    def start_over(self) -> None:
+        """Wait with nothing computed, after an interrupt that may have left anything half done.
+
+        A last token that was appended but did not yet end the sequence is sampled again.
+        """
+        self.siblings = []  # each starts over itself
+        self.drop_pending()
+        self.status = SequenceStatus.WAITING
+        self.release_cache()
+        if len(self.token_ids) > self.num_prompt_tokens and (
+            self.token_ids[-1] in self.stop_token_ids
+            or len(self.token_ids) >= self.max_num_tokens
+            or self.follow() is not None
+        ):
+            self.token_ids.pop()
 
     def release_cache(self) -> None:
         """Go back to nothing computed, tokens kept; the caller frees the blocks."""
@@ -352,7 +320,7 @@ class Sequence:
         self.block_tables: list[list[int]] = []
         self.room = 0
         self.num_published_blocks = 0
-        # At the start of each table: freed, as they are behind the group's window.
+        # At the start of each table: freed, as no later token reads them.
         self.num_passed_blocks: list[int] = []
         self.state_slots: list[int] = []
         self.checkpoints: dict[int, int] = {}
@@ -365,7 +333,7 @@ class Sequence:
         self.status = SequenceStatus.FINISHED  # last: an interrupt may strike anywhere
 
     def audit(self) -> None:
-        """Assert that the state is inside its state space."""
+        """Assert the invariant."""
         assert self.num_cached_tokens >= 0 and self.num_scheduled_tokens >= 0, self
         assert self.num_cached_tokens + self.num_scheduled_tokens <= self.num_tokens, self
         assert self.token_ids.count(PENDING) == self.num_pending_tokens, self

@@ -21,7 +21,7 @@ from nanovllm.engine.run.narrowing import rows_narrowed_together
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
 from nanovllm.engine.run.transfer import upload_all
-from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
 from nanovllm.layers.ahead import compile_ahead
 from nanovllm.layers.block import Block
 from nanovllm.layers.filters import Filters
@@ -164,7 +164,8 @@ def warmup_filters(num_rows: int, vocab_size: int, device_type: str) -> list[Fil
     for number, penalty, top_k in ((num_rows, 1.1, many), (num_rows - 1, 1.0, many), (1, 1.0, -1)):
         params = SamplingParams(top_k=top_k, top_p=0.99, repetition_penalty=penalty)
         size = min(number, rows_narrowed_together(vocab_size, device_type))
-        seqs = [Sequence([0], params, counts=TokenCounts()) for _ in range(size)]
+        parts = (SequenceParts(counts=TokenCounts()) for _ in range(size))
+        seqs = [Sequence([0], params, parts=part) for part in parts]
         filters += draw_inputs(seqs, vocab_size, device_type).filters
     filters.append(Filters(torch.zeros(1, dtype=torch.long)))
     for part in (filters[0], filters[-1]):

@@ -8,6 +8,7 @@ import torch
 from conftest import ctrl_c_before
 
 from nanovllm import SamplingParams
+from nanovllm.drafting.table_drafting import expect
 from nanovllm.drafting.table_rows import TableRows
 from nanovllm.engine.run.device_table import DeviceTable, TableLayout
 from nanovllm.engine.run.draw_inputs import noise_key
@@ -392,7 +393,7 @@ def guess(engine: Engine, accepted: list[int]) -> TableState:
 def take(engine: Engine, accepted: list[int]) -> None:
     """The host learns what was accepted."""
     for seq, number in zip(engine.seqs, accepted, strict=True):
-        seq.expect(1 + number, 3)
+        expect(seq, 1 + number, 3)
         seq.token_ids[-1 - number :] = [engine.step] * (1 + number)
         seq.num_pending_tokens = 0
         engine.grow(seq)

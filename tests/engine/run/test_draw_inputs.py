@@ -13,7 +13,8 @@ from nanovllm import SamplingParams
 from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.run import entries
 from nanovllm.engine.run.draw_inputs import draw_inputs
-from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.engine.run.narrowing import forbidden_token_ids
+from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
 
 VOCAB_SIZE = 151_936
 IDS = st.integers(0, 9)
@@ -83,7 +84,7 @@ def test_rows_of_penalties_are_filled_up_with_their_first_token() -> None:
     """Any other token would be penalized, too."""
     params = SamplingParams(repetition_penalty=2.0)
     seqs = [
-        Sequence(prompt, params, default_seed=0, counts=TokenCounts())
+        Sequence(prompt, params, default_seed=0, parts=SequenceParts(counts=TokenCounts()))
         for prompt in ([7, 8, 9], [5])
     ]
     (filters,) = draw_inputs(seqs, 10, "cpu").filters
@@ -113,3 +114,20 @@ def test_arrays_of_ids_end_with_their_params() -> None:
     del params, seqs
     gc.collect()
     assert len(entries._kept) == before
+
+
+def test_bad_words_begin_in_the_output() -> None:
+    """The prompt's last token is no part of one; a draft is."""
+    seq = Sequence([4, 5], SamplingParams(), parts=SequenceParts(bad_words=((5, 6), (7,))))
+    assert forbidden_token_ids(seq, []) == {7}
+    assert forbidden_token_ids(seq, [5]) == {6, 7}
+    seq.token_ids.append(5)
+    assert forbidden_token_ids(seq, []) == {6, 7}
+    assert forbidden_token_ids(seq, [8]) == {7}
+
+
+def test_stops_are_forbidden_up_to_min_tokens() -> None:
+    """Drafts count as tokens: the stop may come behind the last one of `min_tokens`."""
+    ends = frozenset({2, 3})
+    seq = Sequence([1], SamplingParams(min_tokens=2), eos_token_ids=ends)
+    assert [forbidden_token_ids(seq, [5] * n) for n in range(3)] == [ends, ends, set()]

@@ -248,7 +248,7 @@ def test_sequences_that_end_in_flight_leave_their_places() -> None:
     """The next step begins with others, and need not wait until the host has read these."""
     scheduler = make_scheduler(max_num_seqs=2)
     a, pooled, parent = (add(scheduler, fresh(3), max_tokens=n) for n in (1, 1, 2))
-    pooled.keeper, pooled.generates = SimpleNamespace(wanted=range(2, 3)), False
+    pooled.parts.keeper, pooled.generates = SimpleNamespace(wanted=range(2, 3)), False
     pooled.max_num_tokens = 3
     parent.siblings = [sibling := Sequence(parent.token_ids, parent.params, index=1)]
     first = scheduler.schedule()
@@ -260,7 +260,7 @@ def test_sequences_that_end_in_flight_leave_their_places() -> None:
     assert (first.seqs, second.seqs) == ([a, pooled], [parent])
     assert second.forks == [(parent, sibling)]
     scheduler.advance(second)
-    pooled.keeper.wanted = range(3, 3)
+    pooled.parts.keeper.wanted = range(3, 3)
     assert scheduler.postprocess(first, [TOKEN]) == [a, pooled]
     assert scheduler.postprocess(second, [TOKEN] * 2) == []
     assert step(scheduler) == [(parent, 1), (sibling, 1)]

@@ -82,22 +82,6 @@ def test_finish_sets_reason_and_status() -> None:
     assert (seq.finish_reason, seq.stop_reason) == ("stop", 7)
 
 
-def test_bad_words_begin_in_the_output() -> None:
-    """The prompt's last token is no part of one; a draft is."""
-    seq = Sequence([4, 5], SamplingParams(), bad_words=((5, 6), (7,)))
-    assert seq.forbidden_token_ids([]) == {7}
-    assert seq.forbidden_token_ids([5]) == {6, 7}
-    seq.token_ids.append(5)
-    assert seq.forbidden_token_ids([]) == {6, 7}
-    assert seq.forbidden_token_ids([8]) == {7}
-
-
-def test_stops_are_forbidden_up_to_min_tokens() -> None:
-    """Drafts count as tokens: the stop may come behind the last one of `min_tokens`."""
-    seq = Sequence([1], SamplingParams(min_tokens=2), eos_token_ids=EOS)
-    assert [seq.forbidden_token_ids([5] * n) for n in range(3)] == [EOS, EOS, set()]
-
-
 def running_sequence() -> Sequence:
     """Five tokens, two cached, three scheduled: as many as there may be."""
     seq = Sequence([5, 6, 7, 8, 9], SamplingParams(max_tokens=1))

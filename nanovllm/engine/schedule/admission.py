@@ -1,0 +1,145 @@
+"""Admission: which sequences begin to run, from the waiting ones and as forks of others."""
+
+import bisect
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from nanovllm.engine.cache.caches import Caches
+from nanovllm.engine.schedule.forecast import Forecast, Lengths
+from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
+
+
+class Admissions(Protocol):
+    """Says which waiting sequences may run now. It is asked before some are admitted."""
+
+    def admissible(
+        self, waiting: Iterable[Sequence], running: Iterable[Sequence]
+    ) -> Iterator[Sequence]:
+        """The waiting sequences that may run, in order, given those that run when it is asked."""
+
+
+class Admission:
+    """Moves sequences from `waiting` to `running`, up to the places, the budget and the blocks.
+
+    Both queues are sorted by `order`. A sequence that is refused when nothing else can run is not
+    tried again before another one has ended. With `admissions`, a sequence that may not run yet
+    lets others pass.
+    """
+
+    def __init__(
+        self,
+        waiting: deque[Sequence],
+        caches: Caches,
+        lengths: Lengths,
+        num_places: int,
+        admissions: Admissions | None = None,
+    ) -> None:
+        self.waiting, self.caches, self.lengths = waiting, caches, lengths
+        self.num_places, self.admissions = num_places, admissions
+        self.refused: Sequence | None = None
+
+    def num_places_left(self, running: Iterable[Sequence]) -> int:
+        """How many more may run. Those that end in flight have left their places."""
+        return self.num_places - sum(not seq.ends_in_flight for seq in running)
+
+    def may_admit(self, running: Iterable[Sequence]) -> bool:
+        """Whether the next sequence is likely to be admitted."""
+        if not self.waiting or self.waiting[0] is self.refused:
+            return False
+        return self.num_places_left(running) > 0
+
+    def retry(self) -> None:
+        """Try the refused sequence again: there may be room now, or another first in line."""
+        self.refused = None
+
+    def admit(self, running: deque[Sequence], prompts: list[Sequence], budget: int) -> None:
+        """Admit waiting sequences in order, with as many tokens as the budget allows.
+
+        They are added to `prompts`, the sequences whose prompts the step computes. A sequence whose
+        next block is being computed by another waits until it is cached. Room is kept for the
+        siblings of running sequences.
+        """
+        if self.waiting[0] is self.refused:
+            return
+        num_places = self.num_places_left(running) - sum(len(seq.siblings) for seq in running)
+        if num_places <= 0:
+            return
+        caches, num_begun = self.caches, len(prompts)
+        caches.release_ended(running)
+        in_progress = {block for seq in prompts for block in caches.in_progress(seq)}
+        forecast = Forecast(self.lengths, running, caches.free_blocks())
+        candidates = self._candidates(running)
+        while budget and num_places > 0:
+            seq = next(candidates, None)
+            if seq is None or seq is self.refused:
+                break
+            if not caches.admit(seq, in_progress, forecast.admits):
+                self.refused = None if prompts else seq
+                break
+            in_progress.update(caches.in_progress(seq))
+            begin(seq, running)
+            num_places -= 1 + len(seq.siblings)
+            budget -= schedule_tokens(seq, budget, caches)
+            prompts.append(seq)
+        for admitted in prompts[num_begun:]:
+            self.waiting.remove(admitted)
+
+    def _candidates(self, running: Iterable[Sequence]) -> Iterator[Sequence]:
+        """The sequences to admit, in order; each is asked for when the one before runs."""
+        if self.admissions is None:
+            return iter(self.waiting)
+        return self.admissions.admissible(self.waiting, running)
+
+    def fork(
+        self, running: deque[Sequence], prompts: list[Sequence]
+    ) -> list[tuple[Sequence, Sequence]]:
+        """Fork the siblings of sequences that complete their prompts in this step.
+
+        A sibling without room waits on its own, and finds the cached blocks when it is admitted.
+        """
+        forks: list[tuple[Sequence, Sequence]] = []
+        parents = [seq for seq in prompts if seq.siblings and seq.samples]
+        if not parents:
+            return forks
+        num_places = self.num_places_left(running)
+        self.caches.release_ended(running)
+        for seq in parents:
+            for sibling in seq.siblings:
+                if len(forks) < num_places and self.caches.fork(seq, sibling):
+                    sibling.num_scheduled_tokens = sibling.num_tokens
+                    begin(sibling, running)
+                    forks.append((seq, sibling))
+                else:
+                    enter(self.waiting, sibling)
+            seq.siblings = []
+        return forks
+
+
+def order(seq: Sequence) -> tuple[int, int]:
+    """The key that queues are sorted by: priority, then age."""
+    return seq.order
+
+
+def enter(queue: deque[Sequence], seq: Sequence) -> None:
+    """Insert `seq` in order; without priorities its place is at an end."""
+    if not queue or queue[-1].order < seq.order:
+        queue.append(seq)
+    elif seq.order < queue[0].order:
+        queue.appendleft(seq)
+    else:
+        bisect.insort(queue, seq, key=order)
+
+
+def begin(seq: Sequence, running: deque[Sequence]) -> None:
+    """Let a sequence that has room for its tokens run."""
+    seq.status = SequenceStatus.RUNNING
+    enter(running, seq)
+
+
+def schedule_tokens(seq: Sequence, budget: int, caches: Caches) -> int:
+    """Schedule as many of its tokens as budget and blocks allow; returns their number."""
+    start = seq.num_cached_tokens
+    end = start + min(seq.num_uncached_tokens, budget)
+    seq.num_scheduled_tokens = caches.grow(seq, end) - start
+    return seq.num_scheduled_tokens
