@@ -8,8 +8,8 @@ from pathlib import Path
 from nanovllm.config import Config
 from nanovllm.engine.cache.kv_pool import settle_length
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.ranks.workers import Workers, threads_of_rank
 from nanovllm.engine.run.model_runner import ModelRunner, close_ranks
+from nanovllm.engine.run.other_ranks import OtherRanks
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.start.load import load_part
 from nanovllm.engine.start.parts import NO_PARTS, ShardParts
@@ -17,7 +17,6 @@ from nanovllm.engine.start.placement import Placement, resolve_placement
 from nanovllm.engine.start.prepare import prepare
 from nanovllm.engine.start.sizing import fit_kv_blocks
 from nanovllm.engine.start.warm_up import compile_steps
-from nanovllm.layers.ranks import ALONE
 from nanovllm.models.config import ModelConfig
 
 
@@ -25,12 +24,7 @@ def start_runner(
     config: Config, model_config: ModelConfig, path: Path, parts: ShardParts = NO_PARTS
 ) -> ModelRunner:
     """Rank 0's runner, ready to run, with the workers that it drives."""
-    if config.tensor_parallel_size == 1:
-        placement = resolve_placement(config, model_config, ALONE)
-        config = placement.settle(config)
-        alone = load_shard(config, model_config, path, placement, threads_of_rank(1), parts)
-        return ModelRunner(alone, start_shard(alone, config))
-    workers = Workers(config.tensor_parallel_size, config.device)
+    workers = other_ranks(config)
     shard: Shard | None = None
     try:
         with workers.together():
@@ -43,6 +37,15 @@ def start_runner(
     except BaseException:
         close_ranks(shard, workers)
         raise
+
+
+def other_ranks(config: Config) -> OtherRanks:
+    """The ranks that rank 0 drives: none, or processes that are started here."""
+    if config.tensor_parallel_size == 1:
+        return OtherRanks()
+    from nanovllm.engine.ranks.workers import Workers
+
+    return Workers(config.tensor_parallel_size, config.device)
 
 
 def load_shard(
