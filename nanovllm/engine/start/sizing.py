@@ -1,10 +1,12 @@
 """Sizing: how many KV blocks fit in memory, and how long sequences may be with them."""
 
 import logging
+import sys
+from collections.abc import Sequence
 
 from nanovllm.config import Config
+from nanovllm.engine.cache.caches import block_manager_for
 from nanovllm.engine.cache.kv_pool import KVPool
-from nanovllm.engine.cache.windows import Window, longest_sequence, most_held
 from nanovllm.engine.engine_config import most_running
 from nanovllm.engine.run.shard import Shard
 from nanovllm.utils.sizes import GIB, MIB, memory_text
@@ -53,18 +55,20 @@ def settle_length(asked: int | None, pool: KVPool, num_blocks: int, max_position
     block_size, windows = pool.block_size, pool.groups.windows
     share = "cpu_kvcache_gib" if pool.device.type == "cpu" else "gpu_memory_utilization"
     way_out = f"raise num_kvcache_blocks if it is set, or {share}"
-    longest = longest_sequence(num_blocks, block_size, windows)
+    manager = block_manager_for(windows)
+    limits = [manager.most_held(window, block_size) for window in windows]
+    longest = longest_sequence(num_blocks, block_size, limits)
     if longest < 1:
         raise ValueError(
             f"the KV pool has {num_blocks} block{'s' * (num_blocks != 1)}, too few for"
             f" {len(windows)} groups of layers: {way_out}"
         )
-    capacity = _capacity(num_blocks, block_size, windows, max_positions)
+    capacity = _capacity(num_blocks, block_size, limits, max_positions)
     if asked is not None and asked > longest:
         hint = ""
         if None not in windows:
             # The option counts the blocks of each group.
-            enough = -(-sum(most_held(window, block_size) for window in windows) // len(windows))
+            enough = -(-sum(limits) // len(limits))
             hint = f"; {enough} blocks are enough for any length"
         raise ValueError(
             f"max_model_len={asked} does not fit: the KV pool holds {capacity} tokens ({num_blocks}"
@@ -90,13 +94,27 @@ def settle_length(asked: int | None, pool: KVPool, num_blocks: int, max_position
     return min(max_positions, longest)
 
 
-def _capacity(
-    num_blocks: int, block_size: int, windows: tuple[Window, ...], max_positions: int
-) -> int:
+def longest_sequence(num_blocks: int, block_size: int, limits: Sequence[int]) -> int:
+    """How many tokens a sequence may have if it has the whole pool.
+
+    `limits` has for each group the most blocks that it has there. Groups with a window take the
+    blocks of that at most, and those without one share the rest. Unlimited if there is none
+    without.
+    """
+    ordered = sorted(limits)
+    for index, limit in enumerate(ordered):
+        num_each = num_blocks // (len(ordered) - index)
+        if limit > num_each:
+            return num_each * block_size
+        num_blocks -= limit
+    return sys.maxsize
+
+
+def _capacity(num_blocks: int, block_size: int, limits: Sequence[int], max_positions: int) -> int:
     """How many tokens the pool holds in sequences of `max_positions`, or as long as it allows."""
-    if len(windows) <= 1:
+    if len(limits) <= 1:
         return num_blocks * block_size
-    length = min(max_positions, longest_sequence(num_blocks, block_size, windows))
+    length = min(max_positions, longest_sequence(num_blocks, block_size, limits))
     of_sequence = -(-length // block_size)
-    each = sum(min(of_sequence, most_held(window, block_size)) for window in windows)
+    each = sum(min(of_sequence, limit) for limit in limits)
     return num_blocks * length // each
