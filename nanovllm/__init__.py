@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
     from nanovllm.beam_search_params import BeamSearchParams
     from nanovllm.beams.outputs import BeamSearchOutput
-    from nanovllm.engine.ranks.errors import RankError
+    from nanovllm.engine.errors import RankError
     from nanovllm.llm import LLM
     from nanovllm.lora_request import LoRARequest
     from nanovllm.models.registry import register_model
@@ -59,7 +59,7 @@ _MODULES = {
     "LoRARequest": "lora_request",
     "PoolingParams": "pooling_params",
     "PoolingRequestOutput": "vectors.outputs",
-    "RankError": "engine.ranks.errors",
+    "RankError": "engine.errors",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
     "ScoringRequestOutput": "vectors.outputs",

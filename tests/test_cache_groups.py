@@ -23,8 +23,9 @@ from reference import (
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.cache.windows import most_held
+from nanovllm.engine.cache.windows import WindowedBlocks
 
+most_held = WindowedBlocks.most_held
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
 WINDOW = 21

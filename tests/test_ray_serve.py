@@ -31,7 +31,7 @@ from waiting import FOREVER, LIMIT, wait_until
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL
-from nanovllm.engine.ranks.errors import RankError
+from nanovllm.engine.errors import RankError
 from nanovllm.server.options import KEY, ServerOptions
 
 ray = pytest.importorskip("ray")

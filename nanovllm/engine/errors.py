@@ -15,3 +15,11 @@ class EngineFullError(RuntimeError):
 
 class EngineEndedError(RuntimeError):
     """The engine was closed, or what it raised has ended it."""
+
+
+class RankError(RuntimeError):
+    """A rank raised, or its process ended. The engine is closed."""
+
+
+class ExchangeError(RuntimeError):
+    """An NCCL operation failed: another rank has probably ended."""

@@ -1,6 +1,6 @@
 """Mixer: the part of a block in which a token reads the tokens before it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -50,3 +50,7 @@ class StateMixer(Mixer):
 
     cache: State
     states: tuple[torch.Tensor, ...] = ()
+
+    def set_states(self, states: Iterable[torch.Tensor]) -> None:
+        """Keep states in these tensors."""
+        self.states = tuple(states)

@@ -23,7 +23,7 @@ from nanovllm.batch.envelope import custom_id_of, parse_line
 from nanovllm.batch.submit import Submitted, check_tokenizer, submit
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
-from nanovllm.engine.ranks.errors import RankError
+from nanovllm.engine.errors import RankError
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
 from nanovllm.ray.placement import is_on_cuda

@@ -16,8 +16,7 @@ from starlette.routing import Route
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.engine.errors import EngineEndedError, NotReadyError
-from nanovllm.engine.ranks.errors import RankError
+from nanovllm.engine.errors import EngineEndedError, NotReadyError, RankError
 from nanovllm.openai.request import CHAT, COMPLETIONS
 from nanovllm.openai.vectors import EMBEDDINGS, RERANK, SCORE
 from nanovllm.server.adapters import ServedModels

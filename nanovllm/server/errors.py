@@ -10,8 +10,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from nanovllm.engine.errors import AsleepError, EngineEndedError, EngineFullError, NotReadyError
-from nanovllm.engine.ranks.errors import RankError
+from nanovllm.engine.errors import (
+    AsleepError,
+    EngineEndedError,
+    EngineFullError,
+    NotReadyError,
+    RankError,
+)
 from nanovllm.utils.checks import did_you_mean, shorten
 
 logger = logging.getLogger("nanovllm.server")

@@ -432,7 +432,7 @@ def test_a_family_that_workers_cannot_import_is_refused_before_they_start(
     monkeypatch.setattr(registry, "_registered", {})
     family = sandwich_family.FAMILY
     nanovllm.register_model(NAME, Family(family.read, family.build, family.names))
-    monkeypatch.setattr("nanovllm.engine.start.startup.Workers", None)
+    monkeypatch.setattr("nanovllm.engine.ranks.workers.Workers", None)
     with pytest.raises(ValueError, match=f"{NAME}.*cannot be|{NAME}.*not at the top of a module"):
         make_llm(case.path, tensor_parallel_size=2)
     with make_llm(case.path) as llm:

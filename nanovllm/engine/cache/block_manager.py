@@ -3,12 +3,12 @@
 It knows block numbers and token ids, and no tensors.
 """
 
+import sys
 from collections.abc import Callable, Set
 from typing import NamedTuple
 
-from nanovllm.engine.cache.block_pool import BlockPool
+from nanovllm.engine.cache.block_pool import BlockPool, Window
 from nanovllm.engine.cache.prefixes import Prefix, block_hashes, block_tokens, path_of
-from nanovllm.engine.cache.windows import Window, WindowLimits
 from nanovllm.engine.schedule.sequence import Sequence
 
 UNLIMITED = 1 << 40  # blocks, more than any sequence has
@@ -31,12 +31,14 @@ class BlockManager(BlockPool):
 
     A later request with the same tokens up to the end of a published block can use that block.
 
-    In a group with a window a sequence frees the blocks behind it: the first `num_passed_blocks`
-    entries of its table are blocks that it no longer holds and that no kernel reads. There a long
-    prompt gets its blocks as it is computed.
+    This class is for groups that attend to all tokens. Where some have windows, `WindowedBlocks`
+    frees the blocks behind them: the first `num_passed_blocks` entries of a table are then blocks
+    that the sequence no longer holds and that no kernel reads.
 
     If the model `has_states`, a prefix can be restored only where it has a checkpoint.
     """
+
+    has_windows = False  # whether `pass_by` has to be called
 
     def __init__(
         self,
@@ -50,9 +52,13 @@ class BlockManager(BlockPool):
         self.block_size = block_size
         self.num_groups = len(windows)  # blocks that a sequence needs for `block_size` tokens
         self.has_states = has_states
-        self.has_windows = any(window is not None for window in windows)
-        self.limits = WindowLimits(windows, num_blocks, block_size)
         self.enable_prefix_caching = enable_prefix_caching
+        self.most_kept = tuple(self.most_held(window, block_size) for window in windows)
+
+    @staticmethod
+    def most_held(window: Window, block_size: int) -> int:  # noqa: ARG004
+        """The most blocks that a decoding sequence has in a group."""
+        return sys.maxsize
 
     def allocate(
         self,
@@ -62,8 +68,6 @@ class BlockManager(BlockPool):
     ) -> bool:
         """Give `seq` blocks for all its tokens, cached ones first; if False, nothing has changed.
 
-        With a window it gets the blocks of two windows at most; `grow` adds the others.
-
         False also if the first uncached block's hash is `in_progress` (another sequence computes
         it, and waiting shares it), and if `admits(seq, n)` is False, where n is the number of free
         blocks that `seq` has taken once its tokens are computed.
@@ -72,17 +76,17 @@ class BlockManager(BlockPool):
         if not self.free_queue and self.num_groups:  # at least the last token's block is new
             return False
         most_hits = seq.num_skippable_tokens // self.block_size
-        path = self.limits.restorable(self._path(seq, most_hits), self.has_states)
+        path = self._restorable(self._path(seq, most_hits))
         num_hits = len(path)
         if in_progress and self._is_in_progress(seq, num_hits, most_hits, in_progress):
             return False
         num_blocks = -(-seq.num_tokens // self.block_size)
-        passed = self.limits.num_passed(num_hits * self.block_size)
+        passed = self._num_passed(num_hits * self.block_size)
         hits = [
             [prefix.blocks[group][0] for prefix in path[start:]]
             for group, start in enumerate(passed)
         ]
-        num_fresh = [end - num_hits for end in self.limits.first_ends(num_blocks, passed)]
+        num_fresh = [end - num_hits for end in self._first_ends(num_blocks, passed)]
         if sum(num_fresh) + sum(map(self._num_free, hits)) > self.num_free_blocks:
             return False
         if admits and not admits(seq, self._num_taken(seq, hits, passed)):
@@ -178,40 +182,6 @@ class BlockManager(BlockPool):
         seq.block_tables = tables  # new lists, so that devices get them again
         self._set_room(seq)
 
-    def pass_by(self, seq: Sequence) -> None:
-        """Free the blocks of `seq` that are behind the window of the next token to compute.
-
-        Called before a step's tokens are appended: tokens in flight come after these blocks.
-        Those of a prompt may be found again; those of generated tokens are reused first, so that a
-        long answer takes the place of its own beginning.
-        """
-        num_passed = self.limits.num_passed(seq.num_cached_tokens)
-        if num_passed == seq.num_passed_blocks:
-            return
-        self.publish(seq, min(seq.num_cached_tokens, seq.num_known_tokens))
-        for group, end in enumerate(num_passed):
-            table, start = seq.block_tables[group], seq.num_passed_blocks[group]
-            if end > start:
-                self._release(table[start:end])
-                seq.num_passed_blocks[group] = end
-                self._forget_generated(seq, group, start)
-
-    def _forget_generated(self, seq: Sequence, group: int, start: int) -> None:
-        """Unpublish the generated blocks behind the window, from the one before `start` on.
-
-        Except the last one: a request that continues the last full block reads it.
-        """
-        end = seq.num_passed_blocks[group]
-        of_prompt = -(-seq.num_prompt_tokens // self.block_size)
-        prefix = self.published[seq.block_tables[group][end]]
-        for index in range(end - 1, max(start - 1, of_prompt) - 1, -1):
-            if prefix is None or prefix.parent is None:
-                return
-            prefix = prefix.parent
-            for block in prefix.blocks[group] if index < end - 1 else ():
-                if self.ref_counts[block] == 0:
-                    self._unpublish(block)
-
     def publish(self, seq: Sequence, num_computed: int) -> None:
         """Enter the full blocks among the first `num_computed` tokens of `seq` in the cache.
 
@@ -243,35 +213,45 @@ class BlockManager(BlockPool):
         return block_hashes(seq, seq.num_tokens // self.block_size, self.block_size)
 
     def free(self, seq: Sequence) -> None:
-        """Free all blocks of `seq`, last first, so that its tail is evicted before its prefix.
-
-        The blocks behind its windows are part of that prefix: those that are still cached are moved
-        behind the others in the queue.
-        """
+        """Free all blocks of `seq`, last first, so that its tail is evicted before its prefix."""
         if self.num_groups == 1:
             self._release(seq.held_blocks)
         else:  # of all groups together, as a prefix needs a block in each
             for column in reversed(range(max(map(len, seq.block_tables), default=0))):
                 for table, start in zip(seq.block_tables, seq.num_passed_blocks, strict=True):
                     self._release(table[max(start, column) : column + 1])
-        if most := max(seq.num_passed_blocks, default=0):
-            path = self._path(seq, most)
-            for group, end in enumerate(seq.num_passed_blocks):
-                self._renew([block for prefix in path[:end] for block in prefix.blocks[group][:1]])
         seq.release_cache()
+
+    def pass_by(self, seq: Sequence) -> None:
+        """Free the blocks of `seq` that are behind the windows of the next token to compute."""
 
     def prefix_of(self, seq: Sequence, num_tokens: int) -> Prefix | None:
         """The cached prefix of the first `num_tokens` of `seq`; None if there is none."""
         path = self._path(seq, num_tokens // self.block_size)
         return path[-1] if path else None
 
+    def _num_passed(self, num_cached_tokens: int) -> list[int]:  # noqa: ARG002
+        """For each group, how many blocks end before the window of the first uncached token."""
+        return [0] * self.num_groups
+
+    def _first_ends(self, num_blocks: int, passed: list[int]) -> list[int]:  # noqa: ARG002
+        """For each group, how many of a sequence's `num_blocks` are in its table at first."""
+        return [num_blocks] * self.num_groups
+
+    def _restorable(self, path: list[Prefix]) -> list[Prefix]:
+        """The longest part of a path of prefixes that all groups can restore."""
+        for group in range(self.num_groups):
+            gap = (index for index, prefix in enumerate(path) if not prefix.blocks[group])
+            path = path[: next(gap, len(path))]
+        while self.has_states and path and path[-1].checkpoint is None:
+            path.pop()
+        return path
+
     def _num_taken(self, seq: Sequence, hits: list[list[int]], passed: list[int]) -> int:
         """The free blocks that `seq` has taken once all its tokens are computed."""
         num_blocks = -(-seq.num_tokens // self.block_size)
         taken = 0
-        for start, blocks, left in zip(
-            passed, hits, self.limits.num_passed(seq.num_tokens), strict=True
-        ):
+        for start, blocks, left in zip(passed, hits, self._num_passed(seq.num_tokens), strict=True):
             end = start + len(blocks)
             taken += num_blocks - max(left, end) + self._num_free(blocks[max(0, left - start) :])
         return taken

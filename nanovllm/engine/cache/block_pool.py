@@ -4,7 +4,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 from nanovllm.engine.cache.prefixes import Prefix, Prefixes
-from nanovllm.engine.cache.windows import Window
+
+Window = int | None  # how many tokens back a group's layers attend; None for all
 
 
 class BlockPool:

@@ -1,22 +1,22 @@
 """Caches: what layers keep of sequences between steps, as the scheduler sees it."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Set
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm.engine.cache.block_manager import BlockManager, FreeBlocks
-from nanovllm.engine.cache.prefixes import Prefix, block_hashes
-from nanovllm.engine.cache.state_slots import StateLayout, StateSlots
-from nanovllm.engine.cache.windows import Window
+from nanovllm.engine.cache.block_pool import Window
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.sequence import Sequence
+
+if TYPE_CHECKING:
+    from nanovllm.engine.cache.state_slots import StateLayout, StateSlots
 
 
 class CacheLayout(NamedTuple):
     """What a model's layers keep: for each group of KV blocks its window, and states if any."""
 
     windows: tuple[Window, ...] = (None,)
-    states: StateLayout | None = None
+    states: "StateLayout | None" = None
 
 
 class Caches:
@@ -34,17 +34,17 @@ class Caches:
         num_running: int,
         enable_prefix_caching: bool = True,
     ) -> None:
-        self.blocks = BlockManager(  # no block is ever given where no group takes any
+        manager = block_manager_for(layout.windows)
+        self.blocks = manager(  # no block is ever given where no group takes any
             num_blocks if layout.windows else 0, block_size, enable_prefix_caching, layout.windows,
             has_states=layout.states is not None,
         )  # fmt: skip
         self.has_windows = self.blocks.has_windows  # whether `pass_by` has to be called
         self.states: StateSlots | None = None
         if layout.states is not None:
-            self.states = StateSlots(layout.states, num_running, block_size, self.blocks.prefixes)
-        # Without KV blocks, nothing else keeps the prefixes of running sequences: of each the last
-        # one that has been entered, and its number of blocks.
-        self._tips: dict[int, tuple[Prefix, int]] = {}
+            from nanovllm.engine.cache import state_slots
+
+            self.states = state_slots.StateSlots(layout.states, num_running, self.blocks)
 
     def admit(
         self,
@@ -59,30 +59,19 @@ class Caches:
         if not self.blocks.allocate(seq, in_progress, admits):
             return False
         if self.states is not None:
-            self.states.begin(seq, self._begun_prefix(seq))
+            self.states.begin(seq)
         return True
-
-    def _begun_prefix(self, seq: Sequence) -> Prefix | None:
-        """The cached prefix that an admitted sequence begins with; None if there is none."""
-        if self.blocks.num_groups:
-            return self._published(seq, seq.num_cached_tokens) if seq.num_cached_tokens else None
-        prefix = self.blocks.prefix_of(seq, seq.num_cached_tokens)
-        self._set_tip(seq, prefix or self.blocks.prefixes.root(seq.root))
-        return prefix
 
     def in_progress(self, seq: Sequence) -> list[int]:
         """The hashes of those blocks of `seq`, computed or not, after which others could begin."""
         if self.states is None:
             return self.blocks.full_block_hashes(seq)
-        size = self.blocks.block_size
-        lengths = self.states.boundaries(seq, seq.num_cached_tokens, seq.num_tokens)
-        hashes = block_hashes(seq, lengths[-1] // size, size) if lengths else []
-        return [hashes[length // size - 1] for length in lengths]
+        return self.states.hashes_in_progress(seq)
 
     def free_blocks(self) -> FreeBlocks:
         """What sequences may take now."""
         blocks = self.blocks
-        return FreeBlocks(blocks.num_free_blocks, blocks.block_size, blocks.limits.most_kept)
+        return FreeBlocks(blocks.num_free_blocks, blocks.block_size, blocks.most_kept)
 
     def can_grow(self, seqs: list[Sequence]) -> bool:
         """Whether all of these, which have no room for their last token, can get it."""
@@ -112,8 +101,6 @@ class Caches:
         if not self.blocks.fork(seq, sibling):
             return False
         if self.states is not None:
-            if seq.seq_id in self._tips:
-                self._set_tip(sibling, *self._tips[seq.seq_id])
             self.states.fork(seq, sibling)
         return True
 
@@ -126,8 +113,7 @@ class Caches:
         """Enter the full blocks among the first `num_computed` tokens of `seq` in the cache."""
         self.blocks.publish(seq, num_computed)
         if self.states is not None and seq.checkpoints:
-            find = self._published if self.blocks.num_groups else self._enter
-            self.states.publish(seq, num_computed, lambda length: find(seq, length))
+            self.states.publish(seq, num_computed)
 
     def pass_by(self, seq: Sequence) -> None:
         """Free what `seq` has of tokens that no later one reads."""
@@ -146,7 +132,6 @@ class Caches:
         """Free all that `seq` has."""
         if self.states is not None:
             self.states.free(seq)
-            self._drop_tip(seq.seq_id)
         self.blocks.free(seq)
 
     def clear(self, running: Iterable[Sequence]) -> None:
@@ -156,8 +141,6 @@ class Caches:
             seq.num_published_blocks = max(1, seq.num_published_blocks)
         if self.states is not None:
             self.states.clear()
-            for seq_id in [*self._tips]:
-                self._drop_tip(seq_id)
 
     def counts(self) -> dict[str, int]:
         """How much is used of what there is, by the names that `EngineStats` has for them."""
@@ -175,38 +158,17 @@ class Caches:
                 assert len(table) * self.blocks.block_size >= seq.room
                 if num_passed and self.blocks.enable_prefix_caching:
                     assert num_passed < seq.num_published_blocks, "the next one's parent"
-        uses = Counter(id(prefix) for prefix, _ in self._tips.values())
+        uses = None
         if self.states is not None:
-            uses += self.states.uses()
+            uses = self.states.uses()
             self.states.audit(running)
         self.blocks.audit([seq.held_blocks for seq in running], uses)
 
-    def _published(self, seq: Sequence, length: int) -> Prefix | None:
-        """The prefix of a length, by the block that `seq` has published."""
-        return self.blocks.published[seq.block_tables[0][length // self.blocks.block_size - 1]]
 
-    def _enter(self, seq: Sequence, length: int) -> Prefix | None:
-        """The prefix of a length, made if there is none; the next one continues it."""
-        if seq.seq_id not in self._tips:
-            return None
-        prefix, start = self._tips[seq.seq_id]
-        size, prefixes = self.blocks.block_size, self.blocks.prefixes
-        end = length // size
-        hashes = block_hashes(seq, end, size)
-        for index in range(start, end):
-            tokens = tuple(seq.token_ids[index * size : (index + 1) * size])
-            prefix = prefixes.enter(prefix, hashes[index], tokens, [])
-        self._set_tip(seq, prefix, end)
-        return prefix
+def block_manager_for(windows: tuple[Window, ...]) -> type[BlockManager]:
+    """The class that manages the blocks of groups with these windows."""
+    if all(window is None for window in windows):
+        return BlockManager
+    from nanovllm.engine.cache.windows import WindowedBlocks
 
-    def _set_tip(self, seq: Sequence, prefix: Prefix, num_blocks: int | None = None) -> None:
-        if num_blocks is None:
-            num_blocks = seq.num_cached_tokens // self.blocks.block_size
-        prefix.num_uses += 1
-        self._drop_tip(seq.seq_id)
-        self._tips[seq.seq_id] = prefix, num_blocks
-
-    def _drop_tip(self, seq_id: int) -> None:
-        if seq_id in self._tips:
-            prefix, _ = self._tips.pop(seq_id)
-            self.blocks.prefixes.give_up(prefix)
+    return WindowedBlocks

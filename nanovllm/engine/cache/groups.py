@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nanovllm.engine.cache.windows import Window
+from nanovllm.engine.cache.block_pool import Window
 from nanovllm.layers.attention.base import AttentionBackend
 from nanovllm.layers.attention.layer import Attention
 from nanovllm.layers.cache_spec import Heads

@@ -1,16 +1,18 @@
 """CachePools: the memory of all that layers keep of sequences, on one rank."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.cache.groups import CacheGroups
-from nanovllm.engine.cache.kv_pool import KVPool
-from nanovllm.engine.cache.state_pool import StatePool
+from nanovllm.engine.cache.kv_pool import KVPool, NewMemory
 from nanovllm.engine.run.step_part import StepPart
 from nanovllm.layers.mixer import StateMixer
+
+if TYPE_CHECKING:
+    from nanovllm.engine.cache.state_pool import StatePool
 
 
 class CacheBytes(NamedTuple):
@@ -40,9 +42,13 @@ class CachePools:
         """`types` are that of KV and that of the model."""
         kv_dtype, dtype = types
         self.kv = KVPool(groups, block_size, kv_dtype, device, beside)
-        self.states = None
+        self.states: StatePool | None = None
         if mixers:
-            self.states = StatePool(mixers, dtype, device, slots_per_sequence, caches_prefixes)
+            from nanovllm.engine.cache import state_pool
+
+            self.states = state_pool.StatePool(
+                mixers, dtype, device, slots_per_sequence, caches_prefixes
+            )
         self.layout = CacheLayout(groups.windows)
         self._num_groups = max(1, len(groups.groups))
         self._size = 0, 0  # the numbers of blocks and of sequences that there is memory for
@@ -84,16 +90,18 @@ class CachePools:
         before = states.num_slots(num_running) * self.states.slot_bytes
         return CacheBytes(of_block, before)
 
-    def allocate(self, num_blocks: int, num_running: int) -> None:
+    def allocate(
+        self, num_blocks: int, num_running: int, new_memory: NewMemory | None = None
+    ) -> None:
         """Make a KV pool of `num_blocks`, and slots for the states of `num_running` sequences."""
         self._size = num_blocks, num_running
-        self.kv.allocate(num_blocks)
+        self.kv.allocate(num_blocks, new_memory)
         self.layout = self._layout(num_blocks)
         if self.states is not None and self.layout.states is not None:
-            self.states.allocate(self.layout.states.num_slots(num_running))
+            self.states.allocate(self.layout.states.num_slots(num_running), new_memory)
 
     def log_states(self) -> None:
-        """Say how many slots for states there are, if the model has some."""
+        """Log how many slots for states there are, if the model has some."""
         if self.states is not None and self.layout.states is not None:
             self.states.log(self.layout.states, self._size[1])
 
@@ -115,10 +123,3 @@ class CachePools:
         if self._asleep is not None:
             self.allocate(*self._asleep)
             self._asleep = None
-
-    def take_memory_from(self, source: Callable[[int], torch.Tensor]) -> None:
-        """Take zeroed memory on a GPU from there."""
-        for pool in (self.kv, *self.kv.beside):
-            pool.source = source
-        if self.states is not None:
-            self.states.source = source

@@ -5,12 +5,12 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from nanovllm.engine.cache.kv_pool import zeros_of
+from nanovllm.engine.cache.kv_pool import NewMemory, zeros_of
 from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.run.transfer import Array
 from nanovllm.layers.mixer import StateMixer
@@ -49,7 +49,6 @@ class StatePool:
         self.device = device
         self.slots_per_sequence = slots_per_sequence
         self.checkpoints = checkpoints
-        self.source: Callable[[int], torch.Tensor] | None = None  # of zeroed memory on a GPU
         self._places: list[list[_Place]] = []
         self.slot_bytes = 0
         for mixer in mixers:
@@ -75,11 +74,11 @@ class StatePool:
         interval = -(-interval // block_size) * block_size
         return StateLayout(self.slots_per_sequence, num_blocks * block_size // interval, interval)
 
-    def allocate(self, num_slots: int) -> None:
+    def allocate(self, num_slots: int, new_memory: NewMemory | None = None) -> None:
         """Make the tensor, zeroed, and hand out its parts."""
         shape = (num_slots, self.slot_bytes)
         try:
-            self.slots = zeros_of(shape, torch.uint8, self.device, self.source)
+            self.slots = zeros_of(shape, torch.uint8, self.device, new_memory)
         except (MemoryError, RuntimeError, TypeError, ValueError) as error:  # each for a size
             share = "cpu_kvcache_gib" if self.device.type == "cpu" else "gpu_memory_utilization"
             raise MemoryError(
@@ -87,7 +86,7 @@ class StatePool:
                 f" than {self.device} has free; lower max_num_seqs, num_kvcache_blocks or {share}"
             ) from error
         for mixer, places in zip(self.mixers, self._places, strict=True):
-            mixer.states = tuple(
+            mixer.set_states(
                 self.slots[:, start:end].view(dtype).view(num_slots, *shape)
                 for start, end, dtype, shape in places
             )

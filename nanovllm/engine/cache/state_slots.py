@@ -4,10 +4,10 @@ It knows slot numbers and prefixes, and no tensors.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from typing import NamedTuple
 
-from nanovllm.engine.cache.prefixes import Prefix, Prefixes
+from nanovllm.engine.cache.block_manager import BlockManager
+from nanovllm.engine.cache.prefixes import Prefix, block_hashes, block_tokens
 from nanovllm.engine.schedule.batch import Batch, SlotCopies
 from nanovllm.engine.schedule.sequence import Sequence
 
@@ -38,14 +38,17 @@ class StateSlots:
     restore a sequence that begins with it. They are made every `interval` tokens, and at the end of
     a prompt's last full block. If no slot is free, the least recently used checkpoint goes. So a
     running sequence always gets its own slots.
+
+    The prefix of a checkpoint is that of a published block. Without KV blocks, nothing else keeps
+    the prefixes of running sequences: `_tips` has the last one that each has entered.
     """
 
-    def __init__(
-        self, layout: StateLayout, num_running: int, block_size: int, prefixes: Prefixes
-    ) -> None:
+    def __init__(self, layout: StateLayout, num_running: int, blocks: BlockManager) -> None:
         self.layout = layout
-        self.block_size = block_size
-        self.prefixes = prefixes
+        self.blocks = blocks
+        self.block_size = blocks.block_size
+        self.prefixes = blocks.prefixes
+        self._tips: dict[int, tuple[Prefix, int]] = {}  # and its number of blocks, by `seq_id`
         self.free_slots = [*range(1, layout.num_slots(num_running) - 1)][::-1]
         self.num_slots = len(self.free_slots)
         self.checkpoints: OrderedDict[int, Prefix] = OrderedDict()  # by slot, oldest use first
@@ -58,8 +61,9 @@ class StateSlots:
         num_free = len(self.free_slots) + len(self.checkpoints) + self.num_planned
         return self.num_slots - num_free, len(self.checkpoints), self.num_slots
 
-    def begin(self, seq: Sequence, prefix: Prefix | None) -> None:
+    def begin(self, seq: Sequence) -> None:
         """Give `seq` slots, and in the next step the states of the prefix that it begins with."""
+        prefix = self._begun_prefix(seq)
         checkpoint = None if prefix is None else prefix.checkpoint
         if checkpoint is not None:
             self.checkpoints.move_to_end(checkpoint)
@@ -69,6 +73,8 @@ class StateSlots:
 
     def fork(self, seq: Sequence, sibling: Sequence) -> None:
         """Give `sibling`, which has the same tokens, slots; they get the states after a step."""
+        if seq.seq_id in self._tips:
+            self._set_tip(sibling, *self._tips[seq.seq_id])
         sibling.state_slots = self._take_own()
         length = seq.num_tokens
         self._saves.append((self._slot(seq, length), self._slot(sibling, length)))
@@ -108,15 +114,17 @@ class StateSlots:
             lengths = sorted([*lengths, last])
         return lengths
 
-    def publish(
-        self, seq: Sequence, num_computed: int, prefix_of: Callable[[int], Prefix | None]
-    ) -> None:
-        """Enter the planned checkpoints among the first `num_computed` tokens in the cache.
+    def hashes_in_progress(self, seq: Sequence) -> list[int]:
+        """The hashes of the blocks of `seq` that will end at a checkpoint."""
+        size = self.block_size
+        lengths = self.boundaries(seq, seq.num_cached_tokens, seq.num_tokens)
+        hashes = block_hashes(seq, lengths[-1] // size, size) if lengths else []
+        return [hashes[length // size - 1] for length in lengths]
 
-        `prefix_of` returns the prefix of a length, or None if it has left the cache.
-        """
+    def publish(self, seq: Sequence, num_computed: int) -> None:
+        """Enter the planned checkpoints among the first `num_computed` tokens in the cache."""
         for length in sorted(length for length in seq.checkpoints if length <= num_computed):
-            prefix = prefix_of(length)
+            prefix = self._prefix(seq, length)
             slot = seq.checkpoints.pop(length)
             self.num_planned -= 1
             if prefix is None:
@@ -145,11 +153,14 @@ class StateSlots:
         """Take back all that `seq` has."""
         self.release(seq)
         self.rewind(seq, 0)
+        self._drop_tip(seq.seq_id)
 
     def clear(self) -> None:
-        """Remove all checkpoints."""
+        """Remove all checkpoints. Running sequences enter no prefix any more."""
         while self.checkpoints:
             self.free_slots.append(self._evict())
+        for seq_id in [*self._tips]:
+            self._drop_tip(seq_id)
 
     def audit(self, running: list[Sequence]) -> None:
         """Assert that each slot has one owner."""
@@ -163,8 +174,51 @@ class StateSlots:
             assert seq.ends_in_flight or len(seq.state_slots) == self.layout.slots_per_sequence, seq
 
     def uses(self) -> Counter[int]:
-        """How often each prefix is used for a checkpoint, by its `id`."""
-        return Counter(map(id, self.checkpoints.values()))
+        """How often each prefix is used for a checkpoint or as a tip, by its `id`."""
+        tips = (prefix for prefix, _ in self._tips.values())
+        return Counter(map(id, [*self.checkpoints.values(), *tips]))
+
+    def _begun_prefix(self, seq: Sequence) -> Prefix | None:
+        """The cached prefix that an admitted sequence begins with; None if there is none."""
+        if self.blocks.num_groups:
+            return self._published(seq, seq.num_cached_tokens) if seq.num_cached_tokens else None
+        prefix = self.blocks.prefix_of(seq, seq.num_cached_tokens)
+        num_blocks = seq.num_cached_tokens // self.block_size
+        self._set_tip(seq, prefix or self.prefixes.root(seq.root), num_blocks)
+        return prefix
+
+    def _prefix(self, seq: Sequence, length: int) -> Prefix | None:
+        """The prefix of a length; None if it has left the cache."""
+        if self.blocks.num_groups:
+            return self._published(seq, length)
+        return self._enter(seq, length)
+
+    def _published(self, seq: Sequence, length: int) -> Prefix | None:
+        """The prefix of a length, by the block that `seq` has published."""
+        return self.blocks.published[seq.block_tables[0][length // self.block_size - 1]]
+
+    def _enter(self, seq: Sequence, length: int) -> Prefix | None:
+        """The prefix of a length, made if there is none; the next one continues it."""
+        if seq.seq_id not in self._tips:
+            return None
+        prefix, start = self._tips[seq.seq_id]
+        end = length // self.block_size
+        hashes = block_hashes(seq, end, self.block_size)
+        for index in range(start, end):
+            tokens = block_tokens(seq, index, self.block_size)
+            prefix = self.prefixes.enter(prefix, hashes[index], tokens, [])
+        self._set_tip(seq, prefix, end)
+        return prefix
+
+    def _set_tip(self, seq: Sequence, prefix: Prefix, num_blocks: int) -> None:
+        prefix.num_uses += 1
+        self._drop_tip(seq.seq_id)
+        self._tips[seq.seq_id] = prefix, num_blocks
+
+    def _drop_tip(self, seq_id: int) -> None:
+        if seq_id in self._tips:
+            prefix, _ = self._tips.pop(seq_id)
+            self.prefixes.give_up(prefix)
 
     def _slot(self, seq: Sequence, length: int) -> int:
         """The slot with the states after the first `length` tokens."""

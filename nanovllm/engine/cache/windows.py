@@ -1,11 +1,11 @@
-"""WindowLimits: which blocks of a sequence each cache group still reads, and how many those are."""
+"""WindowedBlocks: a block manager for cache groups of which some attend only so far back."""
 
 import sys
-from collections.abc import Iterable
 
+from nanovllm.engine.cache.block_manager import BlockManager
+from nanovllm.engine.cache.block_pool import Window
 from nanovllm.engine.cache.prefixes import Prefix
-
-Window = int | None  # how many tokens back a group's layers attend; None for all
+from nanovllm.engine.schedule.sequence import Sequence
 
 
 def kept_window(window: int, block_size: int) -> int:
@@ -16,50 +16,90 @@ def kept_window(window: int, block_size: int) -> int:
     return max(window, block_size + 2)
 
 
-def most_held(window: Window, block_size: int) -> int:
-    """The most blocks that a decoding sequence holds: its window may start within a block."""
-    if window is None:
-        return sys.maxsize
-    return (kept_window(window, block_size) - 2) // block_size + 2
+class WindowedBlocks(BlockManager):
+    """Sequences free the blocks behind the windows, and a long prompt gets its blocks in parts.
 
-
-def longest_sequence(num_blocks: int, block_size: int, windows: Iterable[Window]) -> int:
-    """How many tokens a sequence may have if it has the whole pool.
-
-    Groups with a window take the blocks of that at most, and those without one share the rest.
-    Unlimited if there is none without.
+    The blocks behind a window stay cached until others take them. A group with a window can restore
+    a prefix with the blocks that the next token attends to, and no others.
     """
-    limits = sorted(most_held(window, block_size) for window in windows)
-    for index, limit in enumerate(limits):
-        num_each = num_blocks // (len(limits) - index)
-        if limit > num_each:
-            return num_each * block_size
-        num_blocks -= limit
-    return sys.maxsize
 
+    has_windows = True
 
-class WindowLimits:
-    """What follows from the `windows` of the groups of a pool with `num_blocks` blocks."""
-
-    def __init__(self, windows: tuple[Window, ...], num_blocks: int, block_size: int) -> None:
-        self.num_blocks, self.block_size, self.windows = num_blocks, block_size, windows
-        self.has_windows = any(window is not None for window in windows)
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        windows: tuple[Window, ...] = (None,),
+        has_states: bool = False,
+    ) -> None:
+        super().__init__(num_blocks, block_size, enable_prefix_caching, windows, has_states)
         self._kept = [sys.maxsize if w is None else kept_window(w, block_size) for w in windows]
-        # The most blocks that a decoding sequence keeps in each group; and those that a long prompt
-        # gets at once, with a window those of two windows, or of one if there are no more.
-        self.most_kept = tuple(most_held(window, block_size) for window in windows)
+        # What a long prompt gets at once: with a window the blocks of two windows, or of one if
+        # there are no more. `grow` adds the others.
         self._most_at_once = [
-            limit if window is None else most_held(2 * kept, block_size)
+            limit if window is None else self.most_held(2 * kept, block_size)
             for window, limit, kept in zip(windows, self.most_kept, self._kept, strict=True)
         ]
 
-    def num_passed(self, num_cached_tokens: int) -> list[int]:
-        """For each group, how many blocks end before the window of the first uncached token."""
+    @staticmethod
+    def most_held(window: Window, block_size: int) -> int:
+        """The most blocks that a decoding sequence has: its window may start within a block."""
+        if window is None:
+            return sys.maxsize
+        return (kept_window(window, block_size) - 2) // block_size + 2
+
+    def free(self, seq: Sequence) -> None:
+        """Free all blocks of `seq`, last first, so that its tail is evicted before its prefix.
+
+        The blocks behind its windows are part of that prefix: those that are still cached are moved
+        behind the others in the queue.
+        """
+        passed = seq.num_passed_blocks
+        super().free(seq)
+        path = self._path(seq, max(passed, default=0))
+        for group, end in enumerate(passed):
+            self._renew([block for prefix in path[:end] for block in prefix.blocks[group][:1]])
+
+    def pass_by(self, seq: Sequence) -> None:
+        """Free the blocks of `seq` that are behind the window of the next token to compute.
+
+        Called before a step's tokens are appended: tokens in flight come after these blocks.
+        Those of a prompt may be found again; those of generated tokens are reused first, so that a
+        long answer takes the place of its own beginning.
+        """
+        num_passed = self._num_passed(seq.num_cached_tokens)
+        if num_passed == seq.num_passed_blocks:
+            return
+        self.publish(seq, min(seq.num_cached_tokens, seq.num_known_tokens))
+        for group, end in enumerate(num_passed):
+            table, start = seq.block_tables[group], seq.num_passed_blocks[group]
+            if end > start:
+                self._release(table[start:end])
+                seq.num_passed_blocks[group] = end
+                self._forget_generated(seq, group, start)
+
+    def _forget_generated(self, seq: Sequence, group: int, start: int) -> None:
+        """Unpublish the generated blocks behind the window, from the one before `start` on.
+
+        Except the last one: a request that continues the last full block reads it.
+        """
+        end = seq.num_passed_blocks[group]
+        of_prompt = -(-seq.num_prompt_tokens // self.block_size)
+        prefix = self.published[seq.block_tables[group][end]]
+        for index in range(end - 1, max(start - 1, of_prompt) - 1, -1):
+            if prefix is None or prefix.parent is None:
+                return
+            prefix = prefix.parent
+            for block in prefix.blocks[group] if index < end - 1 else ():
+                if self.ref_counts[block] == 0:
+                    self._unpublish(block)
+
+    def _num_passed(self, num_cached_tokens: int) -> list[int]:
         size = self.block_size
         return [max(0, (num_cached_tokens + 1 - kept) // size) for kept in self._kept]
 
-    def first_ends(self, num_blocks: int, passed: list[int]) -> list[int]:
-        """For each group, how many of a sequence's `num_blocks` are in its table at first."""
+    def _first_ends(self, num_blocks: int, passed: list[int]) -> list[int]:
         ends: list[int] = []
         for limits in (self._most_at_once, self.most_kept):
             ends = [
@@ -69,28 +109,20 @@ class WindowLimits:
                 break
         return ends
 
-    def restorable(self, path: list[Prefix], has_states: bool) -> list[Prefix]:
-        """The longest part of a path of prefixes that all groups can restore.
-
-        A group with a window needs the blocks that the next token attends to, and no others. A
-        model that `has_states` needs a checkpoint at the end.
-        """
+    def _restorable(self, path: list[Prefix]) -> list[Prefix]:
+        """The longest part of a path of prefixes that all groups can restore."""
         for group, window in enumerate(self.windows):
             if window is None:
                 gap = (index for index, prefix in enumerate(path) if not prefix.blocks[group])
                 path = path[: next(gap, len(path))]
-        if not self.has_windows:
-            while has_states and path and path[-1].checkpoint is None:
-                path.pop()
-            return path
-        runs = [0] * len(self.windows)  # how many blocks before the end each group has cached
+        runs = [0] * self.num_groups  # how many blocks before the end each group has cached
         longest = 0
         for length, prefix in enumerate(path, start=1):
             for group, blocks in enumerate(prefix.blocks):
                 runs[group] = runs[group] + 1 if blocks else 0
-            if has_states and prefix.checkpoint is None:
+            if self.has_states and prefix.checkpoint is None:
                 continue
-            passed = self.num_passed(length * self.block_size)
+            passed = self._num_passed(length * self.block_size)
             if all(run >= length - start for run, start in zip(runs, passed, strict=True)):
                 longest = length
         return path[:longest]

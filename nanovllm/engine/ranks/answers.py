@@ -1,19 +1,15 @@
 """Answers: what the ranks return from a command, each through a socket of its own to rank 0."""
 
-import pickle
 import socket
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from nanovllm.engine.ranks.command import Command
-from nanovllm.engine.ranks.errors import ExchangeError, RankError
-from nanovllm.engine.ranks.frames import frame, receive
-
-if TYPE_CHECKING:
-    from nanovllm.engine.run.shard import Shard
+from nanovllm.engine.errors import ExchangeError, RankError
+from nanovllm.engine.ranks.frames import frame, receive, sendable
+from nanovllm.engine.run.other_ranks import Command, run_command
+from nanovllm.engine.run.shard import Shard
 
 # How long other ranks may take to answer after one has raised. It may have left them alone in an
 # exchange, which would never end.
@@ -28,17 +24,10 @@ class Outcome(NamedTuple):
     traceback: str = ""
 
 
-def attempt(command: Command, shard: "Shard") -> Outcome:
-    """Run a rank's part of a command, and wait for its device unless the command does not.
-
-    An error of an exchange is not an outcome: it ends the rank.
-    """
+def attempt(command: Command, shard: Shard) -> Outcome:
+    """Run a rank's part of a command. An error of an exchange is no outcome: it ends the rank."""
     try:
-        with shard.computing():
-            value = command.run(shard)
-            if getattr(command, "waits_for_device", True):
-                shard.synchronize()
-        return Outcome(value)
+        return Outcome(run_command(command, shard))
     except (ExchangeError, RankError):
         raise
     except Exception as error:
@@ -55,15 +44,6 @@ def send(link: socket.socket, outcome: Outcome) -> None:
         text = f"a result cannot be sent to rank 0: {type(error).__name__}: {error}"
         message = frame(Outcome(error=RuntimeError(text)))
     link.sendall(message)
-
-
-def sendable(error: BaseException) -> Exception:
-    """The error, or one with its text if it cannot be pickled, or would end a process."""
-    if isinstance(error, Exception):
-        with suppress(Exception):
-            pickle.loads(pickle.dumps(error))
-            return error
-    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 class Answers:

@@ -1,7 +1,7 @@
-"""The bytes of a step, as rank 0 sends them: the arrays one after the other, as pickling is slower.
+"""The bytes of a step or a command, as rank 0 sends them; the first ones say which it is.
 
-A prompt's tokens are sent once, when they are computed, and each block of a sequence once; sampled
-tokens go from device to device.
+Of a step its arrays one after the other, as pickling is slower. A prompt's tokens are sent once,
+when they are computed, and each block of a sequence once; sampled tokens go from device to device.
 
     header: the numbers of the step, the number of arrays, the length of the names
     for each array: its length, and the bytes of an element
@@ -9,12 +9,15 @@ tokens go from device to device.
 """
 
 import dataclasses
+import pickle
 import struct
 from typing import Any
 
 import numpy as np
 
+from nanovllm.engine.ranks.frames import by_value
 from nanovllm.engine.run.device_table import TableChanges
+from nanovllm.engine.run.other_ranks import Command
 from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
 
 FLAGS = ("whole_logits", "is_marked", "catches_up", "keeps_hidden")
@@ -23,6 +26,7 @@ PREFILL = tuple(field.name for field in dataclasses.fields(PrefillInputs))
 CHANGES = TableChanges._fields
 HEADER = struct.Struct(f"{len(NUMBERS) + 2}q")
 TYPES: dict[int, Any] = {8: np.int64, 4: np.int32}  # by the bytes of an element
+MARK = struct.pack("<q", -2)  # of a command; no step begins with it, as its first number is a count
 
 
 def encode(inputs: StepInputs) -> bytes:
@@ -62,3 +66,16 @@ def decode(message: bytearray) -> StepInputs:
     for name in FLAGS:
         setattr(step, name, bool(getattr(step, name)))
     return step
+
+
+def pack(command: Command) -> bytes:
+    """A command as bytes."""
+    return MARK + by_value(command)
+
+
+def unpack(message: bytearray) -> Command | None:
+    """The command in a message; None if that is a step."""
+    if not message.startswith(MARK):
+        return None
+    command: Command = pickle.loads(memoryview(message)[len(MARK) :])
+    return command

@@ -1,8 +1,13 @@
-"""Frames: messages as bytes, each after its length."""
+"""Frames: pickled messages between processes, each after its length.
 
+Imported without PyTorch.
+"""
+
+import functools
 import pickle
 import socket
 import struct
+from contextlib import suppress
 from typing import Any
 
 HEAD = struct.Struct("<Q")
@@ -12,6 +17,35 @@ def frame(message: Any) -> bytes:
     """A message as it goes through a socket."""
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return HEAD.pack(len(data)) + data
+
+
+def by_value(value: Any) -> bytes:
+    """Pickle for a process that does not run the caller's script.
+
+    With the package cloudpickle, functions of that script are pickled by value. Without it, only
+    those of importable modules can be.
+    """
+    data: bytes = _pickler().dumps(value, pickle.HIGHEST_PROTOCOL)
+    return data
+
+
+@functools.cache
+def _pickler() -> Any:
+    """The module that pickles; looking for one that is missing takes long."""
+    try:
+        import cloudpickle
+    except ImportError:
+        return pickle
+    return cloudpickle
+
+
+def sendable(error: BaseException) -> Exception:
+    """The error, or one with its text if it cannot be pickled, or would end a process."""
+    if isinstance(error, Exception):
+        with suppress(Exception):
+            pickle.loads(pickle.dumps(error))
+            return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def receive(connection: socket.socket) -> Any:

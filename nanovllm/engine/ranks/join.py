@@ -1,11 +1,13 @@
 """Joining the ranks: through NCCL between GPUs, through shared memory on the CPU."""
 
-from nanovllm.engine.ranks.process_ranks import ProcessRanks
+from nanovllm.engine.ranks.process_ranks import Check, ProcessRanks, no_check
 from nanovllm.engine.start.device import resolve_device
 from nanovllm.layers.ranks import Ranks
 
 
-def join(rank: int, size: int, device: str, address: int | None = None) -> ProcessRanks:
+def join(
+    rank: int, size: int, device: str, address: int | None = None, check: Check = no_check
+) -> ProcessRanks:
     """Join as a rank on `device`, as `Config` names it.
 
     Rank 0 creates the address; the other ranks get it as an argument.
@@ -14,7 +16,7 @@ def join(rank: int, size: int, device: str, address: int | None = None) -> Proce
     if own_device.type == "cuda":
         from nanovllm.engine.ranks.nccl_ranks import NcclRanks
 
-        return NcclRanks(rank, size, own_device, address)
+        return NcclRanks(rank, size, own_device, address, check)
     from nanovllm.engine.ranks.shared_ranks import SharedRanks
 
-    return SharedRanks(rank, size, address)
+    return SharedRanks(rank, size, address, check)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from nanovllm.engine.ranks.errors import ExchangeError
-from nanovllm.engine.ranks.process_ranks import ProcessRanks
+from nanovllm.engine.errors import ExchangeError
+from nanovllm.engine.ranks.process_ranks import Check, ProcessRanks, no_check
 
 if TYPE_CHECKING:
     from nanovllm.engine.ranks.peers import Peers
@@ -42,13 +42,14 @@ class NcclRanks(ProcessRanks):
     """
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, address: int | None = None
-    ) -> None:
+        self, rank: int, size: int, device: torch.device, address: int | None = None,
+        check: Check = no_check,
+    ) -> None:  # fmt: skip
         self._store: Any = None
         if address is None:
             self._store = open_store(size)
             address = self._store.port
-        super().__init__(rank, size, address)
+        super().__init__(rank, size, address, (), check)
         self._group: Any = None
         self._device = device
         self._sum, self._minimum = _options("AllreduceOptions"), _options("AllreduceOptions")

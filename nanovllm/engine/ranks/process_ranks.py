@@ -7,18 +7,27 @@ from collections.abc import Callable
 
 from nanovllm.layers.ranks import Ranks
 
+Check = Callable[[], None]
+
+
+def no_check() -> None:
+    """Rank 0 watches the ranks; the others end with it."""
+
 
 class ProcessRanks(Ranks):
     """One process of `size`.
 
-    `address` is where the other processes join rank 0; they must inherit the files `fds`.
+    `address` is where the other processes join rank 0; they must inherit the files `fds`. `check`
+    is called while this rank waits: it raises if another rank has ended.
     """
 
-    def __init__(self, rank: int, size: int, address: int, fds: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, rank: int, size: int, address: int, fds: tuple[int, ...], check: Check
+    ) -> None:
         super().__init__(rank, size)
         self.address = address
         self.fds = fds
-        self.check: Callable[[], None] = lambda: None  # raises if another rank has ended
+        self.check = check
 
     def connect(self) -> None:
         """Connect to the other ranks. Called when all have loaded."""

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.ranks.channel import CACHE_LINE, fence
-from nanovllm.engine.ranks.process_ranks import ProcessRanks
+from nanovllm.engine.ranks.process_ranks import Check, ProcessRanks, no_check
 
 SLOT_BYTES = 1 << 19  # with two ranks, both buffers take 2 MiB
 SPLIT_BYTES = 1 << 17  # from here on, if there are more than two ranks, each adds up a part
@@ -42,9 +42,11 @@ class SharedRanks(ProcessRanks):
     has ended. Invariant: all counters are e or e + 1 for some e.
     """
 
-    def __init__(self, rank: int, size: int, address: int | None = None) -> None:
+    def __init__(
+        self, rank: int, size: int, address: int | None = None, check: Check = no_check
+    ) -> None:
         fd = make_memory(size) if address is None else address
-        super().__init__(rank, size, fd, (fd,))
+        super().__init__(rank, size, fd, (fd,), check)
         file = f"/proc/self/fd/{fd}"
         memory = torch.from_file(file, shared=True, size=memory_bytes(size), dtype=torch.uint8)
         counters, self._data = memory[: size * CACHE_LINE], memory[size * CACHE_LINE :]

@@ -12,7 +12,7 @@ import socket
 import time
 import traceback
 
-from nanovllm.engine.ranks.errors import ExchangeError
+from nanovllm.engine.errors import ExchangeError
 from nanovllm.engine.ranks.life_line import end_with
 
 
@@ -51,8 +51,7 @@ def _serve(
 
     from nanovllm.engine.ranks.answers import attempt, send
     from nanovllm.engine.ranks.channel import Reader
-    from nanovllm.engine.ranks.codec import decode
-    from nanovllm.engine.ranks.command import unpack
+    from nanovllm.engine.ranks.codec import decode, unpack
     from nanovllm.engine.ranks.join import join
     from nanovllm.engine.start.placement import resolve_placement
     from nanovllm.engine.start.startup import load_shard, start_shard

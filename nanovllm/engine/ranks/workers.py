@@ -21,21 +21,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nanovllm.config import Config
-from nanovllm.engine.ranks.answers import Answers, Outcome, results
+from nanovllm.engine.errors import ExchangeError, RankError
+from nanovllm.engine.ranks.answers import Answers, attempt, results
 from nanovllm.engine.ranks.channel import Writer
-from nanovllm.engine.ranks.codec import encode
-from nanovllm.engine.ranks.command import Command, pack
-from nanovllm.engine.ranks.errors import ExchangeError, RankError
+from nanovllm.engine.ranks.codec import encode, pack
 from nanovllm.engine.ranks.join import join
 from nanovllm.engine.ranks.life_line import ending, start_process
 from nanovllm.engine.ranks.process_ranks import ProcessRanks
+from nanovllm.engine.run.other_ranks import Command, OtherRanks
+from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.start.parts import ShardParts
 from nanovllm.models.config import ModelConfig
-from nanovllm.utils.cores import allowed_cores
 from nanovllm.utils.interrupts import holding_interrupts
 
 # One rank's death makes others fail: collect reports this long, then blame the earliest.
@@ -102,19 +100,13 @@ class Worker:
             end.close()
 
 
-def threads_of_rank(size: int) -> int:
-    """The CPU threads of each of `size` ranks: all that PyTorch uses here, and a quota allows."""
-    return max(1, min(torch.get_num_threads(), allowed_cores()) // size)
+class Workers(OtherRanks):
+    """All ranks except rank 0, which is the caller's process."""
 
-
-class Workers:
-    """All ranks but rank 0, which is the caller's process."""
+    ranks: ProcessRanks
 
     def __init__(self, size: int, device: str) -> None:
-        self.ranks = join(0, size, device)
-        self.num_threads = threads_of_rank(size)
-        self.ranks.check = self.check
-        self.failure: str | None = None  # why the engine cannot go on, in a line
+        super().__init__(join(0, size, device, check=self.check))
         self._traceback = ""
         self._changed = threading.Condition()
         self._workers: list[Worker] = []
@@ -135,11 +127,9 @@ class Workers:
     def start(
         self, config: Config, model_config: ModelConfig, path: Path, parts: ShardParts
     ) -> None:
-        """Make every rank load its part of the model, with what features add to it."""
         self._writer.send(pickle.dumps((config, model_config, path, self.num_threads, parts)))
 
     def connect(self) -> None:
-        """Wait until every rank has loaded its part, and connect to them."""
         self._wait_for(lambda: all(worker.ready for worker in self._workers))
         self._writer.send(b"connect")
         self.ranks.connect()
@@ -151,19 +141,15 @@ class Workers:
 
     @contextlib.contextmanager
     def step(self, inputs: StepInputs) -> Iterator[None]:
-        """Make the others compute the step that rank 0 computes in the block.
-
-        Ctrl-C waits for the block's end: ranks that do not make the same exchanges cannot go on.
-        """
+        """Ctrl-C waits for the block's end: ranks that make other exchanges cannot go on."""
         with self.waiting():
             self._writer.send(encode(inputs))
             yield
 
-    def everywhere(self, command: Command, run: Callable[[], Outcome]) -> list[Any]:
-        """Make the others run a command while rank 0 calls `run`; all ranks' results, rank 0 first.
+    def everywhere(self, command: Command, shard: Shard) -> list[Any]:
+        """What a rank raises has a note that names it.
 
-        It raises what a rank has raised, with a note that names the rank. The engine can go on,
-        unless the others were left in an exchange.
+        The engine can go on, unless the others were left in an exchange.
         """
         self.check()
         message = pack(command)
@@ -171,19 +157,16 @@ class Workers:
             self._writer.send(message)
             links = [(worker.name, worker.answers) for worker in self._workers]
             answers = Answers(links, self._fail)
-            own = run()
-            outcomes = answers.outcomes(own)
+            outcomes = answers.outcomes(attempt(command, shard))
         return results(outcomes)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """A block in which rank 0 waits for the ranks' results; Ctrl-C waits for its end."""
         with holding_interrupts(), self.together():
             yield
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """A block that all ranks take part in. If it raises, the ranks cannot go on together."""
         try:
             yield
         except BaseException as error:
@@ -197,7 +180,6 @@ class Workers:
         self.check()
 
     def check(self) -> None:
-        """Raise if a rank has ended."""
         if self.failure is not None:
             details = f"\n\n{self._traceback}" if self._traceback else ""
             raise RankError(f"{self.failure}{details}") from None

@@ -8,10 +8,8 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from nanovllm.engine.errors import EngineEndedError
-from nanovllm.engine.ranks.command import by_value
-from nanovllm.engine.ranks.errors import RankError
-from nanovllm.engine.ranks.frames import HEAD, frame
+from nanovllm.engine.errors import EngineEndedError, RankError
+from nanovllm.engine.ranks.frames import HEAD, by_value, frame
 from nanovllm.engine.remote.messages import (
     Ask,
     Command,

@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.engine.errors import NotReadyError
-from nanovllm.engine.ranks.answers import sendable
-from nanovllm.engine.ranks.frames import Outbox
+from nanovllm.engine.ranks.frames import Outbox, sendable
 from nanovllm.engine.remote.messages import (
     Ask,
     Command,

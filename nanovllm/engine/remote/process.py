@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.engine.ranks.errors import RankError
+from nanovllm.engine.errors import RankError
 from nanovllm.engine.ranks.frames import frame, receive
 from nanovllm.engine.ranks.life_line import ending, start_process
 from nanovllm.engine.remote.messages import EngineFailed, EngineReady

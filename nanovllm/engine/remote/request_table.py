@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nanovllm.engine.errors import EngineFullError
-from nanovllm.engine.ranks.command import by_value
+from nanovllm.engine.ranks.frames import by_value
 from nanovllm.engine.remote.connection import EngineConnection
 from nanovllm.engine.remote.messages import (
     DropRequest,

@@ -1,20 +1,18 @@
 """ModelRunner: rank 0's driver. It turns scheduled batches into token ids, on all ranks.
 
-Its own shard computes beside the workers' shards; nothing else knows that there are other ranks.
+Its own shard computes the same steps as those of the other ranks. Nothing else in this room knows
+that there are any.
 """
 
 import os
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.ranks.answers import attempt, results
-from nanovllm.engine.ranks.command import Command
-from nanovllm.engine.ranks.workers import Workers
 from nanovllm.engine.run.draw_inputs import draw_inputs, needs_logits
 from nanovllm.engine.run.hidden_reader import HiddenReader
 from nanovllm.engine.run.launched import Begun, Launched
 from nanovllm.engine.run.ledger import Ledger
+from nanovllm.engine.run.other_ranks import Command, OtherRanks
 from nanovllm.engine.run.prompt_reports import PromptReports
 from nanovllm.engine.run.reports import drawn_reports, prompt_reports
 from nanovllm.engine.run.shard import Shard
@@ -24,12 +22,12 @@ from nanovllm.engine.schedule.batch import Batch
 
 
 class ModelRunner:
-    """Drives the started shard, and the workers if there are other ranks.
+    """Drives the started shard, and the workers: the other ranks, if there are any.
 
     They belong to the process `owner`: a forked one has copies of handles, and must not use them.
     """
 
-    def __init__(self, shard: Shard, config: EngineConfig, workers: Workers | None = None) -> None:
+    def __init__(self, shard: Shard, config: EngineConfig, workers: OtherRanks) -> None:
         self.owner = os.getpid()
         self.shard = shard
         self.config = config
@@ -47,16 +45,16 @@ class ModelRunner:
         """
         shard, seqs = self.shard, batch.sampling_seqs
         prompts = prompt_reports(batch.seqs) if batch.is_prefill else []
-        whole = self.workers is None or needs_logits(seqs)
+        whole = shard.ranks.size == 1 or needs_logits(seqs)
         step = step_inputs(batch, shard.block_size, self.ledger, whole)
         for add_arrays in self._add_arrays:
             add_arrays(step, batch)
         asked = [] if self.hidden_reader is None else self._ask(self.hidden_reader, step, batch)
         *before, inputs = shard.drafting.steps(step, self.config.max_num_batched_tokens)
         for catch_up in before:
-            with self._on_others(catch_up), shard.computing():
+            with self.workers.step(catch_up), shard.computing():
                 shard.catch_up(catch_up)
-        with self._on_others(inputs), shard.computing():
+        with self.workers.step(inputs), shard.computing():
             num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
             return Begun(batch, num_tokens, shard.compute(inputs), prompts, asked)
 
@@ -86,13 +84,9 @@ class ModelRunner:
             columns = (*computed.taken.get(PromptReports.name, ()), *columns)
             return Launched(begun, token_ids, reports, columns, keep)
 
-    def _on_others(self, inputs: StepInputs) -> AbstractContextManager[None]:
-        """A block that the other ranks take part in, with these inputs."""
-        return self.workers.step(inputs) if self.workers else nullcontext()
-
     def wait(self, launched: Launched) -> list[int]:
         """Wait for a step's tokens. Raises RankError if a rank has ended."""
-        with self.workers.waiting() if self.workers else nullcontext():
+        with self.workers.waiting():
             launched.synchronize()
         return launched.wait()
 
@@ -101,9 +95,7 @@ class ModelRunner:
 
         It waits for all ranks. What a rank raises is raised here.
         """
-        if self.workers is None:
-            return results([("rank 0", attempt(command, self.shard))])
-        return self.workers.everywhere(command, lambda: attempt(command, self.shard))
+        return self.workers.everywhere(command, self.shard)
 
     def recover(self) -> None:
         """Start over after an interrupt: the device table's rows are written again."""
@@ -112,12 +104,11 @@ class ModelRunner:
     @property
     def failure(self) -> str | None:
         """Why this runner cannot go on, if a rank has ended."""
-        return self.workers.failure if self.workers else None
+        return self.workers.failure
 
     def check(self) -> None:
         """Raise RankError if a rank has ended."""
-        if self.workers:
-            self.workers.check()
+        self.workers.check()
 
     def close(self) -> None:
         """Free the device's memory and end the other ranks; the runner cannot be used again.
@@ -128,16 +119,15 @@ class ModelRunner:
             close_ranks(self.shard, self.workers)
 
 
-def close_ranks(shard: Shard | None, workers: Workers | None) -> None:
+def close_ranks(shard: Shard | None, workers: OtherRanks) -> None:
     """Free rank 0's shard, if there is one, and end the other ranks.
 
     Even if the device has failed.
     """
     try:
         if shard is not None:
-            shard.close(device_works=workers is None or workers.failure is None)
+            shard.close(device_works=workers.failure is None)
     finally:
-        if workers is not None:
-            workers.close()
+        workers.close()
     if shard is not None:
         shard.return_memory()

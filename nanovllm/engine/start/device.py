@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.kernels.operands.kv_layer import CODES
 from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.utils.cores import allowed_cores
 
 
 def resolve_device(device: str, ranks: Ranks = ALONE) -> torch.device:
@@ -40,6 +41,11 @@ def resolve_dtype(dtype: str, model_dtype: str, device: torch.device) -> torch.d
 def resolve_kv_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
     """Resolve `Config.kv_cache_dtype` for a model of type `dtype`."""
     return dtype if kv_cache_dtype == "auto" else CODES
+
+
+def threads_of_rank(size: int) -> int:
+    """The CPU threads of each of `size` ranks: all that PyTorch uses here, and a quota allows."""
+    return max(1, min(torch.get_num_threads(), allowed_cores()) // size)
 
 
 @contextmanager

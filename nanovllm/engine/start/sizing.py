@@ -1,13 +1,17 @@
-"""Sizing: how many KV blocks fit in memory beside everything else that the largest step takes."""
+"""Sizing: how many KV blocks fit in memory, and how long sequences may be with them."""
 
-import torch
+import logging
+import sys
+from collections.abc import Sequence
 
 from nanovllm.config import Config
+from nanovllm.engine.cache.caches import block_manager_for
+from nanovllm.engine.cache.kv_pool import KVPool
 from nanovllm.engine.engine_config import most_running
 from nanovllm.engine.run.shard import Shard
-from nanovllm.engine.start.warm_up import warm_up
-from nanovllm.kernels.operands.kv_layer import CODES
-from nanovllm.utils.sizes import GIB, MIB
+from nanovllm.utils.sizes import GIB, MIB, memory_text
+
+logger = logging.getLogger("nanovllm")
 
 MAX_GIB = 1 << 30  # more than any machine has: an infinite option becomes a finite integer
 
@@ -20,19 +24,19 @@ def fit_kv_blocks(shard: Shard, config: Config) -> int:
         budget = int(min(config.cpu_kvcache_gib, MAX_GIB) * GIB) // shard.ranks.size
         option, hint = f"cpu_kvcache_gib={config.cpu_kvcache_gib}", "raise it"
     else:
-        budget = _free_device_bytes(shard, config)
+        from nanovllm.engine.start import device_memory
+
+        budget = device_memory.free_device_bytes(shard, config)
         option = f"gpu_memory_utilization={config.gpu_memory_utilization}"
         hint = "raise it, or lower max_num_batched_tokens"
-        of_copies = _copies(shard) * shard.caches.kv.block_bytes
+        of_copies = device_memory.copies_of_cache(shard) * shard.caches.kv.block_bytes
     if own_bytes > budget:
         raise ValueError(
             f"{option} leaves {max(budget, 0) / MIB:.3f} MiB for the states of sequences, those of"
             f" {most_running(config)} take {own_bytes / MIB:.3f} MiB; {hint}, or lower max_num_seqs"
         )
     left = budget - own_bytes
-    if (
-        not shard.caches.groups.groups
-    ):  # blocks stand for the tokens between checkpoints, if there are any
+    if not shard.caches.groups.groups:  # blocks stand for the tokens between checkpoints, if any
         return shard.ranks.minimum(max(1, left // block_bytes if block_bytes else 1))
     num_blocks = shard.ranks.minimum(int(left / (block_bytes + of_copies)))
     if num_blocks < 1:
@@ -43,54 +47,74 @@ def fit_kv_blocks(shard: Shard, config: Config) -> int:
     return num_blocks
 
 
-def _free_device_bytes(shard: Shard, config: Config) -> int:
-    """Device memory left for KV, its copies and states beside all else that steps need.
+def settle_length(asked: int | None, pool: KVPool, num_blocks: int, max_positions: int) -> int:
+    """The `max_model_len` in use, of which `num_blocks` hold any one sequence.
 
-    The largest prefill and the largest sampling batch are run, and all graphs are captured on a
-    placeholder cache, so that every amount that is subtracted was measured.
+    `max_positions` is what the user `asked` for, or else the model's own length.
     """
-    device, num_running = shard.device, most_running(config)
-    activations = _activation_bytes(shard, config, num_running)
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    graphs = _graph_bytes(shard, num_running)
-    others = total - free
-    return int(total * config.gpu_memory_utilization) - others - activations - graphs
+    block_size, windows = pool.block_size, pool.groups.windows
+    share = "cpu_kvcache_gib" if pool.device.type == "cpu" else "gpu_memory_utilization"
+    way_out = f"raise num_kvcache_blocks if it is set, or {share}"
+    manager = block_manager_for(windows)
+    limits = [manager.most_held(window, block_size) for window in windows]
+    longest = longest_sequence(num_blocks, block_size, limits)
+    if longest < 1:
+        raise ValueError(
+            f"the KV pool has {num_blocks} block{'s' * (num_blocks != 1)}, too few for"
+            f" {len(windows)} groups of layers: {way_out}"
+        )
+    capacity = _capacity(num_blocks, block_size, limits, max_positions)
+    if asked is not None and asked > longest:
+        hint = ""
+        if None not in windows:
+            # The option counts the blocks of each group.
+            enough = -(-sum(limits) // len(limits))
+            hint = f"; {enough} blocks are enough for any length"
+        raise ValueError(
+            f"max_model_len={asked} does not fit: the KV pool holds {capacity} tokens ({num_blocks}"
+            f" blocks of {block_size}); lower max_model_len to {longest}, or {way_out}{hint}"
+        )
+    if longest < 2:
+        raise ValueError(
+            f"the KV pool holds {longest} token{'s' * (longest != 1)}; a request needs 2: raise"
+            " num_kvcache_blocks"
+        )
+    if longest < max_positions:
+        logger.warning(
+            "max_model_len is %d, which the KV pool can hold; the model's limit is %d; for more,"
+            " %s", longest, max_positions, way_out,
+        )  # fmt: skip
+    if windows:
+        logger.info(
+            "KV cache in %s: %d tokens in %d blocks of %d%s, %s",
+            str(pool.dtype).removeprefix("torch."), capacity, num_blocks, block_size,
+            f" for {len(windows)} groups of layers" if len(windows) > 1 else "",
+            memory_text(num_blocks * pool.block_bytes),
+        )  # fmt: skip
+    return min(max_positions, longest)
 
 
-def _activation_bytes(shard: Shard, config: Config, num_running: int) -> int:
-    """The most memory that a step takes and gives back."""
-    shard.make_table(num_running, shard.placement.max_positions)
-    shard.caches.allocate(1, num_running)  # without any, steps have kernels that are not used later
-    torch.cuda.reset_peak_memory_stats(shard.device)
-    resident = torch.cuda.memory_allocated(shard.device)
-    warm_up(shard, config, num_running)
-    activations = torch.cuda.max_memory_allocated(shard.device) - resident
-    shard.caches.release()
-    return activations
+def longest_sequence(num_blocks: int, block_size: int, limits: Sequence[int]) -> int:
+    """How many tokens a sequence may have if it has the whole pool.
+
+    `limits` has for each group the most blocks that it has there. Groups with a window take the
+    blocks of that at most, and those without one share the rest. Unlimited if there is none
+    without.
+    """
+    ordered = sorted(limits)
+    for index, limit in enumerate(ordered):
+        num_each = num_blocks // (len(ordered) - index)
+        if limit > num_each:
+            return num_each * block_size
+        num_blocks -= limit
+    return sys.maxsize
 
 
-def _copies(shard: Shard) -> float:
-    """The memory of the copies that attention makes of KV, in sizes of the pool."""
-    groups = shard.caches.groups.groups
-    if not groups:
-        return 0.0
-    of_layer = max(group.layers[0].cache.num_tensors / group.parts for group in groups)  # slots
-    copied = of_layer * shard.backend.attention.copied_layers / shard.caches.groups.num_slots
-    if shard.placement.kv_dtype == CODES:  # copied with their values, before and after the scale
-        copied *= 1 + 2 * shard.placement.dtype.itemsize
-    return copied
-
-
-def _graph_bytes(shard: Shard, num_running: int) -> int:
-    """The memory of the decode graphs: capture them on a placeholder cache, then drop them."""
-    if not shard.placement.uses_graphs:
-        return 0
-    shard.caches.allocate(1, num_running)
-    before, _ = torch.cuda.mem_get_info(shard.device)
-    shard.capture_graphs(num_running)
-    after, _ = torch.cuda.mem_get_info(shard.device)
-    shard.drop_graphs()
-    shard.caches.release()
-    torch.cuda.empty_cache()
-    return before - after
+def _capacity(num_blocks: int, block_size: int, limits: Sequence[int], max_positions: int) -> int:
+    """How many tokens the pool holds in sequences of `max_positions`, or as long as it allows."""
+    if len(limits) <= 1:
+        return num_blocks * block_size
+    length = min(max_positions, longest_sequence(num_blocks, block_size, limits))
+    of_sequence = -(-length // block_size)
+    each = sum(min(of_sequence, limit) for limit in limits)
+    return num_blocks * length // each

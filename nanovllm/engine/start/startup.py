@@ -6,18 +6,14 @@ Settle the options, load this rank's part of the model, size the KV pool, warm u
 from pathlib import Path
 
 from nanovllm.config import Config
-from nanovllm.engine.cache.kv_pool import settle_length
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.ranks.workers import Workers, threads_of_rank
 from nanovllm.engine.run.model_runner import ModelRunner, close_ranks
+from nanovllm.engine.run.other_ranks import OtherRanks
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.start.load import load_part
 from nanovllm.engine.start.parts import NO_PARTS, ShardParts
 from nanovllm.engine.start.placement import Placement, resolve_placement
-from nanovllm.engine.start.prepare import prepare
-from nanovllm.engine.start.sizing import fit_kv_blocks
-from nanovllm.engine.start.warm_up import compile_steps
-from nanovllm.layers.ranks import ALONE
+from nanovllm.engine.start.sizing import fit_kv_blocks, settle_length
 from nanovllm.models.config import ModelConfig
 
 
@@ -25,12 +21,7 @@ def start_runner(
     config: Config, model_config: ModelConfig, path: Path, parts: ShardParts = NO_PARTS
 ) -> ModelRunner:
     """Rank 0's runner, ready to run, with the workers that it drives."""
-    if config.tensor_parallel_size == 1:
-        placement = resolve_placement(config, model_config, ALONE)
-        config = placement.settle(config)
-        alone = load_shard(config, model_config, path, placement, threads_of_rank(1), parts)
-        return ModelRunner(alone, start_shard(alone, config))
-    workers = Workers(config.tensor_parallel_size, config.device)
+    workers = other_ranks(config)
     shard: Shard | None = None
     try:
         with workers.together():
@@ -43,6 +34,15 @@ def start_runner(
     except BaseException:
         close_ranks(shard, workers)
         raise
+
+
+def other_ranks(config: Config) -> OtherRanks:
+    """The ranks that rank 0 drives: none, or processes that are started here."""
+    if config.tensor_parallel_size == 1:
+        return OtherRanks()
+    from nanovllm.engine.ranks.workers import Workers
+
+    return Workers(config.tensor_parallel_size, config.device)
 
 
 def load_shard(
@@ -64,14 +64,17 @@ def load_shard(
 
 
 def start_shard(shard: Shard, config: Config) -> EngineConfig:
-    """Size the KV pool, compile and capture. All ranks do it at the same time."""
+    """Size the KV pool, make it, compile and capture. All ranks do it at the same time."""
     with shard.computing():
         if shard.memory is not None:
             shard.memory.take_over(shard.models)
         shard.ranks.connect_peers(shard.backend.kernels.peers)
         for _, model in shard.models:
             model.model.agree_on_few_rows()
-        compile_steps(shard, config)
+        if shard.backend.kernels.graph_safe:  # Triton's
+            from nanovllm.engine.start.warm_up import compile_steps
+
+            compile_steps(shard, config)
         num_blocks = (config.num_kvcache_blocks or 0) * max(1, len(shard.caches.groups.groups))
         num_blocks = num_blocks or fit_kv_blocks(shard, config)
         max_model_len = settle_length(
@@ -80,5 +83,12 @@ def start_shard(shard: Shard, config: Config) -> EngineConfig:
         settled = EngineConfig.settle(
             config, num_blocks, max_model_len, has_kv=bool(shard.caches.groups.groups)
         )
-        prepare(shard, settled, config)
+        shard.make_table(settled.max_num_running, max_model_len)
+        new_memory = shard.memory.pool if shard.memory is not None else None
+        shard.caches.allocate(num_blocks, settled.max_num_running, new_memory)
+        shard.caches.log_states()
+        if shard.device.type == "cuda":
+            from nanovllm.engine.start.warm_up import first_steps
+
+            first_steps(shard, config, settled.max_num_running)
         return settled

@@ -1,8 +1,10 @@
-"""Warm-up: the largest step and the smallest, run once before requests come.
+"""Warm-up on a GPU: the largest step and the smallest, run once before requests come.
 
 It compiles kernels, connects NCCL and shows how much memory a step takes.
 """
 
+import logging
+import time
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -22,22 +24,23 @@ from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
 from nanovllm.engine.run.transfer import upload_all
 from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
+from nanovllm.engine.schedule.step_size import Size
 from nanovllm.layers.ahead import compile_ahead
 from nanovllm.layers.block import Block
 from nanovllm.layers.filters import Filters
 from nanovllm.models.decoder import CausalLM
 from nanovllm.sampling_params import SamplingParams
 
+logger = logging.getLogger("nanovllm")
+
 SHORT = 64  # tokens of a sequence; attention over longer ones may have another kernel
 
 
 def compile_steps(shard: Shard, config: Config) -> None:
-    """Compile the kernels of prefills and of all decode steps, many at the same time.
+    """Compile Triton's kernels of prefills and of all decode steps, many at the same time.
 
     What this misses is compiled when it is first launched: by the warm-up, a capture or a step.
     """
-    if not shard.backend.kernels.graph_safe:  # not Triton's
-        return
     num_running = most_running(config)
     shard.make_table(num_running, shard.placement.max_positions)
     shard.caches.allocate(1, num_running)
@@ -62,6 +65,19 @@ def warm_up(shard: Shard, config: Config, num_running: int) -> None:
     with _errors_name_options(shard, config):
         _run_largest_step(shard, config.max_num_batched_tokens, num_running)
         torch.cuda.synchronize(shard.device)
+
+
+def first_steps(shard: Shard, config: Config, num_running: int) -> None:
+    """Run what the shard's table and pool are made for, and capture the decode graphs."""
+    warm_up(shard, config, num_running)  # compiles kernels; fails here, not in a step
+    if not shard.placement.uses_graphs:
+        shard.decode_graphs(num_running).run(Size(1))  # compiles what decode needs
+        return
+    start = time.perf_counter()
+    num_graphs = shard.capture_graphs(num_running)
+    seconds = time.perf_counter() - start
+    logger.info("%d decode graphs captured in %.1f s", num_graphs, seconds)
+    shard.drafting.measure(shard)
 
 
 @contextmanager

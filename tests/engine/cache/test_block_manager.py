@@ -7,10 +7,12 @@ import pytest
 import xxhash
 from waiting import little_work
 
-from nanovllm.engine.cache import prefixes, windows
+from nanovllm.engine.cache import prefixes
 from nanovllm.engine.cache.block_manager import BlockManager
 from nanovllm.engine.cache.prefixes import hash_block
+from nanovllm.engine.cache.windows import WindowedBlocks
 from nanovllm.engine.schedule.sequence import PENDING, Sequence
+from nanovllm.engine.start.sizing import longest_sequence
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -541,7 +543,7 @@ def test_a_fork_without_room_changes_nothing() -> None:
 
 
 def windowed(num_blocks: int, window: int, block_size: int = 2) -> BlockManager:
-    return BlockManager(num_blocks, block_size, windows=(window,))
+    return WindowedBlocks(num_blocks, block_size, windows=(window,))
 
 
 @pytest.mark.parametrize(
@@ -703,9 +705,13 @@ def test_blocks_after_an_evicted_prefix_are_found() -> None:
 MIXED = (None, 4, 4)
 
 
+def most_held(windows: tuple[int | None, ...], block_size: int) -> list[int]:
+    return [WindowedBlocks.most_held(window, block_size) for window in windows]
+
+
 def test_each_group_has_a_table_of_blocks_of_its_own() -> None:
     """The blocks come from one pool."""
-    manager = BlockManager(20, 2, windows=MIXED)
+    manager = WindowedBlocks(20, 2, windows=MIXED)
     seq = run(manager, list(range(7)))
     assert [len(table) for table in seq.block_tables] == [4, 4, 4] and seq.room == 8
     assert manager.num_free_blocks == 8 and len(set(seq.held_blocks)) == 12
@@ -717,7 +723,7 @@ def test_each_group_has_a_table_of_blocks_of_its_own() -> None:
 
 def test_only_groups_with_a_window_free_what_is_behind_it() -> None:
     """A token more than the window is kept, as one alone."""
-    manager = BlockManager(40, 2, windows=MIXED)
+    manager = WindowedBlocks(40, 2, windows=MIXED)
     seq = run(manager, list(range(16)))
     manager.pass_by(seq)
     assert seq.num_passed_blocks == [0, 6, 6]
@@ -727,7 +733,7 @@ def test_only_groups_with_a_window_free_what_is_behind_it() -> None:
 
 def test_a_prefix_is_found_where_all_groups_have_what_the_next_token_reads() -> None:
     """Where one group lacks a block in its window, an earlier prefix is taken."""
-    manager = BlockManager(40, 2, windows=MIXED)
+    manager = WindowedBlocks(40, 2, windows=MIXED)
     prompt = list(range(12))
     seq = run(manager, prompt)
     tables = [list(table) for table in seq.block_tables]
@@ -747,7 +753,7 @@ def test_a_prefix_is_found_where_all_groups_have_what_the_next_token_reads() -> 
 
 def test_a_hit_holds_in_each_group_what_the_next_token_reads() -> None:
     """Blocks behind the window stay free."""
-    manager = BlockManager(40, 2, windows=MIXED)
+    manager = WindowedBlocks(40, 2, windows=MIXED)
     first = run(manager, list(range(12)))
     tables = [list(table) for table in first.block_tables]
     manager.free(first)
@@ -763,7 +769,7 @@ def test_a_hit_holds_in_each_group_what_the_next_token_reads() -> None:
 
 def test_growing_gives_all_groups_a_block_or_none() -> None:
     """Two blocks are no help to three tables."""
-    manager = BlockManager(11, 2, windows=MIXED)
+    manager = WindowedBlocks(11, 2, windows=MIXED)
     seq = admit(manager, list(range(6)))
     assert manager.num_free_blocks == 2 and manager.grow(seq, 8) == 6
     assert manager.num_free_blocks == 2
@@ -772,9 +778,9 @@ def test_growing_gives_all_groups_a_block_or_none() -> None:
 
 def test_a_long_prompt_alone_in_the_smallest_pool_is_computed() -> None:
     """It has the blocks of two windows at first, and of one where there is no room for two."""
-    length = windows.longest_sequence(18, 2, MIXED)
+    length = longest_sequence(18, 2, most_held(MIXED, 2))
     assert length == 24  # twelve blocks, and three for each window
-    manager = BlockManager(18, 2, windows=MIXED)
+    manager = WindowedBlocks(18, 2, windows=MIXED)
     seq = admit(manager, list(range(length)))
     while seq.num_cached_tokens < length:
         end = manager.grow(seq, seq.num_cached_tokens + 3)
@@ -785,7 +791,7 @@ def test_a_long_prompt_alone_in_the_smallest_pool_is_computed() -> None:
 
 
 def test_a_fork_shares_the_blocks_of_all_groups() -> None:
-    manager = BlockManager(40, 4, windows=MIXED)
+    manager = WindowedBlocks(40, 4, windows=MIXED)
     seq = admit(manager, list(range(10)))
     sibling = Sequence(list(range(10)), SamplingParams())
     free = manager.num_free_blocks
@@ -823,4 +829,4 @@ def test_a_long_prompt_gets_blocks_for_two_windows() -> None:
 def test_longest_sequence(
     num_blocks: int, block_size: int, window: int | None, expected: int
 ) -> None:
-    assert windows.longest_sequence(num_blocks, block_size, (window,)) == expected
+    assert longest_sequence(num_blocks, block_size, most_held((window,), block_size)) == expected

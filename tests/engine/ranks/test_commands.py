@@ -14,8 +14,7 @@ import torch
 from nanovllm import LLM, RankError, SamplingParams
 from nanovllm.engine.ranks import answers
 from nanovllm.engine.ranks.channel import CAPACITY
-from nanovllm.engine.ranks.codec import encode
-from nanovllm.engine.ranks.command import pack, unpack
+from nanovllm.engine.ranks.codec import encode, pack, unpack
 from nanovllm.engine.run.device_table import TableChanges
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import StepInputs

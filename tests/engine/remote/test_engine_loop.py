@@ -14,7 +14,7 @@ from reference import make_llm
 from waiting import LIMIT
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.ranks.errors import RankError
+from nanovllm.engine.errors import RankError
 from nanovllm.engine.ranks.frames import Outbox, receive
 from nanovllm.engine.remote.loop import EngineLoop
 from nanovllm.engine.remote.messages import (

@@ -6,7 +6,7 @@ The ranks are threads of this process, and what their kernels exchange is exchan
 import queue
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,9 @@ from conftest import make_model
 from waiting import LIMIT
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.ranks import workers
 from nanovllm.engine.ranks.codec import decode, encode
+from nanovllm.engine.run.other_ranks import OtherRanks
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.start import startup
 from nanovllm.engine.start.placement import resolve_placement
@@ -80,16 +82,16 @@ class ThreadRanks(Ranks):
         return sample(torch.cat(parts, dim=1), temperatures, keys)
 
 
-class ThreadWorkers:
-    """Rank 1 in a thread, with what `start_runner` and the runner call."""
+class ThreadWorkers(OtherRanks):
+    """Rank 1 in a thread."""
 
     draws_together = True
     shard: Shard
 
     def __init__(self, size: int, device: str) -> None:
         assert size == SIZE
-        self.meeting, self.failure, self.num_threads = Meeting(), None, 1
-        self.ranks = ThreadRanks(0, self.meeting, self.draws_together)
+        self.meeting = Meeting()
+        super().__init__(ThreadRanks(0, self.meeting, self.draws_together))
         self.messages: queue.Queue[bytes] = queue.Queue()
         self.connected = threading.Event()
 
@@ -117,14 +119,6 @@ class ThreadWorkers:
         self.messages.put(encode(inputs))
         yield
 
-    def together(self) -> Any:
-        return nullcontext()
-
-    waiting = together
-
-    def check(self) -> None:
-        pass
-
     def close(self) -> None:
         self.messages.put(b"")
         self.thread.join(LIMIT)
@@ -133,7 +127,7 @@ class ThreadWorkers:
 def drawn(path: Path, params: list[SamplingParams], together: bool) -> tuple[Any, dict[str, int]]:
     """What two ranks draw, and the exchanges of each kind."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(startup, "Workers", ThreadWorkers)
+        patch.setattr(workers, "Workers", ThreadWorkers)
         patch.setattr(ThreadWorkers, "draws_together", together)
         options = dict(device="cpu", dtype="float32", attention_backend="torch", overlap=True)
         with LLM(path, tensor_parallel_size=2, num_kvcache_blocks=40, **options) as llm:

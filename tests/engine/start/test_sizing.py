@@ -13,7 +13,7 @@ from nanovllm import LLM
 from nanovllm.config import Config
 from nanovllm.engine.cache.pools import CacheBytes
 from nanovllm.engine.run.shard import Shard
-from nanovllm.engine.start import sizing
+from nanovllm.engine.start import device_memory, sizing
 from nanovllm.layers.ranks import Ranks
 from nanovllm.utils.sizes import MIB
 
@@ -53,9 +53,9 @@ def test_memory_is_left_for_the_copies_of_the_cache(
         sizes = CacheBytes(of_block + 1000, before=5 * MIB)
         monkeypatch.setattr(shard.caches, "num_bytes", lambda num_running: sizes)
         with shard.computing():
-            left = sizing._free_device_bytes(shard, config) - sizes.before
+            left = device_memory.free_device_bytes(shard, config) - sizes.before
             monkeypatch.setattr(shard, "device", device)
-            monkeypatch.setattr(sizing, "_free_device_bytes", lambda *_: left + sizes.before)
+            monkeypatch.setattr(device_memory, "free_device_bytes", lambda *_: left + sizes.before)
             found = sizing.fit_kv_blocks(shard, config)
             monkeypatch.undo()
     assert left == int(TOTAL * config.gpu_memory_utilization) - OTHERS - sizes.before
@@ -97,7 +97,7 @@ def test_the_measured_step_stores_into_a_block(path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     for name in ("memory_allocated", "max_memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda _: 0)
-    monkeypatch.setattr(sizing, "warm_up", note)
+    monkeypatch.setattr(device_memory, "warm_up", note)
     config = Config(str(path), max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
     with LLM(path, device="cpu", num_kvcache_blocks=4, max_model_len=64) as llm:
         shard = llm.model_runner.shard
@@ -108,5 +108,5 @@ def test_the_measured_step_stores_into_a_block(path: Path, monkeypatch: pytest.M
 
         monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
         with shard.computing():
-            sizing._free_device_bytes(shard, config)
+            device_memory.free_device_bytes(shard, config)
     assert blocks == [1, 0]

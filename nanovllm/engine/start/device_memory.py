@@ -1,0 +1,62 @@
+"""The memory of a GPU: what is left for the KV pool beside all that the largest step takes."""
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.engine_config import most_running
+from nanovllm.engine.run.shard import Shard
+from nanovllm.engine.start.warm_up import warm_up
+from nanovllm.kernels.operands.kv_layer import CODES
+
+
+def free_device_bytes(shard: Shard, config: Config) -> int:
+    """Device memory left for KV, its copies and states beside all else that steps need.
+
+    The largest prefill and the largest sampling batch are run, and all graphs are captured on a
+    placeholder cache, so that every amount that is subtracted was measured.
+    """
+    device, num_running = shard.device, most_running(config)
+    activations = _activation_bytes(shard, config, num_running)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    graphs = _graph_bytes(shard, num_running)
+    others = total - free
+    return int(total * config.gpu_memory_utilization) - others - activations - graphs
+
+
+def _activation_bytes(shard: Shard, config: Config, num_running: int) -> int:
+    """The most memory that a step takes and gives back."""
+    shard.make_table(num_running, shard.placement.max_positions)
+    shard.caches.allocate(1, num_running)  # without any, steps have kernels that are not used later
+    torch.cuda.reset_peak_memory_stats(shard.device)
+    resident = torch.cuda.memory_allocated(shard.device)
+    warm_up(shard, config, num_running)
+    activations = torch.cuda.max_memory_allocated(shard.device) - resident
+    shard.caches.release()
+    return activations
+
+
+def copies_of_cache(shard: Shard) -> float:
+    """The memory of the copies that attention makes of KV, in sizes of the pool."""
+    groups = shard.caches.groups.groups
+    if not groups:
+        return 0.0
+    of_layer = max(group.layers[0].cache.num_tensors / group.parts for group in groups)  # slots
+    copied = of_layer * shard.backend.attention.copied_layers / shard.caches.groups.num_slots
+    if shard.placement.kv_dtype == CODES:  # copied with their values, before and after the scale
+        copied *= 1 + 2 * shard.placement.dtype.itemsize
+    return copied
+
+
+def _graph_bytes(shard: Shard, num_running: int) -> int:
+    """The memory of the decode graphs: capture them on a placeholder cache, then drop them."""
+    if not shard.placement.uses_graphs:
+        return 0
+    shard.caches.allocate(1, num_running)
+    before, _ = torch.cuda.mem_get_info(shard.device)
+    shard.capture_graphs(num_running)
+    after, _ = torch.cuda.mem_get_info(shard.device)
+    shard.drop_graphs()
+    shard.caches.release()
+    torch.cuda.empty_cache()
+    return before - after
