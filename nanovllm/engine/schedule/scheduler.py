@@ -67,11 +67,11 @@ class Scheduler:
         self.drafting.reset()
         self.running: deque[Sequence] = deque()
         self.waiting = deque(sorted(seqs, key=order))
-        for seq in self.waiting:
-            seq.start_over()
         self.admission = Admission(
             self.waiting, self.caches, self.lengths, self.max_num_running, self.admissions
         )
+        for seq in self.waiting:
+            seq.start_over()
 
     @property
     def block_manager(self) -> BlockManager:
