@@ -14,7 +14,7 @@ from nanovllm.bench.workload import MAX_MODEL_LEN, Lengths, Workload, draw_workl
 from nanovllm.config import Config
 from nanovllm.drafting.source import find_source
 from nanovllm.engine.requests.tokenizer import load_tokenizer
-from nanovllm.engine.start.device import resolve_device
+from nanovllm.engine.start.placement import resolve_device
 from nanovllm.layers.ranks import Ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import resolve_model

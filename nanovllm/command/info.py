@@ -45,8 +45,12 @@ def run(args: argparse.Namespace) -> int:
 def describe(options: dict[str, Any]) -> dict[str, Any]:
     """Describe a model from its config and this machine; figures are for the whole model."""
     from nanovllm.config import Config
-    from nanovllm.engine.start.device import resolve_device, resolve_dtype, resolve_kv_dtype
-    from nanovllm.engine.start.placement import attention_specs
+    from nanovllm.engine.start.placement import (
+        attention_specs,
+        resolve_device,
+        resolve_dtype,
+        resolve_kv_dtype,
+    )
     from nanovllm.kernels.operands.kv_layer import head_bytes
     from nanovllm.models import model_size
     from nanovllm.models.config import ModelConfig

@@ -18,7 +18,7 @@ from waiting import LIMIT, wait_until
 from nanovllm.bench import measure
 from nanovllm.bench.shapes import SHAPES
 from nanovllm.bench.workload import TEMPERATURE
-from nanovllm.engine.start.device import resolve_dtype
+from nanovllm.engine.start.placement import resolve_dtype
 
 peers = bench.peers
 ROOT = Path(bench.__file__).parent

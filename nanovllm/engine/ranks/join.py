@@ -1,7 +1,7 @@
 """Joining the ranks: through NCCL between GPUs, through shared memory on the CPU."""
 
 from nanovllm.engine.ranks.process_ranks import Check, ProcessRanks, no_check
-from nanovllm.engine.start.device import resolve_device
+from nanovllm.engine.start.placement import resolve_device
 from nanovllm.layers.ranks import Ranks
 
 

@@ -141,15 +141,18 @@ class Workers(OtherRanks):
 
     @contextlib.contextmanager
     def step(self, inputs: StepInputs) -> Iterator[None]:
-        """Ctrl-C waits for the block's end: ranks that make other exchanges cannot go on."""
+        """Send the step that rank 0 computes in the block.
+
+        Ctrl-C waits for the block's end: ranks that do not make the same exchanges cannot go on.
+        """
         with self.waiting():
             self._writer.send(encode(inputs))
             yield
 
     def everywhere(self, command: Command, shard: Shard) -> list[Any]:
-        """What a rank raises has a note that names it.
+        """All ranks' results, rank 0's first; what a rank raises has a note that names it.
 
-        The engine can go on, unless the others were left in an exchange.
+        The engine can go on after that, unless the others were left in an exchange.
         """
         self.check()
         message = pack(command)

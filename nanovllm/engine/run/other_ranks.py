@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from nanovllm.config import Config
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import StepInputs
-from nanovllm.engine.start.device import threads_of_rank
 from nanovllm.engine.start.parts import ShardParts
+from nanovllm.engine.start.placement import threads_of_rank
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models.config import ModelConfig
 

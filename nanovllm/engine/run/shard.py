@@ -25,9 +25,8 @@ from nanovllm.engine.run.reports import Columns
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.step_part import StepPart, TakenHidden, own_methods
 from nanovllm.engine.schedule.step_size import Size, batch_ladder
-from nanovllm.engine.start.device import computing_on
 from nanovllm.engine.start.parts import MakeRedraws, SleepableMemory
-from nanovllm.engine.start.placement import Placement
+from nanovllm.engine.start.placement import Placement, computing_on
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 

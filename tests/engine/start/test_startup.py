@@ -11,7 +11,7 @@ from conftest import make_model
 
 from nanovllm import LLM
 from nanovllm.command.info import describe
-from nanovllm.engine.start import device
+from nanovllm.engine.start import placement
 from nanovllm.utils.sizes import memory_text
 
 
@@ -69,7 +69,7 @@ def test_memory_is_in_mib_where_gib_would_be_zeros(num_bytes: int, text: str) ->
 def test_steps_take_no_more_threads_than_the_quota_allows(
     allowed: int, expected: int, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "allowed_cores", lambda: allowed)
+    monkeypatch.setattr(placement, "allowed_cores", lambda: allowed)
     with LLM(model_dir, device="cpu", num_kvcache_blocks=8) as llm:
         with llm.model_runner.shard.computing():
             assert torch.get_num_threads() == expected
