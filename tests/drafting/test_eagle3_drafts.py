@@ -100,7 +100,7 @@ def test_a_block_is_copied_with_the_keys_of_the_head() -> None:
     """A sample's own copy of its prompt's last block: without it, the head guesses badly there."""
     with make(EMBEDDED_MODEL, EMBEDDED_HEAD, num_kvcache_blocks=4) as llm:
         pool = llm.model_runner.shard.caches.kv
-        (head,) = pool.beside
+        (head,) = pool.linked
         for one in (pool, head):
             one.cache.normal_()
         pool.copy(1, 2)

@@ -185,7 +185,7 @@ class BlockManager(BlockPool):
     def publish(self, seq: Sequence, num_computed: int) -> None:
         """Enter the full blocks among the first `num_computed` tokens of `seq` in the cache.
 
-        Except those whose prefix has left it.
+        A block is left out if the prefix before it has left the cache.
         """
         num_full = num_computed // self.block_size
         if not self.enable_prefix_caching or num_full <= seq.num_published_blocks:

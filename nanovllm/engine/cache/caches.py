@@ -122,7 +122,7 @@ class Caches:
         self.blocks.pass_by(seq)
 
     def release_ended(self, running: Iterable[Sequence]) -> None:
-        """Free the states of sequences of which no later step computes tokens."""
+        """Free the states of sequences that end with the tokens in flight."""
         if self.states is not None:
             for seq in running:
                 if seq.ends_in_flight:

@@ -20,18 +20,19 @@ NewMemory = Callable[[int], torch.Tensor]  # zeroed memory of a number of bytes 
 class KVPool:
     """`[slots, blocks, ...]`. All groups share the blocks; a layer's keys and values have slots.
 
-    A quantized pool also has scales, in the same slots. Pools `beside` it have the same blocks.
+    A quantized pool also has scales, in the same slots. `linked` pools have blocks with the same
+    numbers.
     """
 
     def __init__(
         self, groups: CacheGroups, block_size: int, dtype: torch.dtype, device: torch.device,
-        beside: "Sequence[KVPool]" = (),
+        linked: "Sequence[KVPool]" = (),
     ) -> None:  # fmt: skip
         self.groups = groups
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        self.beside = beside
+        self.linked = linked
         self._scales_size = self._heads_of_slot() if dtype == CODES else 0
         self.release()
 
@@ -49,10 +50,10 @@ class KVPool:
 
     @property
     def block_bytes(self) -> int:
-        """The size of one block, all slots together, and those of the pools beside it."""
+        """The size of one block, all slots together, and those of the linked pools."""
         of_token = self.groups.slot_size * self.dtype.itemsize + self._scales_size * SCALES.itemsize
         own = self.groups.num_slots * self.block_size * of_token
-        return own + sum(other.block_bytes for other in self.beside)
+        return own + sum(other.block_bytes for other in self.linked)
 
     def allocate(self, num_blocks: int, new_memory: NewMemory | None = None) -> None:
         """Make the tensors, zeroed (masked keys are multiplied by 0), and hand out their slots."""
@@ -82,7 +83,7 @@ class KVPool:
                 for scales in self.tensors[1:]:
                     caches += [self._part(scales, place, 1, of_head[::-1]) for place in places]
                 layer.set_cache(number, *(caches if len(places) > 1 else caches * 2))
-        for other in self.beside:
+        for other in self.linked:
             other.allocate(num_blocks, new_memory)
 
     def _part(
@@ -97,7 +98,7 @@ class KVPool:
         """Copy one block to another, in all slots: `block_bytes` read and written."""
         for tensor in self.tensors:
             tensor[:, target] = tensor[:, source]
-        for other in self.beside:
+        for other in self.linked:
             other.copy(source, target)
 
     def release(self) -> None:

@@ -25,7 +25,7 @@ class CacheBytes(NamedTuple):
 class CachePools:
     """KV in blocks, and states in slots if the model has some. `layout` says what was made.
 
-    The pools of draft models are `beside` the model's.
+    The pools of draft models are `linked` to the model's.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class CachePools:
         block_size: int,
         types: tuple[torch.dtype, torch.dtype],
         device: torch.device,
-        beside: Sequence[KVPool],
+        linked: Sequence[KVPool],
         slots_per_sequence: int,
         caches_prefixes: bool,
     ) -> None:
         """`types` are that of KV and that of the model."""
         kv_dtype, dtype = types
-        self.kv = KVPool(groups, block_size, kv_dtype, device, beside)
+        self.kv = KVPool(groups, block_size, kv_dtype, device, linked)
         self.states: StatePool | None = None
         if mixers:
             from nanovllm.engine.cache import state_pool

@@ -1,4 +1,4 @@
-"""WindowedBlocks: a block manager for cache groups of which some attend only so far back."""
+"""WindowedBlocks: the block manager of a model in which some cache groups have a window."""
 
 import sys
 

@@ -190,7 +190,7 @@ class Workers(OtherRanks):
     def close(self) -> None:
         """End the processes and free what they used. Idempotent. Decode graphs must be gone.
 
-        Not for a forked child of the caller, whose sockets are those of the caller.
+        Not for a forked child of the caller: it has the caller's sockets.
         """
         self._resources.close()
 

@@ -69,7 +69,7 @@ class ModelRunner:
     def draw(self, begun: Begun) -> Launched:
         """Draw a step's tokens. What that needs is prepared while the device computes the logits.
 
-        Of sequences whose draws read tokens none may be in flight.
+        No sequence may be in flight if its draw reads tokens.
         """
         (batch, _, computed, prompts, asked), shard = begun, self.shard
         reader, keep = self.hidden_reader, None

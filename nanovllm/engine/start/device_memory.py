@@ -1,4 +1,4 @@
-"""The memory of a GPU: what is left for the KV pool beside all that the largest step takes."""
+"""The memory of a GPU: what the largest step leaves for the KV pool."""
 
 import torch
 
@@ -10,7 +10,7 @@ from nanovllm.kernels.operands.kv_layer import CODES
 
 
 def free_device_bytes(shard: Shard, config: Config) -> int:
-    """Device memory left for KV, its copies and states beside all else that steps need.
+    """Device memory left for KV, its copies and states, after all else that steps need.
 
     The largest prefill and the largest sampling batch are run, and all graphs are captured on a
     placeholder cache, so that every amount that is subtracted was measured.

@@ -17,7 +17,7 @@ MAX_GIB = 1 << 30  # more than any machine has: an infinite option becomes a fin
 
 
 def fit_kv_blocks(shard: Shard, config: Config) -> int:
-    """How many blocks fit in memory beside all else: the least of any rank."""
+    """How many blocks fit in the memory that all else leaves: the least of any rank."""
     block_bytes, own_bytes = shard.caches.num_bytes(most_running(config))
     of_copies = 0.0
     if shard.device.type == "cpu":
@@ -48,7 +48,7 @@ def fit_kv_blocks(shard: Shard, config: Config) -> int:
 
 
 def settle_length(asked: int | None, pool: KVPool, num_blocks: int, max_positions: int) -> int:
-    """The `max_model_len` in use, of which `num_blocks` hold any one sequence.
+    """The `max_model_len` in use: `num_blocks` hold a sequence of that length.
 
     `max_positions` is what the user `asked` for, or else the model's own length.
     """
