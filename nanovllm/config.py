@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.utils.checks import check_texts, shorten
+from nanovllm.utils.checks import check_texts
 from nanovllm.utils.option import (
     NOTHING,
     TRUE_OR_FALSE,
@@ -60,14 +60,9 @@ def _check_modules(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _check_speculation(name: str, value: Any) -> "SpeculativeConfig":
-    """Return the config of a dict, or a config as it is."""
-    from nanovllm.speculative_config import SpeculativeConfig, read_speculation
+    from nanovllm.speculative_config import check_speculation
 
-    if isinstance(value, SpeculativeConfig):
-        return value
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be {SPECULATION.allowed}, got {shorten(value)}")
-    return read_speculation(name, value)
+    return check_speculation(name, value, SPECULATION.allowed)
 
 
 def _other_names() -> dict[str, OtherName]:

@@ -105,17 +105,9 @@ def _check_calls(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
 
 
 def _check_structured_outputs(name: str, value: Any) -> "StructuredOutputs":
-    """A StructuredOutputs, as it is or made of a dict."""
-    from nanovllm.structured_outputs import StructuredOutputs
+    from nanovllm.structured_outputs import check_structured_outputs
 
-    if isinstance(value, StructuredOutputs):
-        return value
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be {STRUCTURED.allowed}, got {shorten(value)}")
-    try:
-        return StructuredOutputs(**value)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}: {error}") from None
+    return check_structured_outputs(name, value, STRUCTURED.allowed)
 
 
 def _other_names() -> Mapping[str, OtherName]:

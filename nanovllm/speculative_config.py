@@ -91,12 +91,17 @@ class SpeculativeConfig:
                 )
 
 
-def read_speculation(name: str, value: Mapping[str, Any]) -> SpeculativeConfig:
-    """The config of a dict; an error names the option.
+def check_speculation(name: str, value: Any, allowed: str) -> SpeculativeConfig:
+    """Return the config of a dict, with errors that name the option; return a config as it is.
 
-    A dict with a model and without a method has the method `draft_model`, as in vLLM. With
-    `grammar` the number of drafts is by default that of an engine without the option.
+    `allowed` completes "must be". A dict with a model and without a method has the method
+    `draft_model`, as in vLLM. With `grammar` the number of drafts is by default that of an engine
+    without the option.
     """
+    if isinstance(value, SpeculativeConfig):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be {allowed}, got {shorten(value)}")
     if "method" not in value and "model" in value:
         value = {"method": "draft_model", **value}
     if value.get("method") == "grammar":

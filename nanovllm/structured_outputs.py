@@ -160,3 +160,15 @@ class StructuredOutputs:
 
 
 StructuredOutputsParams = StructuredOutputs  # vLLM's name
+
+
+def check_structured_outputs(name: str, value: Any, allowed: str) -> StructuredOutputs:
+    """A StructuredOutputs, as it is or made of a dict. `allowed` completes "must be"."""
+    if isinstance(value, StructuredOutputs):
+        return value
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be {allowed}, got {shorten(value)}")
+    try:
+        return StructuredOutputs(**value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None

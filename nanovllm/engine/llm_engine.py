@@ -148,7 +148,7 @@ class LLMEngine:
 
     def is_finished(self) -> bool:
         """Whether all requests have finished, and `step` has returned all that it returns."""
-        return self.requests.are_returned
+        return self.requests.are_done
 
     def close(self) -> None:
         """Free the device's memory and end the other ranks. Idempotent.

@@ -1,4 +1,4 @@
-"""EngineRequests: the requests of an engine, from their first step until outputs are returned."""
+"""EngineRequests: those of an engine, from the queue until outputs are returned."""
 
 import time
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ class EngineRequests:
         return [*self.unfinished.values(), *self.finished.values()]
 
     @property
-    def are_returned(self) -> bool:
+    def are_done(self) -> bool:
         """Whether all have finished, and only iterators have outputs to return."""
         return not self.unfinished and self.finished.keys() <= self._streaming
 
@@ -71,7 +71,7 @@ class EngineRequests:
             self._finish(self.unfinished[request_id], now)
 
     def fail(self, errors: dict[int, Exception], what: str) -> None:
-        """End requests with an error in `what` they ask for, by id."""
+        """End the requests of these ids with errors, which are about the parameter `what`."""
         for request_id, error in errors.items():
             request = self.unfinished[request_id]
             unfinished = request.unfinished
