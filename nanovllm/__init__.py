@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from nanovllm.outputs import CompletionOutput, RequestOutput
     from nanovllm.pooling_params import PoolingParams
     from nanovllm.prompts import TextPrompt, TokensPrompt
-    from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
-    from nanovllm.structured_outputs import StructuredOutputs
+    from nanovllm.sampling_params import SamplingParams
+    from nanovllm.structured_outputs import StructuredOutputs, StructuredOutputsParams
     from nanovllm.vectors.outputs import (
         EmbeddingRequestOutput,
         PoolingRequestOutput,
@@ -64,7 +64,7 @@ _MODULES = {
     "SamplingParams": "sampling_params",
     "ScoringRequestOutput": "vectors.outputs",
     "StructuredOutputs": "structured_outputs",
-    "StructuredOutputsParams": "sampling_params",
+    "StructuredOutputsParams": "structured_outputs",
     "TextPrompt": "prompts",
     "TokensPrompt": "prompts",
     "register_model": "models.registry",

@@ -34,7 +34,7 @@ NO_TEMPERATURE = Rule(_check_temperature, "0.0")
 MOST_PENALTY = 30  # 2^31 tokens to this power are less than the largest float
 
 
-@by_name("parameter of beam search", {})
+@by_name("parameter of beam search")
 @dataclass(frozen=True, kw_only=True)
 class BeamSearchParams:
     """Parameters of `LLM.beam_search`, with the names of vLLM and transformers."""

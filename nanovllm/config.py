@@ -6,13 +6,10 @@ length, the pool's size) is settled by the engine.
 
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.lora_request import named_adapters
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.speculative_config import SPECULATION, SpeculativeConfig
 from nanovllm.utils.checks import check_texts
 from nanovllm.utils.option import (
     NOTHING,
@@ -29,7 +26,11 @@ from nanovllm.utils.option import (
     required,
 )
 from nanovllm.utils.rules import DIRECTORY, PATH, QUANTIZATION, REVISION, type_of
-from nanovllm.vllm_names import ENGINE
+
+if TYPE_CHECKING:
+    from nanovllm.speculative_config import SpeculativeConfig
+else:  # its module is loaded when the option is given, as a dict of this type
+    SpeculativeConfig = Mapping[str, Any]
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 BATCHED_TOKENS = 16384
@@ -51,24 +52,39 @@ def _check_device(name: str, value: Any) -> str:
 
 
 def _check_modules(name: str, value: Any) -> tuple[str, ...]:
+    from nanovllm.lora_request import named_adapters
+
     modules = check_texts(name, value)
     named_adapters(modules)
     return modules
+
+
+def _check_speculation(name: str, value: Any) -> "SpeculativeConfig":
+    from nanovllm.speculative_config import check_speculation
+
+    return check_speculation(name, value, SPECULATION.allowed)
+
+
+def _other_names() -> dict[str, OtherName]:
+    """vLLM's names, and those of SamplingParams, which callers may give by mistake."""
+    from nanovllm.sampling_params import SamplingParams
+    from nanovllm.vllm_names import ENGINE
+
+    why = "it is a field of SamplingParams"
+    sampling = {name: OtherName(why=why) for name in options_of(SamplingParams) if name != "seed"}
+    return sampling | ENGINE
 
 
 LORA_MODULES = Rule(_check_modules, "a list of texts like NAME=PATH", pairs=True)
 DEVICE = Rule(_check_device, DEVICES)
 DTYPE = type_of(DTYPES, {"half": "float16", "float": "float32"})  # PyTorch's other names
 KV_DTYPE = type_of(("auto", "fp8"), {"fp8_e4m3": "fp8"})  # and vLLM's
-# Callers may give them to the engine by mistake.
-SAMPLING_FIELDS = {
-    name: OtherName(why="it is a field of SamplingParams")
-    for name in options_of(SamplingParams)
-    if name != "seed"
-}
+SPECULATION = Rule(
+    _check_speculation, 'a dict such as {"method": "ngram", "num_speculative_tokens": 4}'
+)
 
 
-@by_name("option", SAMPLING_FIELDS | ENGINE)
+@by_name("option", _other_names)
 @dataclass(frozen=True)
 class Config:
     """Options of an engine; docs/options.md lists them."""

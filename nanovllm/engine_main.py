@@ -97,7 +97,7 @@ def read_vocabulary(engine: "LLMEngine") -> None:
     """Make llguidance read the vocabulary now: it holds the GIL, which would stop later steps."""
     constrained = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
     with contextlib.suppress(ValueError):  # there is no text: a constraint is refused
-        engine.accept([0], constrained)
+        engine.intake.accept([0], constrained)
 
 
 def _read(link: socket.socket, commands: "queue.SimpleQueue[Any]") -> None:

@@ -3,27 +3,29 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import Config
-from nanovllm.engine.features import Features
-from nanovllm.engine.requests.adapters import Adapters
-from nanovllm.engine.requests.parts import Constraints
-from nanovllm.engine.run.hidden_reader import HiddenReader
-from nanovllm.engine.run.model_runner import ModelRunner
-from nanovllm.engine.run.shard import Shard
+from nanovllm.engine.features import Adapters, Features
 from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.start.parts import DrawMasked, MakeStepPart, ShardParts
-from nanovllm.models.config import ModelConfig
 
 if TYPE_CHECKING:
     import torch
 
+    from nanovllm.config import Config
+    from nanovllm.engine.requests.parts import Constraints
     from nanovllm.engine.run.graphs import Redraws
+    from nanovllm.engine.run.model_runner import ModelRunner
+    from nanovllm.engine.run.shard import Shard
+    from nanovllm.engine.schedule.scheduler import Scheduler
+    from nanovllm.engine.schedule.sequence import Sequence
+    from nanovllm.models.config import ModelConfig
 
 
 class AllFeatures(Features):
     """Every feature of the package."""
 
-    def shard_parts(self, config: Config, model_config: ModelConfig, tokenizer: Any) -> ShardParts:
+    def shard_parts(
+        self, config: "Config", model_config: "ModelConfig", tokenizer: Any
+    ) -> ShardParts:
         """What the options ask for on every rank."""
         drafting, steps, memory = None, list[MakeStepPart](), None
         if config.speculative_config is not None:
@@ -40,7 +42,7 @@ class AllFeatures(Features):
             memory = sleep_memory
         return ShardParts(drafting, tuple(steps), memory, masked_draws)
 
-    def drafting(self, config: Config, shard: Shard) -> Drafting:
+    def drafting(self, config: "Config", shard: "Shard") -> Drafting:
         """How steps get drafts, by the options and rank 0's started shard."""
         if config.speculative_config is None:
             return Drafting()
@@ -48,13 +50,7 @@ class AllFeatures(Features):
 
         return drafting_of(config.speculative_config, shard, mixes=config.scheduling == "mixed")
 
-    def forced_drafting(self, shard: Shard) -> Drafting:
-        """How steps get the tokens that constraints force, if the options do not say it."""
-        from nanovllm.drafting.choice import forced_drafting
-
-        return forced_drafting(shard)
-
-    def adapters(self, runner: ModelRunner) -> Adapters:
+    def adapters(self, runner: "ModelRunner") -> Adapters:
         """The adapters of requests."""
         if not runner.config.enable_lora:
             return Adapters()
@@ -64,7 +60,7 @@ class AllFeatures(Features):
 
     def constraints(
         self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]
-    ) -> Constraints:
+    ) -> "Constraints":
         """What makes constraints of `structured_outputs`."""
         from nanovllm.structured.grammars import Grammars
 
@@ -76,11 +72,19 @@ class AllFeatures(Features):
 
         return GeneratedStates(num_tokens, keeps_prompt)
 
-    def hidden_reader(self) -> HiddenReader:
-        """What reads the hidden states of steps for keepers."""
-        from nanovllm.vectors.hidden_states import HiddenStates
+    def prepare(
+        self, seq: "Sequence", config: "Config", scheduler: "Scheduler", runner: "ModelRunner"
+    ) -> None:
+        """Add what reads hidden states for keepers, and what drafts the tokens that are forced."""
+        if seq.parts.keeper is not None and runner.hidden_reader is None:
+            from nanovllm.vectors.hidden_states import HiddenStates
 
-        return HiddenStates()
+            runner.hidden_reader = HiddenStates()
+        says_nothing = config.speculative_config is None and type(scheduler.drafting) is Drafting
+        if seq.parts.constraint is not None and says_nothing:
+            from nanovllm.drafting.choice import forced_drafting
+
+            scheduler.drafting = forced_drafting(runner.shard)
 
 
 def masked_draws(

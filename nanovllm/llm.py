@@ -15,8 +15,6 @@ from nanovllm.engine.requests.generation import (
     stream,
 )
 from nanovllm.features import AllFeatures
-from nanovllm.llm_parts import LLMParts
-from nanovllm.lora_request import LoRARequest, LoRARequests
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
@@ -27,6 +25,8 @@ if TYPE_CHECKING:
     from nanovllm.beam_search_params import BeamSearchParams
     from nanovllm.beams.outputs import BeamSearchOutput
     from nanovllm.chat.chat_format import Turn
+    from nanovllm.llm_parts import LLMParts
+    from nanovllm.lora_request import LoRARequest, LoRARequests
     from nanovllm.pooling_params import PoolingParams
     from nanovllm.vectors.kept_states import Pooling
     from nanovllm.vectors.outputs import (
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     )
     from nanovllm.vectors.preparer import Prompts
     from nanovllm.weights.weights import NamedTensors, Running
+
+Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
 
 
 class LLM(LLMEngine):
@@ -48,14 +50,15 @@ class LLM(LLMEngine):
     features = AllFeatures()
 
     @functools.cached_property
-    def parts(self) -> LLMParts:
+    def parts(self) -> "LLMParts":
         """The rooms that only some calls need."""
+        from nanovllm.llm_parts import LLMParts
+
         return LLMParts(proxy(self))
 
     def generate(
-        self, prompts: Prompt | Iterable[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True, lora_request: LoRARequests = None,
+        self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None,
+        use_tqdm: bool = True, lora_request: "LoRARequests" = None,
     ) -> list[RequestOutput]:  # fmt: skip
         """Complete every prompt; return the outputs in the order of the prompts.
 
@@ -69,9 +72,8 @@ class LLM(LLMEngine):
         return complete(self, accepted, use_tqdm)
 
     def stream(
-        self, prompts: Prompt | Iterable[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        lora_request: LoRARequests = None,
+        self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None,
+        lora_request: "LoRARequests" = None,
     ) -> Iterator[StreamEvent]:  # fmt: skip
         """Complete every prompt, and yield new text and tokens as they come.
 
@@ -82,9 +84,8 @@ class LLM(LLMEngine):
         return stream(self, accept_prompts(self, prompts, sampling_params, lora_request))
 
     def chat(
-        self, messages: Iterable[Any],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True, lora_request: LoRARequests = None, *,
+        self, messages: Iterable[Any], sampling_params: Params = None,
+        use_tqdm: bool = True, lora_request: "LoRARequests" = None, *,
         tools: list[Any] | None = None, tool_choice: Any = None,
         parallel_tool_calls: bool | None = None, add_generation_prompt: bool = True,
         **chat_template_kwargs: Any,
@@ -103,16 +104,15 @@ class LLM(LLMEngine):
             parallel_tool_calls=parallel_tool_calls, add_generation_prompt=add_generation_prompt,
             **chat_template_kwargs,
         )  # fmt: skip
-        accepted = self.accept_all([(turn.prompt, turn.params) for turn in turns], lora_request)
+        accepted = self.intake.accept_all([turn.asked for turn in turns], lora_request)
         outputs = complete(self, accepted, use_tqdm)
         for turn, output in zip(turns, outputs, strict=True):
             turn.answer.add_messages(output)
         return outputs
 
     def stream_chat(
-        self, messages: Iterable[Any],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
-        lora_request: LoRARequests = None, **options: Any,
+        self, messages: Iterable[Any], sampling_params: Params = None, *,
+        lora_request: "LoRARequests" = None, **options: Any,
     ) -> Iterator[StreamEvent]:  # fmt: skip
         """Answer conversations, and yield new text and tokens as they come, as `stream`.
 
@@ -121,13 +121,12 @@ class LLM(LLMEngine):
         """
         self.check_open()
         turns = self.chat_turns(messages, sampling_params, **options)
-        accepted = self.accept_all([(turn.prompt, turn.params) for turn in turns], lora_request)
+        accepted = self.intake.accept_all([turn.asked for turn in turns], lora_request)
         return self.parts.chat_format.with_deltas(turns, stream(self, accepted))
 
     def chat_turns(
-        self, messages: Iterable[Any],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, **options: Any,
-    ) -> "list[Turn]":  # fmt: skip
+        self, messages: Iterable[Any], sampling_params: Params = None, **options: Any
+    ) -> "list[Turn]":
         """The prompts and parameters of `chat`; `turn.answer.message(text)` reads an answer."""
         params = functools.partial(params_list, sampling_params)
         return self.parts.chat_format.turns(messages, params, **options)
@@ -158,7 +157,7 @@ class LLM(LLMEngine):
         normalize: bool | None = None, pooling: "Pooling | None" = None,
         prompt_name: str | None = None, instruction: str | None = None,
         truncate_prompt_tokens: int | None = None, pooling_params: "PoolingParams | None" = None,
-        lora_request: LoRARequests = None, **others: Any,
+        lora_request: "LoRARequests" = None, **others: Any,
     ) -> "list[EmbeddingRequestOutput]":  # fmt: skip
         """The vector of every prompt, in the order of the prompts.
 
@@ -176,7 +175,7 @@ class LLM(LLMEngine):
     def encode(
         self, prompts: "Prompts", pooling: "Pooling | PoolingParams | None" = None, *,
         use_tqdm: bool = True, truncate_prompt_tokens: int | None = None,
-        pooling_params: "PoolingParams | None" = None, lora_request: LoRARequests = None,
+        pooling_params: "PoolingParams | None" = None, lora_request: "LoRARequests" = None,
         **others: Any,
     ) -> "list[PoolingRequestOutput]":  # fmt: skip
         """The hidden states of every prompt after the final norm, in float32, as they are.
@@ -193,7 +192,7 @@ class LLM(LLMEngine):
         self, queries: "Prompts", documents: "Prompts", *, instruction: str | None = None,
         method: str | None = None, use_tqdm: bool = True,
         truncate_prompt_tokens: int | None = None, pooling_params: "PoolingParams | None" = None,
-        lora_request: LoRARequest | None = None, **others: Any,
+        lora_request: "LoRARequest | None" = None, **others: Any,
     ) -> "list[ScoringRequestOutput]":  # fmt: skip
         """How well documents fit queries, in the order of the documents.
 
@@ -208,7 +207,7 @@ class LLM(LLMEngine):
 
     def beam_search(
         self, prompts: Prompt | Iterable[Prompt], params: "BeamSearchParams",
-        lora_request: LoRARequests = None, use_tqdm: bool = False, *,
+        lora_request: "LoRARequests" = None, use_tqdm: bool = False, *,
         concurrency_limit: int | None = None,
     ) -> "list[BeamSearchOutput]":  # fmt: skip
         """The `beam_width` most likely outputs of every prompt, in the order of the prompts.
@@ -217,6 +216,10 @@ class LLM(LLMEngine):
         `concurrency_limit` prompts are searched at once, by default all. See docs/beam_search.md.
         """
         return self.parts.beams.search(prompts, params, lora_request, use_tqdm, concurrency_limit)
+
+    def check_adapter(self, lora_request: "LoRARequest") -> None:
+        """Read an adapter for requests to come; raises if it does not fit the model."""
+        self.adapters.read(lora_request)
 
     def update_weights(self, weights: "NamedTensors", *, running: "Running" = "refuse") -> None:
         """Replace weights by the tensors of an iterable of (name, tensor), or of a dict.

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from nanovllm.beams.beams import Beams
     from nanovllm.chat.chat_format import ChatFormat
     from nanovllm.engine.llm_engine import LLMEngine
-    from nanovllm.engine.profile import Profiles
+    from nanovllm.engine.run.profile import Profiles
     from nanovllm.vectors.vectors import Vectors
     from nanovllm.weights.sleep_mode import SleepMode
     from nanovllm.weights.weights import Weights
@@ -58,6 +58,6 @@ class LLMParts:
     @functools.cached_property
     def profiles(self) -> "Profiles":
         """Records what the ranks do."""
-        from nanovllm.engine.profile import Profiles
+        from nanovllm.engine.run.profile import Profiles
 
         return Profiles(self.engine)

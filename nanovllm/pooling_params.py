@@ -17,7 +17,7 @@ from nanovllm.utils.option import (
 from nanovllm.vllm_names import POOLING
 
 
-@by_name("pooling parameter", POOLING)
+@by_name("pooling parameter", lambda: POOLING)
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
     """Options of a call, as `pooling_params`; docs/embeddings.md explains them. None sets nothing.

@@ -1,14 +1,13 @@
 """SamplingParams: how one request is sampled and when it stops."""
 
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.beam_search_params import BeamSearchParams as BeamSearchParams  # where vLLM has it
-from nanovllm.structured_outputs import STRUCTURED, StructuredOutputs
 from nanovllm.utils.checks import (
     allowed_range,
     check_float,
@@ -20,6 +19,7 @@ from nanovllm.utils.checks import (
 from nanovllm.utils.option import (
     NOTHING,
     TRUE_OR_FALSE,
+    OtherName,
     Rule,
     by_name,
     check_options,
@@ -27,9 +27,26 @@ from nanovllm.utils.option import (
     int_range,
     option,
 )
-from nanovllm.vllm_names import SAMPLING
 
-StructuredOutputsParams = StructuredOutputs  # vLLM's name
+if TYPE_CHECKING:
+    from nanovllm.beam_search_params import BeamSearchParams as BeamSearchParams
+    from nanovllm.structured_outputs import StructuredOutputs
+    from nanovllm.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+else:
+    # Its module is loaded when a request has some, as a dict of this type.
+    StructuredOutputs = Mapping[str, Any]
+
+    def __getattr__(name):
+        """The classes that vLLM has here."""
+        if name not in ELSEWHERE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(ELSEWHERE[name]), name)
+
+
+ELSEWHERE = {
+    "BeamSearchParams": "nanovllm.beam_search_params",
+    "StructuredOutputsParams": "nanovllm.structured_outputs",
+}
 MAX_BIAS = 100.0
 MAX_SAMPLES = 16_384  # each takes some kilobytes before anything is computed
 BIASES_ALLOWED = f"a dict from token ids to numbers {allowed_range(-MAX_BIAS, MAX_BIAS)}"
@@ -87,6 +104,19 @@ def _check_calls(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
     return calls
 
 
+def _check_structured_outputs(name: str, value: Any) -> "StructuredOutputs":
+    from nanovllm.structured_outputs import check_structured_outputs
+
+    return check_structured_outputs(name, value, STRUCTURED.allowed)
+
+
+def _other_names() -> Mapping[str, OtherName]:
+    """vLLM's names."""
+    from nanovllm.vllm_names import SAMPLING
+
+    return SAMPLING
+
+
 STOP = Rule(_check_stop, "a text or a list of texts")
 TEXTS = Rule(check_texts, "a list of texts")
 IDS = Rule(check_ids, "a list of token ids")
@@ -96,10 +126,11 @@ COUNT = int_range(0)
 CALLS = Rule(_check_calls, "a list of callables")
 POSITIONAL = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
 KEPT = Rule(_check_kept, "-1 or >= 1")
+STRUCTURED = Rule(_check_structured_outputs, "a StructuredOutputs or a dict of its options")
 PENALTY = float_range(-2.0, 2.0)
 
 
-@by_name("sampling parameter", SAMPLING)
+@by_name("sampling parameter", _other_names)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Parameters of one request; docs/options.md lists them."""

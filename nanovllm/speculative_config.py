@@ -8,7 +8,6 @@ from typing import Any
 
 from nanovllm.utils.checks import shorten
 from nanovllm.utils.option import (
-    Rule,
     by_name,
     check_options,
     int_range,
@@ -27,10 +26,9 @@ METHODS = {
     "none": (),
 }
 MOST_FORCED = 16  # forced tokens of a sequence and step, if nothing else is said
-AN_OBJECT = 'a dict such as {"method": "ngram", "num_speculative_tokens": 4}'
 
 
-@by_name("key", {})
+@by_name("key")
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """How tokens are guessed; docs/speculation.md explains it.
@@ -93,16 +91,17 @@ class SpeculativeConfig:
                 )
 
 
-def check_speculation(name: str, value: Any) -> SpeculativeConfig:
+def check_speculation(name: str, value: Any, allowed: str) -> SpeculativeConfig:
     """Return the config of a dict, with errors that name the option; return a config as it is.
 
-    A dict with a model and without a method has the method `draft_model`, as in vLLM. With
-    `grammar` the number of drafts is by default that of an engine without the option.
+    `allowed` completes "must be". A dict with a model and without a method has the method
+    `draft_model`, as in vLLM. With `grammar` the number of drafts is by default that of an engine
+    without the option.
     """
     if isinstance(value, SpeculativeConfig):
         return value
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be {AN_OBJECT}, got {shorten(value)}")
+        raise TypeError(f"{name} must be {allowed}, got {shorten(value)}")
     if "method" not in value and "model" in value:
         value = {"method": "draft_model", **value}
     if value.get("method") == "grammar":
@@ -116,8 +115,6 @@ def check_speculation(name: str, value: Any) -> SpeculativeConfig:
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from None
 
-
-SPECULATION = Rule(check_speculation, AN_OBJECT)
 
 ERRORS = (FileNotFoundError, ValueError, TypeError, MemoryError, OSError)
 

@@ -100,7 +100,7 @@ CHOICE = Rule(_check_choice, "a list of texts that is not empty, or an Enum of t
 TAG = Rule(_check_tag, "a dict or its JSON text")
 
 
-@by_name("structured output option", OTHER_NAMES)
+@by_name("structured output option", lambda: OTHER_NAMES)
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
     """What the output must be: just one of the first six; docs/structured.md explains them."""
@@ -159,16 +159,16 @@ class StructuredOutputs:
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
 
-def check_structured_outputs(name: str, value: Any) -> StructuredOutputs:
-    """A StructuredOutputs, as it is or made of a dict."""
+StructuredOutputsParams = StructuredOutputs  # vLLM's name
+
+
+def check_structured_outputs(name: str, value: Any, allowed: str) -> StructuredOutputs:
+    """A StructuredOutputs, as it is or made of a dict. `allowed` completes "must be"."""
     if isinstance(value, StructuredOutputs):
         return value
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be {STRUCTURED.allowed}, got {shorten(value)}")
+        raise TypeError(f"{name} must be {allowed}, got {shorten(value)}")
     try:
         return StructuredOutputs(**value)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}: {error}") from None
-
-
-STRUCTURED = Rule(check_structured_outputs, "a StructuredOutputs or a dict of its options")

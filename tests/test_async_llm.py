@@ -627,7 +627,7 @@ def test_the_vocabulary_is_read_before_the_first_request(model_dir: Path, tmp_pa
     with make_llm(model_dir) as llm:
         read_vocabulary(llm)
         with patch("llguidance.LLTokenizer", side_effect=AssertionError("it is read again")):
-            llm.accept([5], constrained)
+            llm.intake.accept([5], constrained)
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((model_dir / name).read_bytes())
     with make_llm(tmp_path) as llm:

@@ -134,7 +134,7 @@ def test_they_are_the_same_in_all_regimes(options: str, path: Path, model: Any) 
         for limit in (None, 1, 3):
             for output in llm.beam_search(make_prompts(), params, concurrency_limit=limit):
                 check(output, model, params)
-        assert request_id in {*llm.unfinished, *llm.finished}
+        assert request_id in {*llm.requests.unfinished, *llm.requests.finished}
         while not llm.is_finished():
             llm.step()
         audit_at_rest(llm)

@@ -159,7 +159,7 @@ def test_an_interrupt_changes_no_states(
             if llm.is_finished():
                 break
             if step % 7 == 3:
-                llm.recover([*llm.unfinished.values(), *llm.finished.values()])
+                llm.recover(llm.requests.all)
             outputs |= {output.request_id: output for output in llm.step()}
         for request_id in ids:
             check(model, outputs[request_id])

@@ -65,7 +65,7 @@ def assert_idle(llm: LLM) -> None:
     manager = llm.scheduler.block_manager
     assert not llm.scheduler.waiting and not llm.scheduler.running
     assert manager.num_free_blocks == manager.num_blocks, "a block is still held"
-    assert not llm.unfinished and llm.is_finished() and llm.step() == []
+    assert not llm.requests.unfinished and llm.is_finished() and llm.step() == []
 
 
 def raise_at_step(
@@ -617,7 +617,7 @@ def test_an_interrupted_generate_removes_its_own_requests_only(
         with pytest.raises(type(error)):
             generate(llm, [TEXT, IDS, "x" * 30], [greedy(3), greedy(), greedy()])
     llm.scheduler.audit()
-    assert list(llm.unfinished) == [other], "that call's requests, and no others, are gone"
+    assert list(llm.requests.unfinished) == [other], "that call's requests, and no others, are gone"
     assert tokens(generate(llm, [TEXT, IDS, "x" * 30])) == expected
     (output,) = run_to_end(llm)
     assert (output["request_id"], output["token_ids"]) == (other, expected_other)
@@ -745,7 +745,7 @@ def test_the_engine_survives_ctrl_c_before_any_line(model_dir: Path) -> None:
             return trace.executed, f"{error!r} instead of KeyboardInterrupt"
         try:
             llm.scheduler.audit()
-            if set(llm.unfinished) - {other}:
+            if set(llm.requests.unfinished) - {other}:
                 return trace.executed, "requests are left behind"
             finished = run_to_end(llm)
             if [o["request_id"] for o in finished] != [other]:

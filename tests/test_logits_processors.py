@@ -357,7 +357,7 @@ def test_random_walks_with_callables_and_hidden_states(
         wanted: dict[int, tuple[int, int]] = {}
         done = 0
         for _ in range(300):
-            if rng.random() < 0.5 and len(llm.unfinished) < 16:
+            if rng.random() < 0.5 and len(llm.requests.unfinished) < 16:
                 index = rng.randrange(len(PROMPTS))
                 number = rng.choice([2, 5, 12])
                 asked = SamplingParams(
@@ -368,10 +368,10 @@ def test_random_walks_with_callables_and_hidden_states(
                     wanted[llm.add_request(PROMPTS[index], asked)] = index, number
                 else:
                     llm.add_request(PROMPTS[index], SamplingParams(**GREEDY))
-            if llm.unfinished and rng.random() < 0.05:
-                llm.abort_request(rng.choice([*llm.unfinished]))
+            if llm.requests.unfinished and rng.random() < 0.05:
+                llm.abort_request(rng.choice([*llm.requests.unfinished]))
             if rng.random() < 0.03:
-                llm.recover([*llm.unfinished.values(), *llm.finished.values()])
+                llm.recover(llm.requests.all)
             for output in llm.step():
                 if output.request_id not in wanted:
                     continue

@@ -99,7 +99,7 @@ def test_the_logprobs_of_a_token_that_is_taken_back_are_replaced(
     params = SamplingParams(max_tokens=3, seed=1, logprobs=1, ignore_eos=True)
     with make_llm(model_dir, overlap=False) as llm:
         (expected,) = llm.generate([1, 2], params, use_tqdm=False)
-        request = llm.unfinished[llm.add_request([1, 2], params)]
+        request = llm.requests.unfinished[llm.add_request([1, 2], params)]
         llm.step()
         llm.step()
         logprobs = request.seqs[0].parts.logprobs

@@ -6,7 +6,9 @@ import pytest
 from reference import make_llm
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.metrics import Counter, Gauge, Histogram, Measured, RequestMeter, Vector
+from nanovllm.engine.requests.measures import Measured, RequestMeter
+from nanovllm.engine.requests.statistics import histogram, request_metrics
+from nanovllm.metrics import Counter, Gauge, Histogram, Vector
 from nanovllm.outputs import RequestMetrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,7 +32,7 @@ def test_buckets_count_what_is_at_most_their_key() -> None:
     measured = Measured((1.0, 2.0, 5.0))
     for value in (0.5, 1.0, 1.5, 5.0, 6.0, None):
         measured.add(value)
-    assert measured.histogram("x", {}) == Histogram(
+    assert histogram(measured, "x", {}) == Histogram(
         "x", {}, count=5, sum=14.0, buckets={"1.0": 2, "2.0": 3, "5.0": 4, "+Inf": 5}
     )
 
@@ -53,7 +55,7 @@ def test_generated_tokens_never_fall(model_dir: Path) -> None:
         stats = llm.stats()
 
     def generated(running_tokens: int) -> int:
-        metrics = meter.metrics(stats, running_tokens, "a model")
+        metrics = request_metrics(meter, stats, running_tokens, "a model")
         return next(m.value for m in metrics if m.name == "vllm:generation_tokens")
 
     assert [generated(tokens) for tokens in (0, 5, 4, 5, 6)] == [0, 5, 5, 5, 6]

@@ -38,8 +38,13 @@ FEATURES = (
     "server", "bench", "command", "ray",
 )  # fmt: skip
 
-# Parts of the engine that one rank on a CPU does not load for a model with full attention.
+# What an option, a request, another device or another kind of model is the first to load.
 NEEDED_ELSEWHERE = (
+    "beam_search_params", "llm_parts", "lora_request", "metrics", "pooling_params",
+    "speculative_config", "structured_outputs", "vllm_names", "engine.requests.extras",
+    "engine.requests.logprobs", "engine.requests.parts", "engine.requests.processors",
+    "engine.requests.progress", "engine.requests.statistics", "engine.requests.token_counts",
+    "engine.run.profile", "engine.run.graphs", "engine.run.logprobs", "engine.run.narrowing",
     "engine.ranks", "engine.remote", "engine.start.warm_up", "engine.start.device_memory",
     "engine.cache.windows", "engine.cache.state_pool", "engine.cache.state_slots",
 )  # fmt: skip

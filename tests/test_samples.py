@@ -147,7 +147,7 @@ def test_aborting_a_request_aborts_all_samples(num_steps: int, model_dir: Path) 
         expected = max(0, num_steps - 1)
         assert [len(one["token_ids"]) for one in out["outputs"]] == [expected] * 4
         assert llm.is_finished() and llm.stats()["num_aborted"] == 1
-        assert not llm._begun, "later steps still look for its first token"
+        assert not llm.requests._begun, "later steps still look for its first token"
         audit_at_rest(llm)
 
 

@@ -90,7 +90,7 @@ def test_bad_words_never_occur(llm: LLM) -> None:
 
 
 def test_bad_words_are_forbidden_at_the_start_and_behind_a_space(llm: LLM) -> None:
-    accepted = llm.accept("x", SamplingParams(bad_words=["ab"]))
+    accepted = llm.intake.accept("x", SamplingParams(bad_words=["ab"]))
     texts = [llm.tokenizer.decode(ids) for ids in accepted.bad_words]
     assert texts == ["ab", " ab"]
 

@@ -8,7 +8,7 @@ from drafts import Adversary, speculate
 from reference import SMALL_POOL, make_llm, make_prompts
 
 from nanovllm import SamplingParams
-from nanovllm.engine.step_counter import StepCounter
+from nanovllm.engine.requests.measures import StepCounter
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 

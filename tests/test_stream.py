@@ -150,7 +150,7 @@ def test_a_stream_collected_in_a_step_aborts_its_requests(
     monkeypatch.setattr(llm.model_runner, "begin", collecting)
     llm.generate(PROMPTS[3], params, use_tqdm=False)
     llm.generate(PROMPTS[3], params, use_tqdm=False)
-    assert llm.is_finished() and not llm._streaming and not llm.finished
+    assert llm.is_finished() and not llm.requests._streaming and not llm.requests.finished
 
 
 def test_an_interrupted_stream_leaves_no_output(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_an_interrupted_stream_leaves_no_output(llm: LLM, monkeypatch: pytest.Mo
         patched.setattr("nanovllm.engine.requests.stream.ending", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(stream)
-    assert llm.is_finished() and llm.step() == [] and not llm._streaming
+    assert llm.is_finished() and llm.step() == [] and not llm.requests._streaming
 
 
 def test_text_after_an_interrupt_is_the_same(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,8 @@ NOT_CODE = (
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 CORE: dict[str, list[str]] = {
     "what users import": ["llm", "config", "sampling_params", "outputs", "utils/checks"],
-    "requests": ["engine/llm_engine", "engine/requests/intake", "engine/requests/request"],
+    "requests": ["engine/llm_engine", "engine/requests/intake", "engine/requests/engine_requests",
+                 "engine/requests/request"],
     "who runs": ["engine/schedule/sequence", "engine/schedule/scheduler",
                  "engine/cache/block_manager",
                  "engine/cache/prefixes", "engine/schedule/batch"],

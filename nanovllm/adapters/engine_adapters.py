@@ -1,7 +1,6 @@
 """EngineAdapters: an engine's adapters, from requests to slots."""
 
 import os
-from dataclasses import replace
 
 from nanovllm.adapters.adapter import Adapter
 from nanovllm.adapters.parts import parts_of
@@ -9,11 +8,10 @@ from nanovllm.adapters.place_command import PlaceAdapter
 from nanovllm.adapters.slot_table import AdapterSlotTable
 from nanovllm.adapters.store import AdapterStore
 from nanovllm.engine.errors import NotReadyError
-from nanovllm.engine.requests.adapters import Adapters
-from nanovllm.engine.requests.intake import Accepted
+from nanovllm.engine.features import Adapters
 from nanovllm.engine.run.model_runner import ModelRunner
 from nanovllm.engine.schedule.sequence import SequenceStatus
-from nanovllm.lora_request import LoRARequest, check_lora_request, named_adapters
+from nanovllm.lora_request import LoRARequest, named_adapters
 
 WAIT_SECONDS = 0.01
 
@@ -33,23 +31,9 @@ class EngineAdapters(Adapters):
     def _place(self, adapter: Adapter, slot: int) -> None:
         self._runner.everywhere(PlaceAdapter(slot, adapter.number, adapter.path))
 
-    def adapted(
-        self,
-        accepted: Accepted,
-        lora_request: LoRARequest | None,
-        known: dict[LoRARequest, Adapter] | None = None,
-    ) -> Accepted:
-        """A prompt with the adapter that it is computed with, which is read and checked."""
-        if (asked := check_lora_request(lora_request)) is None:
-            return accepted
-        known = {} if known is None else known
-        if asked not in known:
-            known[asked] = self.store.accept(asked)
-        return replace(accepted, adapter=known[asked])
-
-    def check(self, lora_request: LoRARequest) -> None:
-        """Read an adapter for requests to come; raises if it does not fit the model."""
-        self.store.accept(lora_request)
+    def read(self, lora_request: LoRARequest) -> Adapter:
+        """An adapter for requests to come; raises if it does not fit the model."""
+        return self.store.accept(lora_request)
 
     def named(self, name: str | None) -> LoRARequest | None:
         """The adapter of `lora_modules` with this name, if there is one."""

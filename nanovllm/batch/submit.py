@@ -63,9 +63,9 @@ def _submit_vectors(llm: LLM, asked: VectorRequest) -> Submitted:
     plan = llm.parts.vectors.planner.embed(*asked.arguments, **asked.options)
     adapter = llm.adapters.named(asked.model)
     known: dict[LoRARequest, Any] = {}
-    accepted = [llm.adapters.adapted(one, adapter, known) for one in plan.accepted]
+    accepted = [llm.intake.adapted(one, adapter, known) for one in plan.accepted]
     ids = [llm.enqueue(one) for one in accepted]
-    requests = [llm.unfinished[request_id] for request_id in ids]
+    requests = [llm.requests.unfinished[request_id] for request_id in ids]
 
     def body(_: str, __: list[RequestOutput]) -> dict[str, Any]:
         outputs = plan.outputs(requests)

@@ -42,7 +42,7 @@ class Beams:
         if concurrency_limit is not None:
             check_int("concurrency_limit", concurrency_limit, 1)
         given = prompt_list("prompts", prompts)
-        accepted = self.engine.accept_all([(prompt, STEP) for prompt in given], lora_request)
+        accepted = self.engine.intake.accept_all([(prompt, STEP) for prompt in given], lora_request)
         limit = concurrency_limit or max(1, len(accepted))
         outputs: list[BeamSearchOutput] = []
         bar = progress_bar(self.engine, len(accepted), "Searching") if use_tqdm else nullcontext()
@@ -86,11 +86,11 @@ class Beams:
         run_until_done(self.engine, ids, False, "")
         likely = []
         for request_id in ids:
-            seq = self.engine.finished[request_id].seqs[0]
+            seq = self.engine.requests.finished[request_id].seqs[0]
             check_no_error(seq)
             (entry,) = seq.parts.logprobs.generated(seq, seq.num_prompt_tokens)
             likely.append([(token_id, logprob) for token_id, logprob, _ in entry])
-            self.engine.drop_output(request_id)
+            self.engine.requests.drop_output(request_id)
         return likely
 
     def _output(

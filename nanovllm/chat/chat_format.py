@@ -29,6 +29,11 @@ class Turn:
     params: SamplingParams
     answer: AnswerFormat
 
+    @property
+    def asked(self) -> tuple[TokensPrompt, SamplingParams]:
+        """What a request is made of."""
+        return self.prompt, self.params
+
 
 class ChatFormat:
     """How the model of a tokenizer answers chats.

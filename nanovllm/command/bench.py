@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.bench.shapes import SHAPES
 from nanovllm.bench.workload import MAX_MODEL_LEN, Lengths
 from nanovllm.command import interrupts
-from nanovllm.command.field_options import SPECULATE, add_field_options, given_fields
+from nanovllm.command.field_options import EXAMPLES, add_field_options, given_fields
 from nanovllm.command.options import (
     UsageError,
     add_engine_options,
@@ -125,7 +125,8 @@ def _check(args: argparse.Namespace, shape: str | None) -> None:
     asked = given["speculative_config"]
     guesses = isinstance(asked, dict) and asked.get("method") not in ("grammar", "none")
     if given["acceptance"] is not None and not guesses:
-        raise UsageError(f"--acceptance needs drafts to accept: add {SPECULATE}")
+        example = EXAMPLES["speculative_config"]
+        raise UsageError(f"--acceptance needs drafts to accept: add {example}")
     if args.json is not None and args.json == args.profile:
         raise UsageError("--json and --profile must be different files")
 

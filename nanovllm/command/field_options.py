@@ -12,15 +12,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from nanovllm.option_names import option_name
-from nanovllm.speculative_config import SpeculativeConfig
-from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.checks import shorten
 from nanovllm.utils.json_text import parse_json
 from nanovllm.utils.option import NOTHING, Option, options_of
 
-# As a shell takes them.
-SPECULATE = """--speculative-config '{"method": "ngram"}'"""
-STRUCTURE = """--structured-outputs '{"choice": ["yes", "no"]}'"""
+# JSON as a shell takes it, for each option that is a dict.
+EXAMPLES = {
+    "speculative_config": """--speculative-config '{"method": "ngram"}'""",
+    "structured_outputs": """--structured-outputs '{"choice": ["yes", "no"]}'""",
+}
 
 
 def token_ids(text: str) -> list[int]:
@@ -60,8 +60,6 @@ READERS: dict[Any, tuple[Callable[[str], Any], str]] = {
     Iterable[int]: (token_ids, "ID,..."),
     Iterable[str]: (str, "TEXT"),
     Mapping[int, float]: (biases, "ID=BIAS,..."),
-    SpeculativeConfig: (json_reader(SPECULATE), "JSON"),
-    StructuredOutputs: (json_reader(STRUCTURE), "JSON"),
 }
 
 
@@ -115,7 +113,7 @@ def add_field_options(
             option_flag(kind, field.name),
             dest=option_name(kind, field.name),
             default=argparse.SUPPRESS,
-            **_parsing(field.type, described),
+            **_parsing(field.name, field.type, described),
         )
         # Set afterwards: some Python versions append a default of their own to a text given before.
         shown = _shown(field.type, described, default)
@@ -128,11 +126,13 @@ def given_fields(args: argparse.Namespace, kind: type) -> dict[str, Any]:
     return {name: getattr(args, given) for name, given in names.items() if given in args}
 
 
-def _parsing(annotation: Any, described: Option) -> dict[str, Any]:
+def _parsing(name: str, annotation: Any, described: Option) -> dict[str, Any]:
     """What argparse needs to parse an option of this type."""
     kind = _main_type(annotation)
     if kind is bool:
         return dict(action=argparse.BooleanOptionalAction)
+    if name in EXAMPLES:
+        return dict(type=json_reader(EXAMPLES[name]), metavar="JSON")
     read, metavar = READERS[kind]
     if described.rule.choices:
         metavar = "{" + ",".join(described.rule.choices) + "}"

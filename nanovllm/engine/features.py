@@ -1,19 +1,56 @@
 """Features: what rooms outside the core add to an engine. The engine imports none of them."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import Config
-from nanovllm.engine.requests.adapters import Adapters
-from nanovllm.engine.requests.parts import Constraints
-from nanovllm.engine.run.hidden_reader import HiddenReader
-from nanovllm.engine.run.model_runner import ModelRunner
-from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.start.parts import NO_PARTS, ShardParts
-from nanovllm.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+    from nanovllm.engine.errors import NotReadyError
+    from nanovllm.engine.requests.parts import Constraints
+    from nanovllm.engine.run.model_runner import ModelRunner
+    from nanovllm.engine.run.shard import Shard
+    from nanovllm.engine.schedule.admission import Admissions
+    from nanovllm.engine.schedule.scheduler import Scheduler
+    from nanovllm.engine.schedule.sequence import Sequence
+    from nanovllm.lora_request import LoRARequest
+    from nanovllm.models.config import ModelConfig
 
 ALONE = "{} needs the class LLM or AsyncLLM: an LLMEngine alone has no such room"
+
+
+class Adapters:
+    """The adapters of an engine. The base class has none: a request that names one is refused."""
+
+    admissions: "Admissions | None" = None  # None: every sequence may run
+
+    def read(self, lora_request: "LoRARequest") -> Any:  # noqa: ARG002
+        """An adapter for requests to come; raises if it does not fit the model."""
+        from nanovllm.lora_request import NOT_ENABLED
+
+        raise ValueError(NOT_ENABLED)
+
+    def named(self, name: str | None) -> "LoRARequest | None":  # noqa: ARG002
+        """The adapter of `lora_modules` with this name, if there is one."""
+        return None
+
+    def failures(self) -> dict[int, Exception]:
+        """Requests that wait for adapters that cannot be read, by id, and why."""
+        return {}
+
+    def wait(self) -> None:
+        """Wait a little while adapters are read: nothing else is to be done."""
+
+    def reset(self) -> None:
+        """Mark all slots as empty. For use after an interrupt; nothing runs."""
+
+    def refuse(self, reason: "NotReadyError | None") -> None:
+        """Read no adapters for this reason; with None, go on."""
+
+    def close(self) -> None:
+        """Read no more, and drop what is in the host's memory."""
 
 
 class Features:
@@ -23,7 +60,9 @@ class Features:
     request first asks for it.
     """
 
-    def shard_parts(self, config: Config, model_config: ModelConfig, tokenizer: Any) -> ShardParts:
+    def shard_parts(
+        self, config: "Config", model_config: "ModelConfig", tokenizer: Any
+    ) -> ShardParts:
         """What the options ask for on every rank. Here a ValueError, if they ask for a feature."""
         del model_config, tokenizer
         for option in ("speculative_config", "enable_lora", "enable_sleep_mode"):
@@ -31,15 +70,11 @@ class Features:
                 raise ValueError(ALONE.format(option))
         return NO_PARTS
 
-    def drafting(self, config: Config, shard: Shard) -> Drafting:  # noqa: ARG002
+    def drafting(self, config: "Config", shard: "Shard") -> Drafting:  # noqa: ARG002
         """How steps get drafts, by the options and rank 0's started shard."""
         return Drafting()
 
-    def forced_drafting(self, shard: Shard) -> Drafting:  # noqa: ARG002
-        """How steps get the tokens that constraints force, if the options do not say it."""
-        return Drafting()
-
-    def adapters(self, runner: ModelRunner) -> Adapters:  # noqa: ARG002
+    def adapters(self, runner: "ModelRunner") -> Adapters:  # noqa: ARG002
         """The adapters of requests."""
         return Adapters()
 
@@ -48,7 +83,7 @@ class Features:
         tokenizer: Any,  # noqa: ARG002
         vocab_size: int,  # noqa: ARG002
         eos_token_ids: Iterable[int],  # noqa: ARG002
-    ) -> Constraints:
+    ) -> "Constraints":
         """What makes constraints of `structured_outputs`."""
         raise ValueError(ALONE.format("structured_outputs"))
 
@@ -56,9 +91,10 @@ class Features:
         """What keeps the hidden states of generated tokens, and of a prompt of this length."""
         raise ValueError(ALONE.format("hidden_states"))
 
-    def hidden_reader(self) -> HiddenReader:
-        """What reads the hidden states of steps for keepers."""
-        raise ValueError(ALONE.format("hidden states"))
+    def prepare(
+        self, seq: "Sequence", config: "Config", scheduler: "Scheduler", runner: "ModelRunner"
+    ) -> None:
+        """Add to an engine what this new sequence is the first to need."""
 
 
 NO_FEATURES = Features()

@@ -66,7 +66,7 @@ NAMES = Rule(_check_names, "a list of different texts")
 ORIGINS = Rule(_check_origins, "* or a list like https://example.com")
 
 
-@by_name("server option", {})
+@by_name("server option")
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
     """Options of the server; docs/serving.md explains them."""

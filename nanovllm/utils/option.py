@@ -78,11 +78,13 @@ class OtherName:
             raise ValueError(f"{name}={shorten(value)}: {self.why.replace('`', '')}")
 
 
-def by_name(what: str, other_names: Mapping[str, OtherName]) -> Callable[[type[T]], type[T]]:
+def by_name(
+    what: str, other_names: Callable[[], Mapping[str, OtherName]] = dict
+) -> Callable[[type[T]], type[T]]:
     """A decorator that lets the constructor of a frozen dataclass take `other_names` too.
 
-    An unknown name and an assignment to a field are errors that say what to do. They call a field
-    `what`.
+    These are asked for where a name is not a field's. An unknown name and an assignment to a field
+    are errors that say what to do. They call a field `what`.
     """
 
     def decorate(kind: type[T]) -> type[T]:
@@ -106,15 +108,18 @@ def by_name(what: str, other_names: Mapping[str, OtherName]) -> Callable[[type[T
 
 
 def _own_names(
-    what: str, fields: Collection[str], other_names: Mapping[str, OtherName], given: dict[str, Any]
+    what: str,
+    fields: Collection[str],
+    other_names: Callable[[], Mapping[str, OtherName]],
+    given: dict[str, Any],
 ) -> dict[str, Any]:
     """The `given` values by the names of their fields."""
     own: dict[str, Any] = {}
     for name, value in given.items():
-        other = other_names.get(name)
+        other = None if name in fields else other_names().get(name)
         field = name if other is None else other.ours
         if other is None and name not in fields:
-            others = [other for other in other_names if abs(len(other) - len(name)) < 4]
+            others = [other for other in other_names() if abs(len(other) - len(name)) < 4]
             hint = did_you_mean(name, fields) or did_you_mean(name, others)
             raise TypeError(f"unknown {what} {name!r}{hint or '; there are ' + ', '.join(fields)}")
         if field is None:

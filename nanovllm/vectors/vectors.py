@@ -71,7 +71,7 @@ class Vectors:
         adapters = lora_requests(lora_request, len(plan.accepted))
         known: dict[LoRARequest, Any] = {}
         pairs = zip(plan.accepted, adapters, strict=True)
-        accepted = [self.engine.adapters.adapted(*pair, known) for pair in pairs]
+        accepted = [self.engine.intake.adapted(*pair, known) for pair in pairs]
         return self._compute(plan, accepted, use_tqdm)
 
     @exclusive
@@ -79,19 +79,20 @@ class Vectors:
         self, plan: VectorPlan[Output], accepted: list[Accepted], use_tqdm: bool
     ) -> list[Output]:
         """Compute the prompts and make the outputs: of a step's prompts during the next step."""
+        requests = self.engine.requests
         ids = [self.engine.enqueue(one) for one in accepted]
         made: dict[int, Output] = {}
 
         def make(done: Iterable[int]) -> None:
-            requests = {request_id: self.engine.finished[request_id] for request_id in done}
-            made.update(zip(requests, plan.outputs([*requests.values()]), strict=True))
+            ended = {request_id: requests.finished[request_id] for request_id in done}
+            made.update(zip(ended, plan.outputs([*ended.values()]), strict=True))
 
         when_done = make if plan.is_by_one else None
         run_until_done(self.engine, ids, use_tqdm, "Computing prompts", when_done)
         if plan.is_by_one:
             outputs = [made[request_id] for request_id in ids]
         else:
-            outputs = plan.outputs([self.engine.finished[request_id] for request_id in ids])
+            outputs = plan.outputs([requests.finished[request_id] for request_id in ids])
         for request_id in ids:
-            self.engine.drop_output(request_id)
+            requests.drop_output(request_id)
         return outputs

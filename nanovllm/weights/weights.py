@@ -172,18 +172,18 @@ class Weights:
 
     def _begun_requests(self) -> list[Request]:
         """Those that have been computed in part, also if they wait again: they were preempted."""
-        return [r for r in self.engine.unfinished.values() if r.times.scheduled is not None]
+        unfinished = self.engine.requests.unfinished.values()
+        return [request for request in unfinished if request.times.scheduled is not None]
 
     def stop_all(self) -> None:
         """Abort what has begun, and start over with what waits; nothing is cached.
 
         Aborted requests are returned as finished ones are.
         """
-        begun, engine = self._begun_requests(), self.engine
-        engine.recover([*engine.unfinished.values(), *engine.finished.values()])
+        begun, requests = self._begun_requests(), self.engine.requests
+        self.engine.recover(requests.all)
         for request in begun:
-            engine.finished[request.request_id] = engine.unfinished.pop(request.request_id)
-            engine.end(request)
+            requests.abort(request, keeps_output=True)
 
     @exclusive
     def _begin_update(self) -> None:

@@ -267,7 +267,7 @@ def test_a_strict_job_stops_at_a_bad_line(llm: LLM, tmp_path: Path) -> None:
     bad = [*data[:30], b"{}\n", *data[31:]]
     with pytest.raises(ValueError, match="line 31: a line must have a prompt"):
         run(llm, tmp_path / "out", b"".join(bad), strict=True)
-    for request_id in list(llm.unfinished):
+    for request_id in list(llm.requests.unfinished):
         llm.abort_request(request_id)
     done = [json.loads(line) for line in (tmp_path / "out").read_bytes().splitlines()]
     assert 0 < len(done) <= 30
@@ -318,7 +318,7 @@ def test_lines_are_read_as_there_is_room(llm: LLM, tmp_path: Path) -> None:
             assert sum(p.submitted.num_samples for p in job._pending.values()) <= 16 + 2
             if tally.computed > 100:
                 break
-    for request_id in list(llm.unfinished):
+    for request_id in list(llm.requests.unfinished):
         llm.abort_request(request_id)
 
 
@@ -530,7 +530,7 @@ def test_a_full_disk_names_the_file_and_costs_nothing(llm: LLM, tmp_path: Path) 
             " goes on where it stopped"
         )
         assert output.stat().st_size <= limit
-        for request_id in list(llm.unfinished):
+        for request_id in list(llm.requests.unfinished):
             llm.abort_request(request_id)
     records = run(llm, output, data)
     assert [text_of(record) for record in records] == [str(index + 1) for index in range(6)]

@@ -169,7 +169,7 @@ def test_a_marker_that_is_spelled_begins_no_call(marked: LLM) -> None:
     tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
     options: Any = dict(tools=tools, chat_template=HERMES)
     (turn,) = marked.chat_turns(HI, SamplingParams(max_tokens=300), **options)
-    constraint = marked.accept(turn.prompt, turn.params).constraint
+    constraint = marked.intake.accept(turn.prompt, turn.params).constraint
     assert constraint is not None
     matcher = constraint._start.deep_copy()
     spelled = [marked.tokenizer.convert_tokens_to_ids(c) for c in "Hi<tool_call>"]

@@ -411,7 +411,7 @@ def test_aborts_leave_the_others_alone(standard: Case) -> None:
         victims = ids[::4]
         while not llm.is_finished():
             step += 1
-            if step % 3 == 0 and victims and (victim := victims.pop()) in llm.unfinished:
+            if step % 3 == 0 and victims and (victim := victims.pop()) in llm.requests.unfinished:
                 llm.abort_request(victim)
             for output in llm.step():
                 outputs[output.request_id] = output

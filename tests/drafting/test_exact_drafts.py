@@ -429,7 +429,7 @@ def test_aborts_between_steps_leave_the_others_alone(standard: Case) -> None:
         victims = ids[::4]
         while not llm.is_finished():
             step += 1
-            if step % 3 == 0 and victims and (victim := victims.pop()) in llm.unfinished:
+            if step % 3 == 0 and victims and (victim := victims.pop()) in llm.requests.unfinished:
                 tokens = llm.abort_request(victim).token_ids
                 assert tokens == standard.expected[ids.index(victim)][: len(tokens)]
             for output in llm.step():

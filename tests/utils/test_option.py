@@ -1,6 +1,7 @@
 """Options: defaults are allowed values, and other values are checked."""
 
 import dataclasses
+import typing
 from typing import Any
 
 import pytest
@@ -33,3 +34,9 @@ def test_a_value_that_equals_the_default_but_is_another_is_checked() -> None:
     assert type(SamplingParams(temperature=1).temperature) is float
     with pytest.raises(TypeError, match="temperature"):
         SamplingParams(temperature=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_types_of_options_can_be_read(kind: Any) -> None:
+    """Also of an option with a class of its own, in a module that is loaded late."""
+    assert typing.get_type_hints(kind).keys() == options_of(kind).keys()

@@ -90,7 +90,7 @@ def test_pooled_states_are_those_of_transformers(
     with make_llm(model_dir, **REGIMES[regime]) as llm:
         for pooling in (*POOLINGS, *POOLINGS):  # again, with what is cached
             check(llm, prompts, expected, pooling)
-        assert not llm._begun and not llm.unfinished and not llm.finished
+        assert not llm.requests._begun and not llm.requests.unfinished and not llm.requests.finished
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -127,7 +127,7 @@ def test_vectors_are_made_while_other_prompts_are_computed(
     with make_llm(model_dir, **options) as llm:
 
         def recorded(requests: list[Any], *options: Any) -> Any:
-            made.append((len(requests), len(llm.unfinished), llm._launched is not None))
+            made.append((len(requests), len(llm.requests.unfinished), llm._launched is not None))
             return embeddings(requests, *options)
 
         embeddings = plans._embeddings
@@ -141,7 +141,7 @@ def test_vectors_are_made_while_other_prompts_are_computed(
             assert output.prompt_token_ids == prompt
             error = torch.tensor(output.embedding) - F.normalize(states[-1], dim=-1)
             assert error.abs().max() < MAX_ERROR
-        assert llm.embed([], use_tqdm=False) == [] and not llm.finished
+        assert llm.embed([], use_tqdm=False) == [] and not llm.requests.finished
 
 
 def test_two_ranks_give_the_states_of_one(model_dir: Path, expected: list[torch.Tensor]) -> None:
@@ -335,7 +335,7 @@ def test_no_vector_is_made_of_a_part_of_a_prompt(model_dir: Path) -> None:
     """Its request is aborted while weights are replaced."""
     with make_llm(model_dir, max_num_batched_tokens=16) as llm:
         plan = llm.parts.vectors.planner.encode([[1] * 40], "mean")
-        request = llm.unfinished[llm.enqueue(plan.accepted[0])]
+        request = llm.requests.unfinished[llm.enqueue(plan.accepted[0])]
         llm.step()
         llm.reload_weights(running="abort")
         with pytest.raises(NotReadyError, match="a request was aborted before"):
@@ -355,7 +355,7 @@ def test_an_interrupt_leaves_no_request(llm: LLM, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(KeyboardInterrupt):
         llm.encode([[1] * 500] * 60, use_tqdm=False)
     monkeypatch.undo()
-    assert llm.is_finished() and not llm._begun
+    assert llm.is_finished() and not llm.requests._begun
     audit_at_rest(llm)
     assert len(llm.embed("a", use_tqdm=False)) == 1
 
@@ -386,33 +386,33 @@ def test_random_walks_beside_requests_that_generate(
         pools: dict[int, KeptStates] = {}
         done = 0
         for _ in range(250):
-            if rng.random() < 0.5 and len(llm.unfinished) < 16:
+            if rng.random() < 0.5 and len(llm.requests.unfinished) < 16:
                 index, pooling = rng.randrange(len(prompts)), rng.choice(POOLINGS)
                 params = dataclasses.replace(
                     GREEDY, priority=rng.randrange(3), max_tokens=rng.choice([5, 30])
                 )
-                accepted = llm.accept(prompts[index], params)
+                accepted = llm.intake.accept(prompts[index], params)
                 if rng.random() < 0.6:
                     pool = KeptStates(pooling, len(prompts[index]))
                     request_id = llm.enqueue(dataclasses.replace(accepted, keeper=pool))
                     wanted[request_id], pools[request_id] = (index, pooling), pool
                 else:
                     llm.enqueue(accepted)
-            if llm.unfinished and rng.random() < 0.05:
-                llm.abort_request(rng.choice([*llm.unfinished]))
+            if llm.requests.unfinished and rng.random() < 0.05:
+                llm.abort_request(rng.choice([*llm.requests.unfinished]))
             if rng.random() < 0.03:
-                llm.recover([*llm.unfinished.values(), *llm.finished.values()])
-            if llm.unfinished:
-                llm.run_step()
+                llm.recover(llm.requests.all)
+            if llm.requests.unfinished:
+                llm.alone(llm.advance)
             llm.scheduler.audit()
-            for request_id in [*llm.finished]:
+            for request_id in [*llm.requests.finished]:
                 if request_id in wanted:
                     index, pooling = wanted[request_id]
                     result = torch.from_numpy(pools[request_id].result)
                     error = result - pooled(expected[index], pooling)
                     assert error.abs().max() < MAX_ERROR
-                    assert not llm.finished[request_id].seqs[0].output_token_ids
+                    assert not llm.requests.finished[request_id].seqs[0].output_token_ids
                     done += 1
-                llm.drop_output(request_id)
+                llm.requests.drop_output(request_id)
         assert done > 5
         assert llm.stats().num_preemptions > 10

@@ -287,7 +287,7 @@ def test_requests_that_were_preempted_have_begun(models: Callable[[str, int], Pa
     with make_llm(models("plain", 0), max_num_batched_tokens=16) as llm:
         llm.add_request(IDS[2], SamplingParams(prompt_logprobs=0, max_tokens=1))
         llm.step()
-        llm.scheduler.restart(seq for r in llm.unfinished.values() for seq in r.unfinished)
+        llm.scheduler.restart(seq for r in llm.requests.unfinished.values() for seq in r.unfinished)
         with pytest.raises(NotReadyError, match="update_weights while 1 request is running"):
             llm.update_weights({})
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanovllm.config import MAX_WAITING, Config
 from nanovllm.engine.errors import EngineEndedError
-from nanovllm.engine.features import NO_FEATURES, Features
+from nanovllm.engine.features import NO_FEATURES, Adapters, Features
 from nanovllm.engine.remote.connection import EngineConnection
 from nanovllm.engine.remote.messages import Event
 from nanovllm.engine.remote.open_request import OpenRequest
@@ -62,7 +62,10 @@ class AsyncEngine:
             self.connection.process.close()
             raise
         self.open_requests = RequestTable(self.connection, self.config.max_num_seqs, max_waiting)
-        self.intake = Intake(self.config, self.model_config, self.tokenizer, self.features)
+        # Adapters are the other process's.
+        self.intake = Intake(
+            self.config, self.model_config, self.tokenizer, self.features, Adapters()
+        )
         self.readers = Readers()
 
     @contextlib.asynccontextmanager

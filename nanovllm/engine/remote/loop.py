@@ -145,13 +145,13 @@ class EngineLoop:
         """Serve until the caller ends it."""
         while self._take_commands():
             if self._can_step:
-                self._engine.run_step()
+                self._engine.alone(self._engine.advance)
                 self._report()
         self._compilers.shutdown(wait=False, cancel_futures=True)
 
     @property
     def _can_step(self) -> bool:
-        return bool(self._engine.unfinished) and self._engine.refusal is None
+        return bool(self._engine.requests.unfinished) and self._engine.refusal is None
 
     def _take_commands(self) -> bool:
         """Do what was asked for; without requests to compute, wait for it. False: quit."""
@@ -238,7 +238,7 @@ class EngineLoop:
         try:
             token_ids = array("i", command.token_ids).tolist()
             asked = command.wanted, command.lora_request
-            return self._engine.accept(token_ids, _whole_params(command), *asked)
+            return self._engine.intake.accept(token_ids, _whole_params(command), *asked)
         except (NotReadyError, TypeError, ValueError) as error:
             return error
 
@@ -247,13 +247,14 @@ class EngineLoop:
             self._outbox.send([RequestRefused(number, accepted)])
             return
         request_id = self._engine.enqueue(accepted)
-        self._followed[number] = ReportedRequest(number, self._engine.unfinished[request_id])
+        request = self._engine.requests.unfinished[request_id]
+        self._followed[number] = ReportedRequest(number, request)
         self._numbers[request_id] = number
 
     def _stop(self, command: StopSample) -> None:
         followed = self._followed.get(command.number)
         if followed is not None and not followed.ended[command.sample]:
-            self._engine.stop_sample(followed.request, command.sample)
+            self._engine.alone(self._engine.requests.stop, followed.request, command.sample)
             self._report()
 
     def _report(self) -> None:
@@ -262,7 +263,7 @@ class EngineLoop:
         events: list[Event] = []
         ended = []
         running = dict.fromkeys(seq.request_id for seq in self._engine.scheduler.running)
-        for request_id in (*running, *(self._engine.finished.keys() - running.keys())):
+        for request_id in (*running, *(self._engine.requests.finished.keys() - running.keys())):
             followed = self._followed[self._numbers[request_id]]
             events += followed.progress(tokens)
             if not followed.request.unfinished:
@@ -270,7 +271,7 @@ class EngineLoop:
                 ended.append(followed)
         for followed in ended:
             del self._followed[followed.number], self._numbers[followed.request.request_id]
-            self._engine.drop_output(followed.request.request_id)
+            self._engine.requests.drop_output(followed.request.request_id)
         if tokens.numbers:
             events.append(tokens)
         if events:

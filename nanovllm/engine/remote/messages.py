@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple
 
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.requests.logprobs import LikelyToken
+from nanovllm.engine.requests.measures import RequestTimes
 from nanovllm.engine.requests.parts import Keeper, Wanted
-from nanovllm.engine.requests.timing import RequestTimes
 from nanovllm.lora_request import LoRARequest
 from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import FinishReason

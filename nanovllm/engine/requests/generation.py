@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.requests.intake import Accepted, check_whole
 from nanovllm.engine.requests.stream import Stream
-from nanovllm.lora_request import LoRARequests
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.prompts import prompt_list
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_bool, shorten
 
 if TYPE_CHECKING:
+    from nanovllm.lora_request import LoRARequests
     from nanovllm.utils.bar import Bar
 
 
 def accept_prompts(
-    engine: LLMEngine, prompts: Any, sampling_params: Any, lora_request: LoRARequests
+    engine: LLMEngine, prompts: Any, sampling_params: Any, lora_request: "LoRARequests"
 ) -> list[Accepted]:
     """Check and encode all prompts, before any is queued."""
     items = prompt_list("prompts", prompts)
     params = params_list(sampling_params, len(items))
-    return engine.accept_all([*zip(items, params, strict=True)], lora_request)
+    return engine.intake.accept_all([*zip(items, params, strict=True)], lora_request)
 
 
 def params_list(params: Any, num_prompts: int) -> list[Any]:
@@ -52,7 +52,7 @@ def complete(engine: LLMEngine, accepted: list[Accepted], use_tqdm: bool) -> lis
 def _complete(engine: LLMEngine, accepted: list[Accepted], use_tqdm: bool) -> list[RequestOutput]:
     ids = [engine.enqueue(one) for one in accepted]
     run_until_done(engine, ids, use_tqdm, "Generating")
-    return engine.claim(ids)
+    return engine.requests.claim(ids, engine.tokenizer)
 
 
 def stream(engine: LLMEngine, accepted: list[Accepted]) -> Generator[StreamEvent, None, None]:
@@ -84,15 +84,16 @@ def _enqueue_all(engine: LLMEngine, accepted: list[Accepted]) -> list[int]:
 
 def _step(engine: LLMEngine, stream: Stream) -> list[StreamEvent]:
     """Run a step and return its events. No step runs if another call's step ended a request."""
-    if stream.open.keys() <= engine.unfinished.keys():
+    requests = engine.requests
+    if stream.open.keys() <= requests.unfinished.keys():
         engine.advance()
     events: list[StreamEvent] = []
     for request_id in list(stream.open):
-        request = engine.unfinished.get(request_id) or engine.finished.get(request_id)
+        request = requests.unfinished.get(request_id) or requests.finished.get(request_id)
         events += stream.events(request_id, request)
-        if request_id not in engine.unfinished:
+        if request_id not in requests.unfinished:
             del stream.open[request_id]
-            engine.drop_output(request_id)
+            requests.drop_output(request_id)
     return events
 
 
@@ -111,7 +112,7 @@ def run_until_done(
     with _bar(engine, len(ids), description) if use_tqdm and ids else nullcontext() as bar:
         while pending:
             engine.advance()
-            done = pending & engine.finished.keys()
+            done = pending & engine.requests.finished.keys()
             pending -= done
             if done and when_done is not None:
                 when_done(done)

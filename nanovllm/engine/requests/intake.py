@@ -1,24 +1,27 @@
 """Intake: checks what users ask for against the model, and makes requests of it."""
 
-from dataclasses import dataclass
-from typing import Any
+import functools
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.requests.logprobs import Logprobs
 from nanovllm.engine.requests.output_text import OutputText
-from nanovllm.engine.requests.parts import Constraint, Constraints, Keeper, RequestParts, Wanted
-from nanovllm.engine.requests.processors import Processors
 from nanovllm.engine.requests.request import Request
-from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
 from nanovllm.models.bare import NO_HEAD
 from nanovllm.models.config import ModelConfig
 from nanovllm.prompts import Prompt, split_prompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.checks import as_list, check_int, check_text, shorten
+
+if TYPE_CHECKING:
+    from nanovllm.engine.features import Adapters, Features
+    from nanovllm.engine.requests.extras import Extras
+    from nanovllm.engine.requests.parts import Constraint, Keeper, Wanted
+    from nanovllm.lora_request import LoRARequest, LoRARequests
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +36,29 @@ class Accepted:
     token_ids: list[int]
     text: str | None
     params: SamplingParams
-    constraint: Constraint | None
+    constraint: "Constraint | None"
     bad_words: tuple[tuple[int, ...], ...] = ()
-    keeper: Keeper | None = None
+    keeper: "Keeper | None" = None
     adapter: Any = None
 
     @property
-    def wanted(self) -> Wanted | None:
+    def wanted(self) -> "Wanted | None":
         """What the keeper is for, if there is one."""
         return None if self.keeper is None else self.keeper.asked
 
 
 class Intake:
-    """Knows the model's vocabulary and length, and its tokenizer if it has one."""
+    """Knows the model's vocabulary and length, its tokenizer if it has one, and its adapters."""
 
     def __init__(
         self,
         config: EngineConfig,
         model_config: ModelConfig,
         tokenizer: Any,
-        makers: RequestParts,
+        features: "Features",
+        adapters: "Adapters",
     ) -> None:
-        self.tokenizer, self._makers = tokenizer, makers
+        self.tokenizer, self._features, self._adapters = tokenizer, features, adapters
         self.vocab_size = model_config.vocab_size
         self.max_model_len = config.max_model_len
         self.seed = config.seed
@@ -65,20 +69,63 @@ class Intake:
         # The ids that the model can produce; a tokenizer may have more.
         self.eos_token_ids = frozenset(i for i in eos_token_ids if i < self.vocab_size)
         self._num_requests = 0
-        self._constraints: Constraints | None = None  # when one is first asked for
 
     def accept(
-        self, prompt: Prompt, params: SamplingParams, wanted: Wanted | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        wanted: "Wanted | None" = None,
+        lora_request: "LoRARequest | None" = None,
     ) -> Accepted:
-        """Encode the prompt, compile a constraint. What does not fit the model raises.
+        """Encode the prompt, compile a constraint, read an adapter. What does not fit raises.
 
         With `wanted`, the prompt is computed for that, and nothing is generated.
         """
+        return self.adapted(self._accept(prompt, params, wanted), lora_request)
+
+    def accept_all(
+        self, asked: Collection[tuple[Prompt, SamplingParams]], lora_request: "LoRARequests"
+    ) -> list[Accepted]:
+        """Accept prompts with their parameters; an error names the prompt that it is about."""
+        accepted, adapters = [], _one_each(lora_request, len(asked))
+        known: dict[LoRARequest, Any] = {}
+        for index, (prompt, params) in enumerate(asked):
+            try:
+                one = self._accept(prompt, params)
+                accepted.append(self.adapted(one, adapters[index], known))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"prompts[{index}]: {error}") from None
+        return accepted
+
+    def adapted(
+        self,
+        accepted: Accepted,
+        lora_request: "LoRARequest | None",
+        known: "dict[LoRARequest, Any] | None" = None,
+    ) -> Accepted:
+        """A prompt with the adapter that it is computed with, which is read and checked.
+
+        `known` has the adapters of the call's prompts so far: files of each are read once.
+        """
+        if lora_request is None:
+            return accepted
+        from nanovllm.lora_request import check_lora_request
+
+        check_lora_request(lora_request)
+        known = {} if known is None else known
+        if lora_request not in known:
+            known[lora_request] = self._adapters.read(lora_request)
+        return replace(accepted, adapter=known[lora_request])
+
+    def _accept(
+        self, prompt: Prompt, params: SamplingParams, wanted: "Wanted | None" = None
+    ) -> Accepted:
         if not self.has_head and (wanted is None or wanted.labels):
             raise ValueError(NO_HEAD)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be a SamplingParams, got {shorten(params)}")
-        self._check_params(params)
+        if (extras := self._extras_of(params)) is not None:
+            extras.check(params)
         source, text = split_prompt(prompt)
         token_ids = self._tokenize(source) if isinstance(source, str) else as_list("prompt", source)
         if params.truncate_prompt_tokens is not None:
@@ -96,9 +143,10 @@ class Intake:
                 f"min_tokens must be at most {room} (max_model_len={self.max_model_len} less"
                 f" {len(token_ids)} prompt tokens), got {params.min_tokens}"
             )
-        bad_words = self._bad_words(params)
+        bad_words = () if extras is None else extras.bad_words(params)
+        constraint = None if extras is None else extras.constraint(params)
         keeper = None if wanted is None else wanted.keeper(len(token_ids))
-        return Accepted(token_ids, text, params, self._constraint(params), bad_words, keeper)
+        return Accepted(token_ids, text, params, constraint, bad_words, keeper)
 
     def request(self, accepted: Accepted, streams: bool) -> Request:
         """Make a request of what `accept` returned. If it `streams`, its text is followed."""
@@ -123,88 +171,37 @@ class Intake:
 
     def _parts(self, accepted: Accepted, index: int, streams: bool) -> SequenceParts:
         """What the features of a request keep for a sample."""
-        params = accepted.params
-        tokenizer = self.tokenizer if params.detokenize else None
-        return SequenceParts(
-            text=OutputText(tokenizer, params) if streams or params.stop else None,
-            counts=TokenCounts() if params.penalizes else None,
-            constraint=accepted.constraint and accepted.constraint.copy(),
-            processors=Processors(calls) if (calls := params.logits_processors) else None,
-            bad_words=accepted.bad_words,
-            logprobs=_logprobs(accepted, index),
-            keeper=accepted.keeper or self._keeper(accepted, index),
-            adapter=accepted.adapter,
-        )
+        params, parts = accepted.params, SequenceParts()
+        if (extras := self._extras_of(params)) is not None:
+            parts = extras.parts(params, accepted.constraint, len(accepted.token_ids), index)
+            parts.bad_words = accepted.bad_words
+        if streams or params.stop:
+            parts.text = OutputText(self.tokenizer if params.detokenize else None, params)
+        parts.keeper = accepted.keeper or parts.keeper
+        parts.adapter = accepted.adapter
+        return parts
 
-    def _keeper(self, accepted: Accepted, index: int) -> Any:
-        """What keeps the hidden states of a sample, if the request asks for them."""
-        if not accepted.params.hidden_states:
-            return None
-        return self._makers.keeper(len(accepted.token_ids), keeps_prompt=index == 0)
+    def _extras_of(self, params: SamplingParams) -> "Extras | None":
+        """What checks and makes the extras of parameters; None if they ask for none."""
+        return self._extras if asks_more(params) else None
 
-    def _check_params(self, params: SamplingParams) -> None:
-        """Check what depends on the model and its tokenizer."""
-        last = self.vocab_size - 1
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(params, name) is not None:
-                check_int(name, getattr(params, name), 0, last + 1)
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            check_int(f"{name}: a token id", max(getattr(params, name) or (0,)), 0, last)
-        for name in ("bad_words", "stop"):
-            if getattr(params, name) and self.tokenizer is None:
-                raise ValueError(
-                    f"{name}: there is no text, as the model directory has no tokenizer; pass"
-                    " tokenizer=... when the engine is made"
-                )
-        if params.allowed_token_ids is not None:
-            self._check_allowed(params)
+    @functools.cached_property
+    def _extras(self) -> "Extras":
+        from nanovllm.engine.requests.extras import Extras
 
-    def _longest(self, wanted: Wanted | None) -> tuple[int, str]:
+        return Extras(self.tokenizer, self.vocab_size, self.eos_token_ids, self._features)
+
+    def _longest(self, wanted: "Wanted | None") -> tuple[int, str]:
         """The most tokens of a prompt, and why: one less than the model's if tokens follow."""
         less, why = (0, "") if wanted else (1, " less one to generate")
         return self.max_model_len - less, f"max_model_len={self.max_model_len}{why}"
 
-    def _num_kept(self, asked: int, wanted: Wanted | None) -> int:
+    def _num_kept(self, asked: int, wanted: "Wanted | None") -> int:
         """How many of a prompt's last tokens `truncate_prompt_tokens` keeps."""
         most, why = self._longest(wanted)
         if asked > most:
             raise ValueError(f"truncate_prompt_tokens must be at most {most} ({why}), got {asked}")
         return most if asked == -1 else asked
-
-    def _constraint(self, params: SamplingParams) -> Constraint | None:
-        """What `structured_outputs` ask for, if anything; raises if it is wrong."""
-        asked = params.structured_outputs
-        if asked is None:
-            return None
-        assert isinstance(asked, StructuredOutputs)
-        if self._constraints is None:
-            self._constraints = self._makers.constraints(
-                self.tokenizer, self.vocab_size, self.eos_token_ids
-            )
-        return self._constraints.constraint(asked, () if params.ignore_eos else self.eos_token_ids)
-
-    def _check_allowed(self, params: SamplingParams) -> None:
-        """Refuse a list in which no token may come first."""
-        left = set(params.allowed_token_ids or ())
-        if params.min_tokens:
-            left -= set() if params.ignore_eos else self.eos_token_ids
-            left -= set(params.stop_token_ids or ())
-        left -= {ids[0] for ids in self._bad_words(params) if len(ids) == 1}
-        if not left:
-            raise ValueError(
-                "allowed_token_ids must hold more than bad_words, and with min_tokens more than"
-                f" tokens that stop, got {shorten(params.allowed_token_ids)}"
-            )
-
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The token ids of bad words, both at the start of a text and after another word.
-
-        Words with ids outside the model's vocabulary cannot come, and are left out.
-        """
-        texts = (start + word.lstrip(" ") for word in params.bad_words or () for start in ("", " "))
-        encoded = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        size = self.vocab_size
-        return tuple(dict.fromkeys(ids for ids in encoded if ids and max(ids) < size))
 
     def _tokenize(self, text: str) -> list[int]:
         if self.tokenizer is None:
@@ -217,6 +214,20 @@ class Intake:
         return token_ids
 
 
+def asks_more(params: SamplingParams) -> bool:
+    """Whether parameters have more than plain sampling needs: lists, words, reports, callables."""
+    return (
+        params.penalizes
+        or params.logprobs is not None
+        or params.prompt_logprobs is not None
+        or params.allowed_token_ids is not None
+        or params.structured_outputs is not None
+        or params.hidden_states
+        or any((params.stop, params.stop_token_ids, params.logit_bias, params.bad_words))
+        or bool(params.logits_processors)
+    )
+
+
 def check_whole(params: SamplingParams) -> None:
     """Raise if what is asked for is in whole outputs alone, and not in the events of a stream."""
     if params.hidden_states:
@@ -225,10 +236,10 @@ def check_whole(params: SamplingParams) -> None:
         )
 
 
-def _logprobs(accepted: Accepted, index: int) -> Logprobs | None:
-    """What keeps log-probabilities, if they are asked for. The first sample has the prompt's."""
-    params = accepted.params
-    if params.logprobs is None and params.prompt_logprobs is None:
-        return None
-    asks = params.prompt_logprobs is not None and index == 0
-    return Logprobs(len(accepted.token_ids) if asks else 0)
+def _one_each(lora_request: "LoRARequests", num_prompts: int) -> "list[LoRARequest | None]":
+    """One adapter or None for each prompt."""
+    if lora_request is None:
+        return [None] * num_prompts
+    from nanovllm.lora_request import lora_requests
+
+    return lora_requests(lora_request, num_prompts)

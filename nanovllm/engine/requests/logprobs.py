@@ -1,6 +1,9 @@
 """Logprobs: the log-probabilities of a sequence's tokens, kept as they arrive from the device."""
 
+from typing import Any
+
 from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.outputs import TokenLogprob
 
 LikelyToken = tuple[int, float, int]  # a token id, its log-probability, and its rank
 
@@ -30,3 +33,27 @@ class Logprobs:
     def generated(self, seq: Sequence, start: int) -> list[list[LikelyToken]]:
         """The entries of the known tokens from index `start` on."""
         return [self._generated[index] for index in range(start, seq.num_known_tokens)]
+
+    def since(self, seq: Sequence, start: int, tokenizer: Any) -> list[list[TokenLogprob]]:
+        """Those of the known tokens from index `start` on, as outputs have them."""
+        tokenizer = tokenizer if seq.params.detokenize else None
+        return [_with_texts(entry, tokenizer) for entry in self.generated(seq, start)]
+
+    def of_prompt(self, tokenizer: Any) -> list[list[TokenLogprob] | None]:
+        """Those of the prompt's tokens, as outputs have them; None for the first one."""
+        return [None, *(_with_texts(entry, tokenizer) for entry in self.prompt)]
+
+
+def _with_texts(entry: list[LikelyToken], tokenizer: Any) -> list[TokenLogprob]:
+    return [
+        TokenLogprob(token_id=i, text=_token_text(i, tokenizer), logprob=logprob, rank=rank)
+        for i, logprob, rank in entry
+    ]
+
+
+def _token_text(token_id: int, tokenizer: Any) -> str:
+    """The text of a single token; a part of a character is U+FFFD."""
+    if tokenizer is None:
+        return ""
+    text: str = tokenizer.decode([token_id], skip_special_tokens=False)
+    return text

@@ -1,7 +1,7 @@
 """What features add to requests: constraints, and keepers of hidden states."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from nanovllm.engine.schedule.sequence import Follower
 from nanovllm.structured_outputs import StructuredOutputs
@@ -42,15 +42,3 @@ class Wanted(Protocol):
 
     def keeper(self, num_tokens: int) -> Keeper:
         """What keeps it for a prompt of this length."""
-
-
-class RequestParts(Protocol):
-    """Makes the parts of requests when one is first asked for."""
-
-    def constraints(
-        self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]
-    ) -> Constraints:
-        """What makes constraints of `structured_outputs`."""
-
-    def keeper(self, num_tokens: int, keeps_prompt: bool) -> Any:
-        """What keeps the hidden states of generated tokens, and of a prompt of this length."""

@@ -3,12 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm.engine.requests.logprobs import LikelyToken
+from nanovllm.engine.requests.measures import RequestMeter, RequestTimes
 from nanovllm.engine.requests.output_text import text_end
-from nanovllm.engine.requests.timing import RequestTimes
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
-from nanovllm.metrics import RequestMeter
-from nanovllm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
+from nanovllm.outputs import CompletionOutput, FinishReason, RequestOutput
 
 
 @dataclass(slots=True)
@@ -53,8 +51,7 @@ class Request:
         longest = max(len(output.token_ids) for output in outputs)
         prompt_logprobs = None
         if first.params.prompt_logprobs is not None:
-            entries = (_logprobs(entry, tokenizer) for entry in first.parts.logprobs.prompt)
-            prompt_logprobs = [None, *entries]
+            prompt_logprobs = first.parts.logprobs.of_prompt(tokenizer)
         output = RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -87,7 +84,9 @@ def completion(seq: Sequence, tokenizer: Any) -> CompletionOutput:
     """The output of a finished sequence."""
     text, reason, stop = ending(seq, tokenizer)
     token_ids = seq.output_token_ids
-    likely = logprobs(seq, seq.num_prompt_tokens, tokenizer)
+    likely = None
+    if seq.params.logprobs is not None:
+        likely = seq.parts.logprobs.since(seq, seq.num_prompt_tokens, tokenizer)
     output = CompletionOutput(
         index=seq.index,
         text=text,
@@ -114,26 +113,3 @@ def ending(seq: Sequence, tokenizer: Any) -> tuple[str, FinishReason, int | str 
         token_ids = seq.token_ids[seq.num_prompt_tokens : text_end(seq)]
         text = tokenizer.decode(token_ids, skip_special_tokens=seq.params.skip_special_tokens)
     return text, reason, stop
-
-
-def logprobs(seq: Sequence, start: int, tokenizer: Any) -> list[list[TokenLogprob]] | None:
-    """Those of the known tokens from place `start` on; None if they are not asked for."""
-    if seq.params.logprobs is None:
-        return None
-    tokenizer = tokenizer if seq.params.detokenize else None
-    return [_logprobs(entry, tokenizer) for entry in seq.parts.logprobs.generated(seq, start)]
-
-
-def _logprobs(entry: list[LikelyToken], tokenizer: Any) -> list[TokenLogprob]:
-    return [
-        TokenLogprob(token_id=i, text=_token_text(i, tokenizer), logprob=logprob, rank=rank)
-        for i, logprob, rank in entry
-    ]
-
-
-def _token_text(token_id: int, tokenizer: Any) -> str:
-    """The text of a single token; a part of a character is U+FFFD."""
-    if tokenizer is None:
-        return ""
-    text: str = tokenizer.decode([token_id], skip_special_tokens=False)
-    return text

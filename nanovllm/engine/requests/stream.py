@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanovllm.engine.requests.request import Request, ending, logprobs
+from nanovllm.engine.requests.request import Request, ending
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import StreamEvent
 
@@ -52,6 +52,9 @@ class Stream:
             text = seq.parts.text.text[num_chars:num_certain]
         else:
             return None
+        likely = None
+        if seq.params.logprobs is not None:
+            likely = seq.parts.logprobs.since(seq, start, self._tokenizer)
         return StreamEvent(
             index=index,
             sample=seq.index,
@@ -60,7 +63,7 @@ class Stream:
             token_ids=seq.token_ids[start:end],
             finish_reason=reason,
             stop_reason=stop,
-            logprobs=logprobs(seq, start, self._tokenizer),
+            logprobs=likely,
         )
 
 

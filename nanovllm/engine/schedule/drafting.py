@@ -4,12 +4,14 @@ The base class guesses nothing: it is the core's. The classes that do are in `na
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm.engine.cache.caches import Caches
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.sequence import Sequence
-from nanovllm.metrics import Metric
+
+if TYPE_CHECKING:
+    from nanovllm.metrics import Metric
 
 
 class Drafts(NamedTuple):
@@ -73,6 +75,6 @@ class Drafting:
     def reset(self) -> None:
         """Drop what an interrupt may have left half done."""
 
-    def metrics(self, model: str) -> list[Metric]:  # noqa: ARG002
+    def metrics(self, model: str) -> "list[Metric]":  # noqa: ARG002
         """Counts by vLLM's names."""
         return []

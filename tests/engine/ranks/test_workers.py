@@ -319,7 +319,7 @@ def test_a_killed_rank_raises_rank_error(
         assert str(caught.value) == reason
         assert_one_error(caught.value)
         assert_closed(llm, reason)
-        assert not llm.is_finished() and pending in llm.unfinished
+        assert not llm.is_finished() and pending in llm.requests.unfinished
         for process in processes:
             with pytest.raises(ProcessLookupError):
                 os.kill(process.pid, 0)

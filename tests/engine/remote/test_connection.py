@@ -13,7 +13,7 @@ from waiting import LIMIT
 from nanovllm.engine.ranks.frames import HEAD, Outbox, frame, receive
 from nanovllm.engine.remote.connection import TOGETHER, EngineConnection
 from nanovllm.engine.remote.messages import DropRequest, RequestEnd
-from nanovllm.engine.requests.timing import RequestTimes
+from nanovllm.engine.requests.measures import RequestTimes
 
 
 class Ends:

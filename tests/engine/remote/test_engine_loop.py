@@ -86,7 +86,7 @@ def test_constraints_compile_beside_the_steps(llm: LLM, monkeypatch: pytest.Monk
     One of the two was dropped by then, and is never queued.
     """
     let_go, compiling = threading.Event(), threading.Semaphore(0)
-    accept = llm.accept
+    accept = llm.intake.accept
 
     def slow(prompt: Any, params: SamplingParams, *_: Any) -> Any:
         if params.structured_outputs is not None:
@@ -94,7 +94,7 @@ def test_constraints_compile_beside_the_steps(llm: LLM, monkeypatch: pytest.Monk
             assert let_go.wait(LIMIT)
         return accept(prompt, params)
 
-    monkeypatch.setattr(llm, "accept", slow)
+    monkeypatch.setattr(llm.intake, "accept", slow)
     running = Running(llm)
     try:
         for number in (0, 1):

@@ -89,7 +89,7 @@ def slow_down(llm: LLM, screen: Screen, monkeypatch: pytest.MonkeyPatch) -> None
     def slow() -> None:
         nonlocal steps
         advance()
-        if len(llm.unfinished) <= len(LONG):
+        if len(llm.requests.unfinished) <= len(LONG):
             steps += 1
             if steps == 3:
                 screen.wait_for_drawings(2)

@@ -1,0 +1,96 @@
+"""Extras: what some requests ask for beyond plain sampling. Imported when the first one does."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.engine.requests.logprobs import Logprobs
+from nanovllm.engine.requests.processors import Processors
+from nanovllm.engine.requests.token_counts import TokenCounts
+from nanovllm.engine.schedule.sequence import SequenceParts
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import check_int, shorten
+
+if TYPE_CHECKING:
+    from nanovllm.engine.features import Features
+    from nanovllm.engine.requests.parts import Constraint, Constraints
+
+
+class Extras:
+    """Checks lists of tokens and words against the model, and makes what follows sequences."""
+
+    def __init__(
+        self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int], features: "Features"
+    ) -> None:
+        self.tokenizer, self._features = tokenizer, features
+        self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
+        self._constraints: Constraints | None = None  # when one is first asked for
+
+    def check(self, params: SamplingParams) -> None:
+        """Check what depends on the model and its tokenizer."""
+        last = self.vocab_size - 1
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(params, name) is not None:
+                check_int(name, getattr(params, name), 0, last + 1)
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            check_int(f"{name}: a token id", max(getattr(params, name) or (0,)), 0, last)
+        for name in ("bad_words", "stop"):
+            if getattr(params, name) and self.tokenizer is None:
+                raise ValueError(
+                    f"{name}: there is no text, as the model directory has no tokenizer; pass"
+                    " tokenizer=... when the engine is made"
+                )
+        if params.allowed_token_ids is not None:
+            self._check_allowed(params)
+
+    def _check_allowed(self, params: SamplingParams) -> None:
+        """Refuse a list in which no token may come first."""
+        left = set(params.allowed_token_ids or ())
+        if params.min_tokens:
+            left -= set() if params.ignore_eos else self.eos_token_ids
+            left -= set(params.stop_token_ids or ())
+        left -= {ids[0] for ids in self.bad_words(params) if len(ids) == 1}
+        if not left:
+            raise ValueError(
+                "allowed_token_ids must hold more than bad_words, and with min_tokens more than"
+                f" tokens that stop, got {shorten(params.allowed_token_ids)}"
+            )
+
+    def bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """The token ids of bad words, both at the start of a text and after another word.
+
+        Words with ids outside the model's vocabulary cannot come, and are left out.
+        """
+        texts = (start + word.lstrip(" ") for word in params.bad_words or () for start in ("", " "))
+        encoded = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        size = self.vocab_size
+        return tuple(dict.fromkeys(ids for ids in encoded if ids and max(ids) < size))
+
+    def constraint(self, params: SamplingParams) -> "Constraint | None":
+        """What `structured_outputs` ask for, if anything; raises if it is wrong."""
+        asked = params.structured_outputs
+        if asked is None:
+            return None
+        assert not isinstance(asked, Mapping), "SamplingParams has checked it"
+        if self._constraints is None:
+            self._constraints = self._features.constraints(
+                self.tokenizer, self.vocab_size, self.eos_token_ids
+            )
+        return self._constraints.constraint(asked, () if params.ignore_eos else self.eos_token_ids)
+
+    def parts(
+        self, params: SamplingParams, constraint: "Constraint | None", num_tokens: int, index: int
+    ) -> SequenceParts:
+        """What a sample keeps of them; its prompt has `num_tokens`."""
+        parts = SequenceParts()
+        if params.penalizes:
+            parts.counts = TokenCounts()
+        if constraint is not None:
+            parts.constraint = constraint.copy()
+        if params.logits_processors:
+            parts.processors = Processors(params.logits_processors)
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            of_prompt = params.prompt_logprobs is not None and index == 0  # one sample has these
+            parts.logprobs = Logprobs(num_tokens if of_prompt else 0)
+        if params.hidden_states:
+            parts.keeper = self._features.keeper(num_tokens, keeps_prompt=index == 0)
+        return parts
