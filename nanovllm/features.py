@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import Config
 from nanovllm.engine.features import Features
-from nanovllm.engine.requests.adapters import Adapters
+from nanovllm.engine.requests.adapters import RequestAdapters
 from nanovllm.engine.requests.parts import Constraints
 from nanovllm.engine.run.hidden_reader import HiddenReader
 from nanovllm.engine.run.model_runner import ModelRunner
@@ -54,10 +54,10 @@ class AllFeatures(Features):
 
         return forced_drafting(shard)
 
-    def adapters(self, runner: ModelRunner) -> Adapters:
+    def adapters(self, runner: ModelRunner) -> RequestAdapters:
         """The adapters of requests."""
         if not runner.config.enable_lora:
-            return Adapters()
+            return RequestAdapters()
         from nanovllm.adapters.engine_adapters import EngineAdapters
 
         return EngineAdapters(runner)

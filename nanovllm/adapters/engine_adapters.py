@@ -9,7 +9,7 @@ from nanovllm.adapters.place_command import PlaceAdapter
 from nanovllm.adapters.slot_table import AdapterSlotTable
 from nanovllm.adapters.store import AdapterStore
 from nanovllm.engine.errors import NotReadyError
-from nanovllm.engine.requests.adapters import Adapters
+from nanovllm.engine.requests.adapters import RequestAdapters
 from nanovllm.engine.requests.intake import Accepted
 from nanovllm.engine.run.model_runner import ModelRunner
 from nanovllm.engine.schedule.sequence import SequenceStatus
@@ -18,7 +18,7 @@ from nanovllm.lora_request import LoRARequest, check_lora_request, named_adapter
 WAIT_SECONDS = 0.01
 
 
-class EngineAdapters(Adapters):
+class EngineAdapters(RequestAdapters):
     """The host's store, and the slots on the devices."""
 
     def __init__(self, runner: ModelRunner) -> None:

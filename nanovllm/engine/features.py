@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.requests.adapters import Adapters
+from nanovllm.engine.requests.adapters import RequestAdapters
 from nanovllm.engine.requests.parts import Constraints
 from nanovllm.engine.run.hidden_reader import HiddenReader
 from nanovllm.engine.run.model_runner import ModelRunner
@@ -39,9 +39,9 @@ class Features:
         """How steps get the tokens that constraints force, if the options do not say it."""
         return Drafting()
 
-    def adapters(self, runner: ModelRunner) -> Adapters:  # noqa: ARG002
+    def adapters(self, runner: ModelRunner) -> RequestAdapters:  # noqa: ARG002
         """The adapters of requests."""
-        return Adapters()
+        return RequestAdapters()
 
     def constraints(
         self,

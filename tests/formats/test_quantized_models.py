@@ -245,17 +245,17 @@ def test_norms_and_activations_round_rows_for_the_layers_after_them(
     name: str, tmp_path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the attention's output is rounded by a kernel of its own. No logit changes by that."""
-    from nanovllm.kernels.triton.linear.quantize_rows import RoundedRows, Rounding
+    from nanovllm.kernels.triton.linear.quantize_rows import RoundedRows, RoundingKernels
 
     alone = 0
 
-    def count(self: Rounding, x: torch.Tensor) -> RoundedRows:
+    def count(self: RoundingKernels, x: torch.Tensor) -> RoundedRows:
         nonlocal alone
         alone += 1
         return rows(self, x)
 
-    rows = Rounding.rows
-    monkeypatch.setattr(Rounding, "rows", count)
+    rows = RoundingKernels.rows
+    monkeypatch.setattr(RoundingKernels, "rows", count)
     path = str(write_quantized(tmp_path / "model", VARIANTS[name]))
     options: dict[str, Any] = dict(
         device=kernel_device, dtype="float32", attention_backend="triton", num_kvcache_blocks=64,

@@ -1,4 +1,4 @@
-"""Adapters: what an engine asks about the adapters of requests. The base class has none."""
+"""RequestAdapters: what an engine asks about the adapters of requests. The base class has none."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from nanovllm.engine.schedule.admission import Admissions
 from nanovllm.lora_request import NOT_ENABLED, LoRARequest, check_lora_request
 
 
-class Adapters:
+class RequestAdapters:
     """The adapters of an engine without any: a request that names one is refused."""
 
     admissions: Admissions | None = None  # None: every sequence may run
