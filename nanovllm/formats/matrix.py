@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nanovllm.formats.format import Weight
+from nanovllm.formats.format import LayerWeight, Weight
 from nanovllm.kernels.table import Kernels, Rounding
 
 
@@ -123,7 +123,7 @@ def _num_rows(weight: Weight) -> int:
     return len(weight if isinstance(weight, torch.Tensor) else weight.codes)
 
 
-def matrix_of(weight: Weight | list[Weight], kernels: Kernels) -> Matrix:
+def matrix_of(weight: LayerWeight, kernels: Kernels) -> Matrix:
     """The fastest form of a weight [N, K] here. Peak memory: up to three times the weight."""
     if isinstance(weight, list):
         return JoinedMatrix([matrix_of(w, kernels) for w in weight], [_num_rows(w) for w in weight])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from nanovllm.formats.format import DENSE, Dense, Rename, Weight, WeightFormat, tensor_of
+from nanovllm.formats.format import DENSE, Dense, LayerWeight, Rename, WeightFormat, tensor_of
 from nanovllm.formats.matrix import Matrix, matrix_of
 from nanovllm.formats.names import EXPERTS, stacked_name
 from nanovllm.formats.stored import Loaded, RankPart, StoredTensor, check_shape
@@ -170,7 +170,7 @@ class Experts(Layer):
         weights = self._weights(name)
         return [matrix_of(weight, self.kernels) for weight in weights]
 
-    def _weights(self, name: str) -> Iterator[Weight | list[Weight]]:
+    def _weights(self, name: str) -> Iterator[LayerWeight]:
         """The weight of each expert. The parameters are dropped."""
         stacks = self.stored_tensors(name)
         self.formats[name].drop(self, RENAMES[name])

@@ -13,7 +13,6 @@ from torch import nn
 from nanovllm.formats.format import DENSE, Dense, WeightFormat
 from nanovllm.formats.matrix import DenseMatrix, Matrix, matrix_of
 from nanovllm.formats.stored import ROWS, Loaded, RankPart, Stored, StoredTensor, constant
-from nanovllm.kernels.operands.low_rank import LowRank
 from nanovllm.kernels.table import PLAIN, Rounding
 from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.layer import Backend, Layer

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from nanovllm.formats.matrix import JoinedMatrix, matrix_of
+from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
-from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels
+from nanovllm.kernels.table import PLAIN, Kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

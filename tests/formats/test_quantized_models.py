@@ -26,8 +26,9 @@ from nanovllm.formats.scheme import ONLINE
 from nanovllm.formats.stored import RankPart
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 from nanovllm.kernels.plain.quantized_linear import dense_matrix, dequantize
-from nanovllm.kernels.table import PLAIN, Kernels, triton_kernels
+from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.kernels.triton.linear import few_rows
+from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.layer import Backend

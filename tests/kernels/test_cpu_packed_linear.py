@@ -8,7 +8,9 @@ from rounding import linear_error
 from nanovllm.formats.matrix import DenseMatrix, PackedMatrix, matrix_of
 from nanovllm.kernels.cpu.packed_linear import can_pack, pack, packed_linear
 from nanovllm.kernels.cpu.processor import Products, onednn_types
-from nanovllm.kernels.table import PLAIN, cpu_kernels, triton_kernels
+from nanovllm.kernels.cpu.table import cpu_kernels
+from nanovllm.kernels.table import PLAIN
+from nanovllm.kernels.triton.table import triton_kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

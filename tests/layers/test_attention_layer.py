@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.operands.kv_layer import CODES, SCALES
-from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
+from nanovllm.kernels.table import PLAIN, Kernels
+from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers.attention.layer import Attention
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.cache_spec import KeysAndValues

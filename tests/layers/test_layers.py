@@ -10,7 +10,8 @@ from torch import nn
 
 from nanovllm.formats.matrix import DenseMatrix, KernelMatrix, PackedMatrix
 from nanovllm.kernels.cpu.processor import Products
-from nanovllm.kernels.table import PLAIN, cpu_kernels
+from nanovllm.kernels.cpu.table import cpu_kernels
+from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
