@@ -49,8 +49,8 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
     from nanovllm.engine.start.placement import attention_specs
     from nanovllm.kernels.operands.kv_layer import head_bytes
     from nanovllm.models import model_size
+    from nanovllm.models.checkpoint import CONFIG_FILES, resolve_model
     from nanovllm.models.config import ModelConfig
-    from nanovllm.models.loader import CONFIG_FILES, resolve_model
 
     config = Config(**options)
     path = resolve_model(

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.models import registry
+from nanovllm.models.checkpoint import fields_of
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.fields import fields_of
 from nanovllm.utils.checks import check_bool, check_choice, check_int, shorten
 
 ARCHITECTURES = (

@@ -21,8 +21,8 @@ from nanovllm.engine.start.startup import start_runner
 from nanovllm.engine.step_counter import StepCounter
 from nanovllm.lora_request import LoRARequest, LoRARequests, lora_requests
 from nanovllm.metrics import Metric, RequestMeter
+from nanovllm.models.checkpoint import resolve_model
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.loader import resolve_model
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams

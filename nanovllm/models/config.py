@@ -14,8 +14,8 @@ from nanovllm.formats.names import Names
 from nanovllm.formats.quantization import NOT_QUANTIZED, Quantization, is_quantized
 from nanovllm.layers.cache_spec import KeysAndValues, State, TokenCache
 from nanovllm.models import registry
-from nanovllm.models.bare import causal_name, lacks_head
-from nanovllm.models.fields import eos_ids, fields_of
+from nanovllm.models.checkpoint import fields_of
+from nanovllm.models.fields import eos_ids
 from nanovllm.models.rope import max_rope_positions
 from nanovllm.models.shapes import (
     ExpertCount,
@@ -28,6 +28,11 @@ from nanovllm.models.windows import longest
 from nanovllm.utils.checks import shorten
 
 MAX_PARAMETERS = 1 << 46  # in 16 bits, they fill a process's address space of 47 bits
+
+NO_HEAD = (
+    "this model has no head (lm_head), so that it generates nothing; embed and encode compute its"
+    " vectors"
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class ModelConfig:
         """
         with fields_of(path / "config.json") as raw:
             config = cls.parse(raw, quantization)
-        if not config.tie_word_embeddings and lacks_head(path):
+        if not config.tie_word_embeddings and _lacks_head(path):
             config = replace(config, tie_word_embeddings=True, has_head=False)
         if (path / "generation_config.json").exists():
             with fields_of(path / "generation_config.json") as raw:
@@ -199,6 +204,13 @@ class ModelConfig:
             raise ValueError(f"no memory holds a matrix of the model's sizes: {self.sizes}")
 
 
+def _lacks_head(path: Path) -> bool:
+    """Whether the checkpoint has only the decoder."""
+    from nanovllm.models.bare import lacks_head
+
+    return lacks_head(path)
+
+
 def _quantization(file: Mapping[str, Any], option: str | None, names: Names) -> Quantization:
     """How the weights are quantized. The readers are loaded only if they are."""
     if option is None and not is_quantized(file):
@@ -214,4 +226,7 @@ def _architecture_name(raw: Mapping[str, Any]) -> str:
         raise ValueError('this is an EAGLE-3 head; its method in speculative_config is "eagle3"')
     if not isinstance(names, list) or len(names) != 1:
         raise ValueError(f"architectures must be a list of one model class, got {shorten(names)}")
-    return causal_name(str(names[0]), registry.names())
+    name, known = str(names[0]), registry.names()
+    # A decoder alone may name its own class as architecture.
+    whole = f"{name.removesuffix('Model')}ForCausalLM"
+    return whole if name.endswith("Model") and whole in known else name

@@ -3,10 +3,7 @@
 An absent field gets the family's default, or is an error without one. No PyTorch here.
 """
 
-import contextlib
-import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.config import DTYPES
@@ -145,30 +142,3 @@ def _dtype(raw: Mapping[str, Any]) -> str:
     spelt = (name for name in ("dtype", "torch_dtype") if raw.get(name) is not None)
     name = next(spelt, None)
     return "float32" if name is None else check_choice(name, raw[name], DTYPES[1:])
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; a broken or missing file is an OSError that names the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} does not exist; a model directory must have it") from None
-    except ValueError as error:
-        raise OSError(f"{path} is not valid JSON ({error}); copy or download it again") from None
-    if not isinstance(value, dict):
-        raise OSError(f"{path} must hold a JSON object, found {type(value).__name__}")
-    return value
-
-
-@contextlib.contextmanager
-def fields_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The fields of a file, for a block. Errors in the block get the file's name."""
-    raw = read_json(path)
-    try:
-        yield raw
-    except KeyError as error:
-        raise ValueError(f"{path} has no field {error}") from None
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{path}: {error}") from None
-    except IndexError as error:
-        raise ValueError(f"{path}: a list has too few items: {error}") from None

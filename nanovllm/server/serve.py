@@ -15,7 +15,7 @@ import uvicorn
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.config import Config
 from nanovllm.engine.requests.tokenizer import has_tokenizer
-from nanovllm.models.loader import resolve_model
+from nanovllm.models.checkpoint import resolve_model
 from nanovllm.openai.request import CHAT, COMPLETIONS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.app import make_app

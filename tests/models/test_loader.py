@@ -24,19 +24,13 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.layers.layer import Layer
 from nanovllm.models import registry
 from nanovllm.models.build import build_model
+from nanovllm.models.checkpoint import INDEX, resolve_model, weight_files
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.dummy import load_dummy
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, decoder_fields
-from nanovllm.models.loader import (
-    INDEX,
-    NUM_THREADS,
-    InFile,
-    load_model,
-    resolve_model,
-    weight_files,
-)
+from nanovllm.models.loader import NUM_THREADS, InFile, load_model
 from nanovllm.models.registry import register_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

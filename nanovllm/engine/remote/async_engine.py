@@ -22,8 +22,8 @@ from nanovllm.engine.requests.intake import Accepted, Intake, check_whole
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.lora_request import NOT_ENABLED, LoRARequest, check_lora_request
 from nanovllm.metrics import Metric
+from nanovllm.models.checkpoint import resolve_model
 from nanovllm.models.generation_config import recommended_params
-from nanovllm.models.loader import resolve_model
 from nanovllm.outputs import EngineStats
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams

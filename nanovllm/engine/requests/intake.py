@@ -13,8 +13,7 @@ from nanovllm.engine.requests.processors import Processors
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
-from nanovllm.models.bare import NO_HEAD
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.config import NO_HEAD, ModelConfig
 from nanovllm.prompts import Prompt, split_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputs
