@@ -80,7 +80,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "nanovllm.models.config": ("torch",),
     "nanovllm.models.rope": ("torch", "nanovllm.layers"),
     **{f"nanovllm.models.{name}": HEAVY for name in ("fields", "shapes", "windows")},
-    "nanovllm.models.registry": (*HEAVY, "nanovllm.layers"),
+    "nanovllm.models.family": (*HEAVY, "nanovllm.layers"),
     **{
         f"nanovllm.{name}": (
             *HEAVY, "nanovllm.engine.run", "nanovllm.models",
@@ -145,9 +145,9 @@ def test_importing_the_package_does_not_load_torch() -> None:
 def test_reading_configs_does_not_load_torch() -> None:
     """With the families of all architectures."""
     statement = """
-from nanovllm.models import registry
+from nanovllm.models.family import MODELS
 from nanovllm.models.config import ModelConfig
-for name in registry.MODELS:
+for name in MODELS:
     ModelConfig.parse({"architectures": [name]}).check_parallel_size(2)
 """
     assert loaded_by(statement) & set(HEAVY) == set()

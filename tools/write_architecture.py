@@ -45,7 +45,7 @@ CORE: dict[str, list[str]] = {
                 "engine/start/placement",
                 "engine/start/device",
                 "engine/cache/kv_pool", "engine/cache/groups", "models/config", "models/fields",
-                "models/rope", "models/registry", "models/family", "models/build", "models/loader",
+                "models/rope", "models/family", "models/build", "models/loader",
                 "layers/layer", "layers/backend", "layers/ranks"],
 }  # fmt: skip
 

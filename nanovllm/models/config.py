@@ -1,6 +1,6 @@
 """ModelConfig: the contents of a checkpoint's `config.json`, with one name for each field.
 
-The model's family reads them (`registry.py`). Only JSON is read: no PyTorch, no transformers. A
+The model's family reads them (`family.py`). Only JSON is read: no PyTorch, no transformers. A
 value that is not supported is an error, and so is a size that no memory holds.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 from nanovllm.formats.names import Names
 from nanovllm.formats.quantization import NOT_QUANTIZED, Quantization, is_quantized
 from nanovllm.layers.cache_spec import KeysAndValues, State, TokenCache
-from nanovllm.models import registry
 from nanovllm.models.checkpoint import fields_of
+from nanovllm.models.family import architectures, check_importable, family_of, family_reference
 from nanovllm.models.fields import eos_ids
 from nanovllm.models.rope import max_rope_positions
 from nanovllm.models.shapes import (
@@ -103,7 +103,7 @@ class ModelConfig:
     def parse(cls, file: Mapping[str, Any], quantization: str | None = None) -> "ModelConfig":
         """Read the fields of a `config.json`, as the architecture's family does."""
         name = _architecture_name(file)
-        family = registry.family_of(name)
+        family = family_of(name)
         if file.get("is_causal") is False or file.get("use_bidirectional_attention"):
             raise ValueError("attention to later tokens (is_causal is false) is not supported")
         config = family.read(file)
@@ -112,7 +112,7 @@ class ModelConfig:
         config = replace(
             config,
             architecture=name,
-            family=registry.reference(name),
+            family=family_reference(name),
             quantization=_quantization(file, quantization, family.names),
         )
         config._refuse_huge()
@@ -185,7 +185,7 @@ class ModelConfig:
 
             check_split(self.layers, size, whole_experts)
         if size > 1:
-            registry.check_importable(self.architecture)
+            check_importable(self.architecture)
 
     def _check_caches(self) -> None:
         """Raise a ValueError if a layer keeps what the engine has no cache for."""
@@ -226,7 +226,7 @@ def _architecture_name(raw: Mapping[str, Any]) -> str:
         raise ValueError('this is an EAGLE-3 head; its method in speculative_config is "eagle3"')
     if not isinstance(names, list) or len(names) != 1:
         raise ValueError(f"architectures must be a list of one model class, got {shorten(names)}")
-    name, known = str(names[0]), registry.names()
+    name, known = str(names[0]), architectures()
     # A decoder alone may name its own class as architecture.
     whole = f"{name.removesuffix('Model')}ForCausalLM"
     return whole if name.endswith("Model") and whole in known else name

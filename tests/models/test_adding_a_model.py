@@ -11,7 +11,7 @@ import transformers
 from conftest import make_model
 from reference import check_logits, make_case, make_prompts
 
-from nanovllm.models import registry
+from nanovllm.models import family as families
 from nanovllm.models.fields import DEFAULTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_model.md"
@@ -28,12 +28,12 @@ pytestmark = [
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """Write the page's file, run its call, and undo both after the test."""
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setattr(families, "_registered", {})
     file, call = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "seed_oss.py").write_text(file)
     monkeypatch.syspath_prepend(str(tmp_path))
     exec(call, {})
-    registry.family_of(SEED_OSS)
+    families.family_of(SEED_OSS)
     yield sys.modules["seed_oss"]
     del sys.modules["seed_oss"]
 
