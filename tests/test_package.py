@@ -78,9 +78,12 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "nanovllm.layers": ("nanovllm.config", "transformers"),
     "nanovllm.models": ("transformers",),
     "nanovllm.models.config": ("torch",),
-    "nanovllm.models.rope": ("torch", "nanovllm.layers"),
-    **{f"nanovllm.models.{name}": HEAVY for name in ("fields", "shapes", "windows")},
-    "nanovllm.models.family": (*HEAVY, "nanovllm.layers"),
+    **{
+        f"nanovllm.models.{name}": (*HEAVY, "nanovllm.layers")
+        for name in ("fields", "windows", "rope", "rope_scaling", "checkpoint")
+    },
+    "nanovllm.models.shapes": HEAVY,
+    "nanovllm.models.family": HEAVY,
     **{
         f"nanovllm.{name}": (
             *HEAVY, "nanovllm.engine.run", "nanovllm.models",

@@ -24,7 +24,6 @@ from nanovllm.models.shapes import (
     expert_matrices,
     gated_matrices,
 )
-from nanovllm.models.windows import longest
 from nanovllm.utils.checks import shorten
 
 MAX_PARAMETERS = 1 << 46  # in 16 bits, they fill a process's address space of 47 bits
@@ -155,9 +154,15 @@ class ModelConfig:
 
     @property
     def longest_window(self) -> int | None:
-        """The largest window of all layers; None if some layer attends to all tokens."""
+        """The largest window of all layers; None if some layer attends to all tokens.
+
+        0 if no layer keeps tokens.
+        """
         caches = (layer.cache for layer in self.layers)
-        return longest(cache.window for cache in caches if isinstance(cache, TokenCache))
+        windows = [cache.window for cache in caches if isinstance(cache, TokenCache)]
+        if None in windows:
+            return None
+        return max((window for window in windows if window is not None), default=0)
 
     @property
     def max_context(self) -> int:

@@ -3,12 +3,11 @@
 An absent field gets the family's default, or is an error without one. No PyTorch here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanovllm.config import DTYPES
-from nanovllm.models.rope import MAX_POSITIONS, rope_parameters
-from nanovllm.models.windows import rotated_layers, sliding_windows
+from nanovllm.models.rope import MAX_POSITIONS, SPELLINGS
 from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int, shorten
 
 MAX_LAYERS = 10_000
@@ -19,6 +18,9 @@ DEFAULTS: Mapping[str, Any] = {
     "use_sliding_window": False, "sliding_window": None, "max_window_layers": 0,
     "layer_types": None, "eos_token_id": None,
 }  # fmt: skip
+# Fields that an architecture does not read, and their values then.
+NO_WINDOW: Mapping[str, Any] = {"use_sliding_window": False, "layer_types": None}
+EVERY_LAYER: Mapping[str, Any] = {"max_window_layers": 0, "layer_types": None}  # has the window
 
 
 class Fields(dict[str, Any]):
@@ -70,7 +72,7 @@ def decoder_fields(
     """
     num_heads, num_kv_heads, head_dim = heads(fields)
     num_layers = fields.size("num_hidden_layers", MAX_LAYERS)
-    rotated = rotated_layers(fields) if has_unrotated else (True,) * num_layers
+    rotated = _rotated_layers(fields) if has_unrotated else (True,) * num_layers
     can_have_window = [not each for each in rotated] if has_unrotated else None
     return dict(
         vocab_size=fields.size("vocab_size"),
@@ -86,12 +88,44 @@ def decoder_fields(
         dtype=_dtype(fields),
         eos_token_ids=ids("eos_token_id", fields["eos_token_id"])
         | eos_ids(fields.file, fields["vocab_size"]),
-        rope_parameters=rope_parameters(
-            fields, fields.file, head_dim, partial=partial_rotary, old_types=old_rope_types
-        ),
-        sliding_windows=sliding_windows(fields, fields.file, can_have_window),
+        rope_parameters=_rope_parameters(fields, head_dim, partial_rotary, old_rope_types or {}),
+        sliding_windows=_sliding_windows(fields, can_have_window),
         rotated_layers=rotated,
     )
+
+
+def _rope_parameters(
+    fields: Fields, head_dim: int, partial: bool, old_types: Mapping[str, str]
+) -> dict[str, Any]:
+    """The rope parameters; `rope_type` and `rope_theta` are always present.
+
+    A rotation of a part of each head is a ValueError, unless the family has `partial` ones.
+    `old_types` are other names of rope types.
+    """
+    has_none = all(fields.file.get(name) in (None, {}) for name in SPELLINGS)
+    if has_none and fields.file.get("partial_rotary_factor") is None:
+        theta = check_float("rope_theta", fields["rope_theta"], 1.0, above=True)
+        return {"rope_type": "default", "rope_theta": theta}
+    from nanovllm.models.rope_scaling import rope_parameters
+
+    return rope_parameters(fields, fields.file, head_dim, partial, old_types)
+
+
+def _rotated_layers(fields: Fields) -> tuple[bool, ...]:
+    from nanovllm.models.windows import rotated_layers
+
+    return rotated_layers(fields)
+
+
+def _sliding_windows(fields: Fields, can_have: Sequence[bool] | None) -> tuple[int | None, ...]:
+    """Each layer's window; in most models, none has any."""
+    has_window = fields.flag("use_sliding_window") and fields["sliding_window"] is not None
+    types = fields["layer_types"], fields.file.get("layer_types")
+    if not has_window and types == (None, None):
+        return (None,) * fields.size("num_hidden_layers")
+    from nanovllm.models.windows import sliding_windows
+
+    return sliding_windows(fields, fields.file, can_have)
 
 
 def heads(fields: Fields) -> tuple[int, int, int]:
