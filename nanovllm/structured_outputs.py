@@ -11,6 +11,7 @@ from nanovllm.utils.checks import check_text, check_texts, shorten
 from nanovllm.utils.json_text import parse_json
 from nanovllm.utils.option import (
     NOTHING,
+    SOME_TEXT,
     TRUE_OR_FALSE,
     OtherName,
     Rule,
@@ -18,7 +19,6 @@ from nanovllm.utils.option import (
     check_options,
     option,
 )
-from nanovllm.utils.rules import SOME_TEXT
 
 OTHER_NAMES = {
     "backend": OtherName((None,), "llguidance makes all constraints"),

@@ -17,13 +17,13 @@ LastLogits = Callable[[list[int]], torch.Tensor]  # [vocab], of the token after 
 @contextmanager
 def registered(name: str, family: Family) -> Iterator[None]:
     """A block in which the package knows a family."""
-    before = dict(families._registered)
+    before = dict(families.registered)
     nanovllm.register_model(name, family)
     try:
         yield
     finally:
-        families._registered.clear()
-        families._registered.update(before)
+        families.registered.clear()
+        families.registered.update(before)
 
 
 @torch.inference_mode()

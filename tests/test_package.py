@@ -80,7 +80,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "nanovllm.models.config": ("torch",),
     **{
         f"nanovllm.models.{name}": (*HEAVY, "nanovllm.layers")
-        for name in ("fields", "windows", "rope", "rope_scaling", "checkpoint")
+        for name in ("fields", "windows", "rope", "checkpoint")
     },
     "nanovllm.models.shapes": HEAVY,
     "nanovllm.models.family": HEAVY,

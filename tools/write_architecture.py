@@ -31,7 +31,7 @@ CORE: dict[str, list[str]] = {
                "engine/run/step_part",
                "engine/run/computed", "engine/run/draw_inputs", "engine/run/launched"],
     "the model": ["models/llama", "models/parts", "models/decoder", "layers/block",
-                  "layers/self_attention", "layers/feed_forward", "layers/mixer", "layers/build",
+                  "layers/self_attention", "layers/feed_forward", "layers/mixer",
                   "layers/cache_spec", "layers/embed_head", "layers/layernorm", "layers/linear",
                   "layers/rotary_embedding", "layers/context", "layers/attention/layer",
                   "layers/attention/base", "layers/attention/torch_backend",
@@ -45,7 +45,7 @@ CORE: dict[str, list[str]] = {
                 "engine/start/placement",
                 "engine/start/device",
                 "engine/cache/kv_pool", "engine/cache/groups", "models/config", "models/fields",
-                "models/rope", "models/family", "models/build", "models/loader",
+                "models/checkpoint", "models/family", "models/build", "models/loader",
                 "layers/layer", "layers/backend", "layers/ranks"],
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanovllm.formats.format import DENSE, Dense, LayerWeight, Rename, WeightFormat, tensor_of
-from nanovllm.formats.matrix import Matrix, matrix_of
+from nanovllm.formats.matrix import Matrix
 from nanovllm.formats.names import EXPERTS, stacked_name
 from nanovllm.formats.stored import Loaded, RankPart, StoredTensor, check_shape
 from nanovllm.kernels.operands.low_rank import LowRank
@@ -17,6 +17,7 @@ from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix, same_ord
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.layer import Backend, Layer
+from nanovllm.layers.linear import matrix_of
 from nanovllm.layers.lora import AdapterRows, PairAdapters
 from nanovllm.layers.ranks import ALONE, Ranks
 

@@ -7,8 +7,8 @@ import torch
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.table import Rounding
 from nanovllm.layers.attention.layer import Attention
-from nanovllm.layers.build import Build
 from nanovllm.layers.cache_spec import KeysAndValues
+from nanovllm.layers.layer import Build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.mixer import Mixer, Ropes

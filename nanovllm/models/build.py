@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.formats.format import PLAIN_FORMATS, Formats
-from nanovllm.layers.build import Build
 from nanovllm.layers.cache_spec import TokenCache
+from nanovllm.layers.layer import Build
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM

@@ -14,9 +14,8 @@ from nanovllm.formats.names import Names
 from nanovllm.formats.quantization import NOT_QUANTIZED, Quantization, is_quantized
 from nanovllm.layers.cache_spec import KeysAndValues, State, TokenCache
 from nanovllm.models.checkpoint import fields_of
-from nanovllm.models.family import architectures, check_importable, family_of, family_reference
+from nanovllm.models.family import architectures, family_of, registered
 from nanovllm.models.fields import eos_ids
-from nanovllm.models.rope import max_rope_positions
 from nanovllm.models.shapes import (
     ExpertCount,
     LayerShape,
@@ -111,7 +110,7 @@ class ModelConfig:
         config = replace(
             config,
             architecture=name,
-            family=family_reference(name),
+            family=_reference(name),
             quantization=_quantization(file, quantization, family.names),
         )
         config._refuse_huge()
@@ -167,6 +166,10 @@ class ModelConfig:
     @property
     def max_context(self) -> int:
         """The longest context that the model supports, including its rope scaling."""
+        if self.rope_parameters["rope_type"] == "default":
+            return self.max_position_embeddings
+        from nanovllm.models.rope import max_rope_positions
+
         return max_rope_positions(self.rope_parameters, self.max_position_embeddings)
 
     @property
@@ -189,7 +192,9 @@ class ModelConfig:
             from nanovllm.models.split import check_split
 
             check_split(self.layers, size, whole_experts)
-        if size > 1:
+        if size > 1 and self.architecture in registered:
+            from nanovllm.models.outside import check_importable
+
             check_importable(self.architecture)
 
     def _check_caches(self) -> None:
@@ -207,6 +212,15 @@ class ModelConfig:
         )
         if self.hidden_size * self.vocab_size + largest > MAX_PARAMETERS:
             raise ValueError(f"no memory holds a matrix of the model's sizes: {self.sizes}")
+
+
+def _reference(name: str) -> str:
+    """Where other processes find the family; empty for those of this package."""
+    if name not in registered:
+        return ""
+    from nanovllm.models.outside import family_reference
+
+    return family_reference(name)
 
 
 def _lacks_head(path: Path) -> bool:

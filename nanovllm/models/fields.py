@@ -6,8 +6,7 @@ An absent field gets the family's default, or is an error without one. No PyTorc
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanovllm.config import DTYPES
-from nanovllm.models.rope import MAX_POSITIONS, SPELLINGS
+from nanovllm.config import DTYPES, MAX_POSITIONS
 from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int, shorten
 
 MAX_LAYERS = 10_000
@@ -102,11 +101,11 @@ def _rope_parameters(
     A rotation of a part of each head is a ValueError, unless the family has `partial` ones.
     `old_types` are other names of rope types.
     """
-    has_none = all(fields.file.get(name) in (None, {}) for name in SPELLINGS)
-    if has_none and fields.file.get("partial_rotary_factor") is None:
+    given = ("rope_scaling", "rope_parameters", "partial_rotary_factor")
+    if all(fields.file.get(name) in (None, {}) for name in given):
         theta = check_float("rope_theta", fields["rope_theta"], 1.0, above=True)
         return {"rope_type": "default", "rope_theta": theta}
-    from nanovllm.models.rope_scaling import rope_parameters
+    from nanovllm.models.rope import rope_parameters
 
     return rope_parameters(fields, fields.file, head_dim, partial, old_types)
 

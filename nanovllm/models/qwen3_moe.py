@@ -10,7 +10,7 @@ from nanovllm.models.qwen3 import SIZES
 from nanovllm.utils.checks import check_int, shorten
 
 if TYPE_CHECKING:
-    from nanovllm.layers.build import Build
+    from nanovllm.layers.layer import Build
     from nanovllm.models.decoder import CausalLM
 
 DEFAULTS: Mapping[str, Any] = {

@@ -21,7 +21,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.app import make_app
 from nanovllm.server.errors import APIError
 from nanovllm.server.options import ServerOptions
-from nanovllm.utils.heap import keep_what_lives
+from nanovllm.utils.memory import keep_what_lives
 from nanovllm.utils.option import options_of
 
 logger = logging.getLogger("nanovllm.server")

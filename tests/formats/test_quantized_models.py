@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.start.load import choose_formats
-from nanovllm.formats import matrix
+from nanovllm.formats import layouts
 from nanovllm.formats.choice import QuantizedFormats
 from nanovllm.formats.names import USUAL_NAMES
 from nanovllm.formats.scheme import ONLINE
@@ -266,7 +266,7 @@ def test_norms_and_activations_round_rows_for_the_layers_after_them(
     found = []
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr(matrix.KernelMatrix, "rounding", lambda *_: None)
+            monkeypatch.setattr(layouts.KernelMatrix, "rounding", lambda *_: None)
         with LLM(path, **options) as llm:
             alone = 0
             (output,) = llm.generate([{"prompt_token_ids": list(range(70))}], params, False)

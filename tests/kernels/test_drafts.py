@@ -10,7 +10,13 @@ from tables import assert_equal_tables, on_device
 from nanovllm import SamplingParams
 from nanovllm.drafting.ngram_proposer import NgramText
 from nanovllm.engine.schedule.sequence import Sequence
-from nanovllm.kernels.plain.read_table import CHANCE_BITS, NO_DRAFT, Decoding, DraftState, TableState
+from nanovllm.kernels.plain.read_table import (
+    CHANCE_BITS,
+    NO_DRAFT,
+    Decoding,
+    DraftState,
+    TableState,
+)
 from nanovllm.kernels.table import PLAIN
 
 MOST = 5

@@ -6,10 +6,10 @@ from typing import Any
 
 from nanovllm.formats.names import Names
 from nanovllm.layers.block import Block, sandwich_norms
-from nanovllm.layers.build import Build
 from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.feed_forward import MLP, GeluTanhAndMul
+from nanovllm.layers.layer import Build
 from nanovllm.layers.layernorm import PlusOneRMSNorm
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.layers.self_attention import SelfAttention

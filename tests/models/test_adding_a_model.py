@@ -28,7 +28,7 @@ pytestmark = [
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """Write the page's file, run its call, and undo both after the test."""
-    monkeypatch.setattr(families, "_registered", {})
+    monkeypatch.setitem(families.registered, SEED_OSS, "")  # undone after the test
     file, call = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "seed_oss.py").write_text(file)
     monkeypatch.syspath_prepend(str(tmp_path))

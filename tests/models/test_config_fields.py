@@ -27,7 +27,7 @@ from nanovllm.layers.rotary_embedding import rope_frequencies
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import MODELS
 from nanovllm.models.fields import DEFAULTS
-from nanovllm.models.rope_scaling import NEEDS
+from nanovllm.models.rope import NEEDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -390,7 +390,7 @@ def test_layers_that_keep_something_else_than_their_shape_says_are_refused(
 
 def test_a_family_must_read_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     family = sandwich_family.FAMILY
-    monkeypatch.setitem(families._registered, NAME, replace(family, read=dict))
+    monkeypatch.setitem(families.registered, NAME, replace(family, read=dict))
     with pytest.raises(TypeError, match=f"the family of {NAME} must read a ModelConfig"):
         ModelConfig.parse(CONFIG)
 
@@ -419,7 +419,7 @@ def test_what_is_no_family_is_refused(family: Any, error: type[Exception], says:
 def test_a_family_that_is_not_there_is_an_error(
     place: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(families, "_registered", {})
+    monkeypatch.setitem(families.registered, NAME, "")  # undone after the test
     nanovllm.register_model(NAME, place)
     path = write_model(tmp_path)
     with pytest.raises((TypeError, ValueError), match=says):
@@ -430,7 +430,7 @@ def test_a_family_that_workers_cannot_import_is_refused_before_they_start(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank needs no import."""
-    monkeypatch.setattr(families, "_registered", {})
+    monkeypatch.setitem(families.registered, NAME, "")  # undone after the test
     family = sandwich_family.FAMILY
     nanovllm.register_model(NAME, Family(family.read, family.build, family.names))
     monkeypatch.setattr("nanovllm.engine.ranks.workers.Workers", None)

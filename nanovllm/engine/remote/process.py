@@ -13,7 +13,7 @@ from nanovllm.engine.errors import RankError
 from nanovllm.engine.ranks.frames import frame, receive
 from nanovllm.engine.ranks.life_line import ending, start_process
 from nanovllm.engine.remote.messages import EngineFailed, EngineReady
-from nanovllm.models.family import registered_families
+from nanovllm.models.outside import registered_families
 
 END_SECONDS = 10.0  # for the process to end by itself
 
