@@ -55,7 +55,7 @@ class SelfAttention(Mixer):
         # The attention's kernels know no norms but the plain one.
         self.norms = head_norms if head_norms and all(n.is_plain for n in head_norms) else None
         self.cache: KeysAndValues = heads.part(make.ranks.size)
-        self.attn = Attention(self.cache, make.formats.has_kv_scales(), scale, soft_cap)
+        self.attn = _attention_class(make)(self.cache, scale, soft_cap)
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -89,3 +89,12 @@ class SelfAttention(Mixer):
             for heads, norm in ((q, self.q_norm), (k, self.k_norm))
         )
         return torch.cat([q, k, v], dim=1)
+
+
+def _attention_class(make: Build) -> type[Attention]:
+    """The class of attention for the checkpoint's files."""
+    if not make.formats.has_kv_scales():
+        return Attention
+    from nanovllm.layers.attention.scaled_layer import ScaledAttention
+
+    return ScaledAttention
