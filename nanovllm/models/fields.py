@@ -101,8 +101,9 @@ def _rope_parameters(
     A rotation of a part of each head is a ValueError, unless the family has `partial` ones.
     `old_types` are other names of rope types.
     """
-    given = ("rope_scaling", "rope_parameters", "partial_rotary_factor")
-    if all(fields.file.get(name) in (None, {}) for name in given):
+    given = [fields.file.get(name) for name in ("rope_scaling", "rope_parameters")]
+    rotates_whole = fields.file.get("partial_rotary_factor") is None
+    if rotates_whole and all(value in (None, {}) for value in given):
         theta = check_float("rope_theta", fields["rope_theta"], 1.0, above=True)
         return {"rope_type": "default", "rope_theta": theta}
     from nanovllm.models.rope import rope_parameters
