@@ -89,8 +89,11 @@ class ModelConfig:
         """
         with fields_of(path / "config.json") as raw:
             config = cls.parse(raw, quantization)
-        if not config.tie_word_embeddings and _lacks_head(path):
-            config = replace(config, tie_word_embeddings=True, has_head=False)
+        if not config.tie_word_embeddings:
+            from nanovllm.models.bare import lacks_head
+
+            if lacks_head(path):
+                config = replace(config, tie_word_embeddings=True, has_head=False)
         if (path / "generation_config.json").exists():
             with fields_of(path / "generation_config.json") as raw:
                 eos = config.eos_token_ids | eos_ids(raw, config.vocab_size)
@@ -221,13 +224,6 @@ def _reference(name: str) -> str:
     from nanovllm.models.outside import family_reference
 
     return family_reference(name)
-
-
-def _lacks_head(path: Path) -> bool:
-    """Whether the checkpoint has only the decoder."""
-    from nanovllm.models.bare import lacks_head
-
-    return lacks_head(path)
 
 
 def _quantization(file: Mapping[str, Any], option: str | None, names: Names) -> Quantization:
