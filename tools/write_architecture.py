@@ -31,7 +31,7 @@ CORE: dict[str, list[str]] = {
                "engine/run/step_part",
                "engine/run/computed", "engine/run/draw_inputs", "engine/run/launched"],
     "the model": ["models/llama", "models/parts", "models/decoder", "layers/block",
-                  "layers/self_attention", "layers/feed_forward", "layers/mixer",
+                  "layers/mixer", "layers/feed_forward",
                   "layers/cache_spec", "layers/embed_head", "layers/layernorm", "layers/linear",
                   "layers/rotary_embedding", "layers/context", "layers/attention/layer",
                   "layers/attention/base", "layers/attention/torch_backend",

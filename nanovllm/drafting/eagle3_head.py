@@ -16,8 +16,8 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layer import Build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.mixer import ROPE, SelfAttention
 from nanovllm.layers.ranks import ALONE, Ranks
-from nanovllm.layers.self_attention import ROPE, SelfAttention
 from nanovllm.models import parts
 from nanovllm.models.decoder import Model
 

@@ -21,9 +21,8 @@ from nanovllm.layers.feed_forward import MLP, FeedForward, SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, RowParallelLinear
 from nanovllm.layers.lora import AdapterRows
-from nanovllm.layers.mixer import Ropes
+from nanovllm.layers.mixer import Ropes, SelfAttention
 from nanovllm.layers.ranks import Ranks
-from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.layers.sparse_mlp import ExpertRouter, SparseMLP
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from nanovllm.layers.feed_forward import MLP, FeedForward
 from nanovllm.layers.few_rows import operands_of
 from nanovllm.layers.layer import Backend, Build, Layer
 from nanovllm.layers.layernorm import PlusOneRMSNorm, RMSNorm
-from nanovllm.layers.mixer import Mixer
+from nanovllm.layers.mixer import Mixer, SelfAttention
 from nanovllm.layers.ranks import ALONE, Ranks
-from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models.decoder import Decoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
