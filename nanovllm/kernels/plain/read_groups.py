@@ -26,11 +26,12 @@ def read_groups(
 def read_slots(
     slots: torch.Tensor, table: TableState, decoding: Decoding
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where B queries of a decode step find and leave states.
+    """The slots from which a decode step of B queries reads states, and to which it writes them.
 
-    For each sequence the slot with the states before its first query, and for each query that for
-    the states after it. `decoding` is what `read_table` returned; `slots` [rows, N] are the rows'
-    own: the states after position p are in slot p % N of these. A row without any (0) keeps none.
+    These are, for each sequence, the slot with the states before its first query, and for each
+    query, the slot for the states after it. `decoding` is what `read_table` returned. `slots`
+    [rows, N] are the rows' own slots: the states after position p are in slot p % N of them. A row
+    with slots of 0 keeps no states.
     """
     num_seqs = len(decoding.block_tables)
     own = slots.index_select(0, table.batch[:num_seqs]).long()
