@@ -93,7 +93,7 @@ def _memory(
     """Bytes of weights and KV, and the KV tokens that fit with the weights, by size of memory."""
     from nanovllm.bench import roofline
     from nanovllm.models import model_size
-    from nanovllm.models.weight_bytes import WeightBytes
+    from nanovllm.models.model_size import WeightBytes
 
     kv_bytes = roofline.kv_bytes_per_token(model, head_bytes)
     state_bytes = roofline.state_bytes(model, itemsize)
