@@ -24,7 +24,8 @@ import torch.nn.functional as F
 
 from nanovllm.kernels.operands.low_rank import LowRank
 from nanovllm.kernels.operands.scaled import Scaled
-from nanovllm.kernels.table import PLAIN, Kernels, triton_kernels
+from nanovllm.kernels.table import PLAIN, Kernels
+from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers.lora import AdapterRows, group_rows
 
 NUM_SLOTS, MAX_RANK, NUM_LAYERS = 8, 64, 36

@@ -102,7 +102,7 @@ def main() -> None:
     args = parser.parse_args()
     sampler = Sampler()
     if args.device == "cuda":
-        from nanovllm.kernels.table import triton_kernels
+        from nanovllm.kernels.triton.table import triton_kernels
 
         sampler.kernels = triton_kernels()
     torch.manual_seed(0)

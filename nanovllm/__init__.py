@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.errors import RankError
     from nanovllm.llm import LLM
     from nanovllm.lora_request import LoRARequest
-    from nanovllm.models.registry import register_model
+    from nanovllm.models.outside import register_model
     from nanovllm.outputs import CompletionOutput, RequestOutput
     from nanovllm.pooling_params import PoolingParams
     from nanovllm.prompts import TextPrompt, TokensPrompt
@@ -67,7 +67,7 @@ _MODULES = {
     "StructuredOutputsParams": "structured_outputs",
     "TextPrompt": "prompts",
     "TokensPrompt": "prompts",
-    "register_model": "models.registry",
+    "register_model": "models.outside",
 }
 
 

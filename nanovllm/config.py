@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.utils.checks import check_texts
 from nanovllm.utils.option import (
+    DIRECTORY,
     NOTHING,
+    PATH,
+    QUANTIZATION,
+    REVISION,
     TRUE_OR_FALSE,
     OtherName,
     Rule,
@@ -24,8 +28,8 @@ from nanovllm.utils.option import (
     option,
     options_of,
     required,
+    type_of,
 )
-from nanovllm.utils.rules import DIRECTORY, PATH, QUANTIZATION, REVISION, type_of
 
 if TYPE_CHECKING:
     from nanovllm.speculative_config import SpeculativeConfig
@@ -35,6 +39,7 @@ else:  # its module is loaded when the option is given, as a dict of this type
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 BATCHED_TOKENS = 16384
 MAX_RANKS = 8
+MAX_POSITIONS = 1 << 24  # positions are rotated in float32, which has all integers up to this one
 MAX_LORAS, MAX_LORA_RANK = 1024, 512
 MAX_WAITING = 1024  # samples in addition to those that run; of AsyncLLM and of the server
 TOOL_PARSERS = (

@@ -20,11 +20,11 @@ from nanovllm.engine.ranks.frames import Outbox, receive
 from nanovllm.engine.ranks.life_line import end_with
 from nanovllm.engine.remote.loop import RETRY_SECONDS, EngineLoop
 from nanovllm.engine.remote.messages import EngineFailed, EngineReady, Question, Quit
-from nanovllm.models.registry import register_all
+from nanovllm.models.outside import register_families
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputs
-from nanovllm.utils.heap import keep_what_lives
 from nanovllm.utils.log import log_to_stderr
+from nanovllm.utils.memory import keep_what_lives
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -58,7 +58,7 @@ def _serve(link: socket.socket, outbox: Outbox) -> None:
 
     model, options, level, families = receive(link)
     log_to_stderr(level)  # the caller's handlers are in its process
-    register_all(families)
+    register_families(families)
     commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
     engine = ServedLLM(model, **options)
     try:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.features import Adapters, Features
+from nanovllm.engine.features import Features, RequestAdapters
 from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.start.parts import DrawMasked, MakeStepPart, ShardParts
 
@@ -50,10 +50,10 @@ class AllFeatures(Features):
 
         return drafting_of(config.speculative_config, shard, mixes=config.scheduling == "mixed")
 
-    def adapters(self, runner: "ModelRunner") -> Adapters:
+    def adapters(self, runner: "ModelRunner") -> RequestAdapters:
         """The adapters of requests."""
         if not runner.config.enable_lora:
-            return Adapters()
+            return RequestAdapters()
         from nanovllm.adapters.engine_adapters import EngineAdapters
 
         return EngineAdapters(runner)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.utils.checks import check_int, did_you_mean, shorten
-from nanovllm.utils.rules import SOME_TEXT
+from nanovllm.utils.option import SOME_TEXT
 
 UNUSED = {  # vLLM's other fields
     "base_model_name": "an adapter is for the engine's model",

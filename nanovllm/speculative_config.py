@@ -8,6 +8,9 @@ from typing import Any
 
 from nanovllm.utils.checks import shorten
 from nanovllm.utils.option import (
+    PATH,
+    QUANTIZATION,
+    REVISION,
     by_name,
     check_options,
     int_range,
@@ -15,7 +18,6 @@ from nanovllm.utils.option import (
     option,
     required,
 )
-from nanovllm.utils.rules import PATH, QUANTIZATION, REVISION
 
 # The keys of each method, in addition to those of all methods.
 METHODS = {

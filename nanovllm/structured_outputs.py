@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.utils.checks import check_text, check_texts, shorten
-from nanovllm.utils.json_text import parse_json
 from nanovllm.utils.option import (
     NOTHING,
+    SOME_TEXT,
     TRUE_OR_FALSE,
     OtherName,
     Rule,
@@ -18,7 +18,6 @@ from nanovllm.utils.option import (
     check_options,
     option,
 )
-from nanovllm.utils.rules import SOME_TEXT
 
 OTHER_NAMES = {
     "backend": OtherName((None,), "llguidance makes all constraints"),
@@ -32,6 +31,8 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 def _json_text(name: str, value: Any) -> str:
     """A JSON value as text; the order of names stays, as it is the order of the output's."""
+    from nanovllm.utils.json_text import parse_json
+
     try:
         text = value if isinstance(value, str) else _dumps(value)
         text = _dumps(parse_json(text))

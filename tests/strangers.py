@@ -8,7 +8,7 @@ import torch
 from reference import NUM_STEPS, Case, decisive
 
 import nanovllm
-from nanovllm.models import registry
+from nanovllm.models import family as families
 from nanovllm.models.family import Family
 
 LastLogits = Callable[[list[int]], torch.Tensor]  # [vocab], of the token after these
@@ -17,13 +17,13 @@ LastLogits = Callable[[list[int]], torch.Tensor]  # [vocab], of the token after 
 @contextmanager
 def registered(name: str, family: Family) -> Iterator[None]:
     """A block in which the package knows a family."""
-    before = dict(registry._registered)
+    before = dict(families.registered)
     nanovllm.register_model(name, family)
     try:
         yield
     finally:
-        registry._registered.clear()
-        registry._registered.update(before)
+        families.registered.clear()
+        families.registered.update(before)
 
 
 @torch.inference_mode()

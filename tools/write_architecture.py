@@ -33,7 +33,7 @@ CORE: dict[str, list[str]] = {
                "engine/run/step_part",
                "engine/run/computed", "engine/run/draw_inputs", "engine/run/launched"],
     "the model": ["models/llama", "models/parts", "models/decoder", "layers/block",
-                  "layers/self_attention", "layers/feed_forward", "layers/mixer", "layers/build",
+                  "layers/mixer", "layers/feed_forward",
                   "layers/cache_spec", "layers/embed_head", "layers/layernorm", "layers/linear",
                   "layers/rotary_embedding", "layers/context", "layers/attention/layer",
                   "layers/attention/base", "layers/attention/torch_backend",
@@ -46,7 +46,7 @@ CORE: dict[str, list[str]] = {
     "startup": ["engine/start/startup", "engine/start/load", "engine/engine_config",
                 "engine/start/placement", "engine/start/sizing",
                 "engine/cache/kv_pool", "engine/cache/groups", "models/config", "models/fields",
-                "models/rope", "models/registry", "models/family", "models/build", "models/loader",
+                "models/checkpoint", "models/family", "models/build", "models/loader",
                 "layers/layer", "layers/backend", "layers/ranks"],
 }  # fmt: skip
 

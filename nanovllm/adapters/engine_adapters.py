@@ -8,7 +8,7 @@ from nanovllm.adapters.place_command import PlaceAdapter
 from nanovllm.adapters.slot_table import AdapterSlotTable
 from nanovllm.adapters.store import AdapterStore
 from nanovllm.engine.errors import NotReadyError
-from nanovllm.engine.features import Adapters
+from nanovllm.engine.features import RequestAdapters
 from nanovllm.engine.run.model_runner import ModelRunner
 from nanovllm.engine.schedule.sequence import SequenceStatus
 from nanovllm.lora_request import LoRARequest, named_adapters
@@ -16,7 +16,7 @@ from nanovllm.lora_request import LoRARequest, named_adapters
 WAIT_SECONDS = 0.01
 
 
-class EngineAdapters(Adapters):
+class EngineAdapters(RequestAdapters):
     """The host's store, and the slots on the devices."""
 
     def __init__(self, runner: ModelRunner) -> None:

@@ -19,9 +19,9 @@ from nanovllm.adapters.base_weights import check_base_weight
 from nanovllm.adapters.modules import Module, modules_of
 from nanovllm.adapters.peft_config import PeftConfig, read_config
 from nanovllm.adapters.tensors import AdapterTensors, Pair
+from nanovllm.formats.names import full_name
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import FLOATS, InFile, errors_name
-from nanovllm.models.tensor_names import full_name
 from nanovllm.utils.checks import did_you_mean
 
 WEIGHTS_FILE = "adapter_model.safetensors"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.layers.experts import MATRICES
-from nanovllm.models.fields import fields_of
+from nanovllm.models.checkpoint import fields_of
 from nanovllm.utils.checks import check_bool, check_float, check_int, shorten
 
 CONFIG_FILE = "adapter_config.json"

@@ -21,7 +21,7 @@ from nanovllm.kernels.operands.kv_layer import head_bytes
 from nanovllm.layers.ranks import Ranks
 from nanovllm.llm import LLM
 from nanovllm.models import model_size
-from nanovllm.models.weight_bytes import WeightBytes
+from nanovllm.models.model_size import WeightBytes
 from nanovllm.sampling_params import SamplingParams
 
 SHORT_RUN_SECONDS = 60  # a shorter run is repeated if `repeats` is not given

@@ -16,8 +16,8 @@ from nanovllm.drafting.source import find_source
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.engine.start.placement import resolve_device
 from nanovllm.layers.ranks import Ranks
+from nanovllm.models.checkpoint import resolve_model
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.loader import resolve_model
 from nanovllm.speculative_config import ERRORS
 
 

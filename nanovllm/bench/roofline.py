@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from nanovllm.layers.cache_spec import State, TokenCache
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.model_size import (
+    WeightBytes,
     decoder_params,
     head_params,
     layer_params,
     step_weight_bytes,
 )
-from nanovllm.models.weight_bytes import WeightBytes
 
 HeadBytes = Callable[[int], int]  # of a token's key or value of one head, by its head_dim
 

@@ -10,7 +10,7 @@ from nanovllm.command.options import (
     add_model_argument,
     engine_options,
 )
-from nanovllm.utils.sizes import GIB, memory_text
+from nanovllm.utils.memory import GIB, memory_text
 
 if TYPE_CHECKING:
     from nanovllm.bench.roofline import HeadBytes
@@ -53,8 +53,8 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
     )
     from nanovllm.kernels.operands.kv_layer import head_bytes
     from nanovllm.models import model_size
+    from nanovllm.models.checkpoint import CONFIG_FILES, resolve_model
     from nanovllm.models.config import ModelConfig
-    from nanovllm.models.loader import CONFIG_FILES, resolve_model
 
     config = Config(**options)
     path = resolve_model(
@@ -97,7 +97,7 @@ def _memory(
     """Bytes of weights and KV, and the KV tokens that fit with the weights, by size of memory."""
     from nanovllm.bench import roofline
     from nanovllm.models import model_size
-    from nanovllm.models.weight_bytes import WeightBytes
+    from nanovllm.models.model_size import WeightBytes
 
     kv_bytes = roofline.kv_bytes_per_token(model, head_bytes)
     state_bytes = roofline.state_bytes(model, itemsize)

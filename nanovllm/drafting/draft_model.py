@@ -16,8 +16,7 @@ from nanovllm.kernels.plain.guess_inputs import GuessInputs
 from nanovllm.layers.context import Context, attending
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.model_size import step_weight_bytes
-from nanovllm.models.weight_bytes import WeightBytes
+from nanovllm.models.model_size import WeightBytes, step_weight_bytes
 
 
 def step_bytes(config: ModelConfig, placement: Placement) -> float:

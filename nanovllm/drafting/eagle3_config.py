@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.models import registry
+from nanovllm.models.checkpoint import fields_of
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.fields import fields_of
+from nanovllm.models.family import architectures
 from nanovllm.utils.checks import check_bool, check_choice, check_int, shorten
 
 ARCHITECTURES = (
@@ -123,9 +123,9 @@ class HeadConfig:
 def _is_whole_model(name: Any, raw: Mapping[str, Any]) -> bool:
     """Whether the config describes a model that could generate text by itself."""
     if name not in ARCHITECTURES:
-        return name in registry.names()
+        return name in architectures()
     return (
-        name in registry.names()
+        name in architectures()
         and raw.get("num_hidden_layers", 1) != 1
         and "draft_vocab_size" not in raw
     )

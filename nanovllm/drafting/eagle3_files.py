@@ -10,8 +10,8 @@ import torch
 from nanovllm.drafting.eagle3_config import HeadConfig
 from nanovllm.drafting.eagle3_head import Eagle3Head
 from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.models.checkpoint import MODEL_PATTERNS
 from nanovllm.models.dummy import load_dummy
-from nanovllm.models.hub import MODEL_PATTERNS
 from nanovllm.models.loader import InFile, load_model, read_weights
 
 PICKLED = "pytorch_model.bin"

@@ -12,12 +12,12 @@ from nanovllm.drafting.draft_vocabulary import DraftVocabulary
 from nanovllm.drafting.eagle3_config import NUM_TAPS, HeadConfig
 from nanovllm.formats.format import PLAIN_FORMATS
 from nanovllm.kernels.plain.norm_rope_store import Rope
-from nanovllm.layers.build import Build
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layer import Build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.mixer import ROPE, SelfAttention
 from nanovllm.layers.ranks import ALONE, Ranks
-from nanovllm.layers.self_attention import ROPE, SelfAttention
 from nanovllm.models import parts
 from nanovllm.models.decoder import Model
 

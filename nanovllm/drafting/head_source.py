@@ -13,11 +13,11 @@ from nanovllm.drafting.eagle3_files import HEAD_PATTERNS, load_head, random_head
 from nanovllm.drafting.eagle3_guesser import Eagle3Guesser
 from nanovllm.drafting.eagle3_head import Eagle3Head
 from nanovllm.engine.start.placement import Placement, resolve_placement
+from nanovllm.models.checkpoint import resolve_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.loader import resolve_model
 from nanovllm.speculative_config import errors_name_model
-from nanovllm.utils.sizes import memory_text
+from nanovllm.utils.memory import memory_text
 
 logger = logging.getLogger("nanovllm")
 

@@ -12,9 +12,9 @@ from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.engine.start.load import load_part
 from nanovllm.engine.start.placement import Placement, resolve_placement
 from nanovllm.layers.cache_spec import TokenCache
+from nanovllm.models.checkpoint import resolve_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.loader import resolve_model
 from nanovllm.speculative_config import errors_name_model
 from nanovllm.utils.checks import shorten
 

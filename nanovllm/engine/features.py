@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ALONE = "{} needs the class LLM or AsyncLLM: an LLMEngine alone has no such room"
 
 
-class Adapters:
+class RequestAdapters:
     """The adapters of an engine. The base class has none: a request that names one is refused."""
 
     admissions: "Admissions | None" = None  # None: every sequence may run
@@ -74,9 +74,9 @@ class Features:
         """How steps get drafts, by the options and rank 0's started shard."""
         return Drafting()
 
-    def adapters(self, runner: "ModelRunner") -> Adapters:  # noqa: ARG002
+    def adapters(self, runner: "ModelRunner") -> RequestAdapters:  # noqa: ARG002
         """The adapters of requests."""
-        return Adapters()
+        return RequestAdapters()
 
     def constraints(
         self,

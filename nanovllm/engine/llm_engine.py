@@ -18,8 +18,8 @@ from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.engine.run.launched import Begun, Launched
 from nanovllm.engine.schedule.scheduler import Scheduler
 from nanovllm.engine.start.startup import start_runner
+from nanovllm.models.checkpoint import resolve_model
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.loader import resolve_model
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams

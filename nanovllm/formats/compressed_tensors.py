@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from nanovllm.formats.quantization import Quantization, Rule
+from nanovllm.formats.quantization import Quantization, SchemeRule
 from nanovllm.formats.rules import (
     any_of,
     check_block,
@@ -21,7 +21,8 @@ from nanovllm.utils.checks import check_bool, check_int
 
 CLASS = "Linear"  # the name of the class of all linear layers
 PACKED = "pack-quantized"
-Ranked = tuple[tuple[int, str], Rule]  # a rule, and what it is sorted by: its kind, its pattern
+# A rule, and what it is sorted by: its kind, its pattern.
+Ranked = tuple[tuple[int, str], SchemeRule]
 LAYOUTS = ("float-quantized", "naive-quantized", "int-quantized", PACKED)
 
 

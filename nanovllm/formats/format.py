@@ -7,20 +7,21 @@ Here is the plain format, with which the engine runs alone. Other formats are su
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
 
 from nanovllm.formats.names import USUAL_NAMES, Names
 from nanovllm.formats.stored import COLUMNS, ROWS, Loaded, RankPart, Stored, StoredTensor
-from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
 if TYPE_CHECKING:
     from nanovllm.formats.scheme import Scheme
+    from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
 OF_PROJECTION = "_of_projection_"
-Weight = torch.Tensor | QuantizedMatrix  # what kernels multiply by
+Weight: TypeAlias = "torch.Tensor | QuantizedMatrix"  # what kernels multiply by
+LayerWeight: TypeAlias = "Weight | list[Weight]"  # one matrix, or one for each projection
 Rename = Callable[[str], str]  # from a tensor's name in the format to its name in the layer
 
 
@@ -51,7 +52,7 @@ class WeightFormat(ABC):
         """The tensors of a matrix by name. A checkpoint in this format has them by these names."""
 
     @abstractmethod
-    def weight(self, tensors: Mapping[str, torch.Tensor], part: RankPart) -> Weight | list[Weight]:
+    def weight(self, tensors: Mapping[str, torch.Tensor], part: RankPart) -> LayerWeight:
         """A rank's matrix [N, K], made of its parts of the tensors.
 
         If no single matrix can describe all projections, a list with one for each of them.

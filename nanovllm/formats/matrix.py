@@ -1,4 +1,7 @@
-"""The forms of a weight that layers multiply by; each device has a fastest one."""
+"""Matrix: a weight in the form that a layer multiplies by. Here are the forms of plain weights.
+
+`layouts.py` has the others; `matrix_of` in `layers/linear.py` chooses the fastest form.
+"""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -6,8 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nanovllm.formats.format import Weight
-from nanovllm.kernels.table import Kernels, Rounding
+from nanovllm.kernels.table import Rounding
 
 
 class Matrix(ABC):
@@ -49,7 +51,7 @@ class DenseMatrix(Matrix):
     ) -> torch.Tensor:
         if out is not None and bias is None:
             return torch.mm(x, self.operand.t(), out=out)
-        return _to(out, F.linear(x, self.operand, bias))
+        return written_to(out, F.linear(x, self.operand, bias))
 
 
 class PackedMatrix(Matrix):
@@ -66,78 +68,9 @@ class PackedMatrix(Matrix):
     def linear(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return _to(out, self._linear(x, self.packed, bias))
+        return written_to(out, self._linear(x, self.packed, bias))
 
 
-class KernelMatrix(Matrix):
-    """A weight in the layout of the kernels that multiply by it."""
-
-    def __init__(self, operand: Any, kernels: Kernels) -> None:
-        self.operand = operand
-        self.kernels = kernels
-
-    def plain(self) -> torch.Tensor | None:
-        return self.kernels.plain_of(self.operand)
-
-    def rounding(self, x: torch.Tensor) -> Rounding | None:
-        return self.kernels.rounding(self.operand, len(x))
-
-    def linear(
-        self, x: Any, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return _to(out, self.kernels.arranged_linear(x, self.operand, bias))
-
-
-class EmptyMatrix(Matrix):
-    """A weight without rows, which kernels do not accept: of a rank that has no tokens' logits."""
-
-    def linear(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        assert bias is None or not len(bias)
-        return _to(out, x.new_empty(len(x), 0))
-
-
-class JoinedMatrix(Matrix):
-    """The matrices of projections that have no common form: one product for each.
-
-    `sizes` are the numbers of their rows.
-    """
-
-    def __init__(self, matrices: list[Matrix], sizes: list[int]) -> None:
-        self.matrices, self.sizes = matrices, sizes
-
-    def linear(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        biases = [None] * len(self.sizes) if bias is None else torch.split(bias, self.sizes)
-        parts = zip(self.matrices, biases, strict=True)
-        return _to(out, torch.cat([matrix.linear(x, part) for matrix, part in parts], dim=1))
-
-
-def _to(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+def written_to(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+    """The result, copied to `out` if that is given."""
     return result if out is None else out.copy_(result)
-
-
-def _num_rows(weight: Weight) -> int:
-    return len(weight if isinstance(weight, torch.Tensor) else weight.codes)
-
-
-def matrix_of(weight: Weight | list[Weight], kernels: Kernels) -> Matrix:
-    """The fastest form of a weight [N, K] here. Peak memory: up to three times the weight."""
-    if isinstance(weight, list):
-        return JoinedMatrix([matrix_of(w, kernels) for w in weight], [_num_rows(w) for w in weight])
-    if not _num_rows(weight):
-        return EmptyMatrix()
-    if not isinstance(weight, torch.Tensor):
-        return KernelMatrix(kernels.arrange(weight), kernels)
-    if not weight.numel():
-        return DenseMatrix(weight)
-    if (operand := kernels.arrange_plain(weight)) is not None:
-        return KernelMatrix(operand, kernels)
-    if not kernels.reads_plain and weight.device.type == "cpu":
-        from nanovllm.kernels.cpu.packed_linear import can_pack
-
-        if can_pack(weight):
-            return PackedMatrix(weight)
-    return DenseMatrix(weight)

@@ -17,7 +17,7 @@ from nanovllm.formats.quantization import (
     NOT_QUANTIZED,
     OLD_FIELD,
     Quantization,
-    Rule,
+    SchemeRule,
 )
 from nanovllm.formats.rules import (
     check_block,
@@ -60,7 +60,9 @@ def _while_loading(method: str) -> Quantization:
     """Quantize all plain weights, except the routers of experts, which are small and decide."""
     scheme, of_head = ONLINE[method]
     schemes = {r".*\.gate$": None, r"model\.": scheme, HEAD: of_head}
-    return Quantization(method, tuple(Rule(re.compile(p), each) for p, each in schemes.items()))
+    return Quantization(
+        method, tuple(SchemeRule(re.compile(p), each) for p, each in schemes.items())
+    )
 
 
 def read_quantization(raw: Mapping[str, Any]) -> Quantization:
@@ -138,7 +140,7 @@ def _gptq(config: Mapping[str, Any]) -> Quantization:
             zero_offset=1 if layout == "gptq" else 0,
         )  # fmt: skip
 
-    def override(key: str, values: Any) -> Rule:
+    def override(key: str, values: Any) -> SchemeRule:
         values = check_object(f"dynamic[{key!r}]", values)
         for name in ("checkpoint_format", "format", "pack_dtype", "lm_head"):
             if name in values and values[name] != config.get(name):

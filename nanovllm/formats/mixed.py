@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from nanovllm.formats.format import OF_PROJECTION, Weight, WeightFormat
+from nanovllm.formats.format import OF_PROJECTION, LayerWeight, Weight, WeightFormat
 from nanovllm.formats.stored import RankPart, Stored
 from nanovllm.kernels.plain.quantized_linear import dense_matrix
 
@@ -48,7 +48,7 @@ class Float32(WeightFormat):
         return dense(self.stored_as.weight(tensors, part), part.num_columns, torch.float32)
 
 
-def dense(weight: Weight | list[Weight], size_in: int, dtype: torch.dtype) -> torch.Tensor:
+def dense(weight: LayerWeight, size_in: int, dtype: torch.dtype) -> torch.Tensor:
     """A layer's weight as a plain matrix, with columns in the order of its inputs."""
     if isinstance(weight, list):
         return torch.cat([dense(part, size_in, dtype) for part in weight])

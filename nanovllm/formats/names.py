@@ -1,6 +1,7 @@
-"""Names: what the files of checkpoints call the tensors of a model."""
+"""Names: what the files of checkpoints call the tensors of a model, and what we call them."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 # Layers that hold several projections of a checkpoint, in this order.
@@ -13,6 +14,10 @@ EXPERTS: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "down_proj": ("down_proj",),
 }
+BEGINNINGS = ("embed_tokens.", "layers.", "norm.")  # of a decoder's tensors, without a head
+OF_QUANTIZED = re.compile(r".*(scales?|scale_inv|qweight|qzeros|g_idx|_packed|_shape|zero_point)")
+ATTENTION = ".attn."  # a module of ours; in checkpoints its scales belong to its parent
+KV_SCALE = re.compile(r"(.*self_attn)\.(?:[kv]_proj\.)?(?:(?<=([kv])_proj\.)output|([kv]))_scale")
 
 
 @dataclass(frozen=True)
@@ -68,3 +73,33 @@ def stacked_name(matrix: str, tensor: str) -> str:
     if tensor.startswith("weight"):
         return matrix + tensor.removeprefix("weight")
     return f"{matrix}_{tensor}"
+
+
+def usual_name(name: str, names: Names, known: Container[str] = ()) -> str:
+    """The usual name of a checkpoint's tensor, unless `name` is `known` as it is.
+
+    Tools name scales of keys and values differently.
+    """
+    name = names.ours(name)
+    match = KV_SCALE.fullmatch(name)
+    return full_name(f"{match[1]}.{match[2] or match[3]}_scale" if match else name, known)
+
+
+def full_name(name: str, known: Container[str] = ()) -> str:
+    """The name that a bare decoder's tensor has in a model with a head.
+
+    A `name` that is `known` as it is stays.
+    """
+    return f"model.{name}" if name.startswith(BEGINNINGS) and name not in known else name
+
+
+def checkpoint_name(param: str) -> str:
+    """The usual name in checkpoints of a parameter."""
+    return param.replace(ATTENTION, ".")
+
+
+def hint_for(name: str) -> str:
+    """The end of the error about a tensor that no layer needs."""
+    if not OF_QUANTIZED.fullmatch(name):
+        return ""
+    return " of quantized weights, which quantization_config in config.json must describe"

@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.formats.blocks import check_scales, places, quantized_matrix, take, unpack
 from nanovllm.formats.dummy_values import groups_of, integers, matrix_size, scale_of
-from nanovllm.formats.format import Weight, WeightFormat
+from nanovllm.formats.format import LayerWeight, WeightFormat
 from nanovllm.formats.scheme import Scheme
 from nanovllm.formats.stored import COLUMNS, ROWS, Axis, RankPart, Stored
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
@@ -60,7 +60,7 @@ class PackedCodes(WeightFormat):
     def zeros(self, tensors: Tensors, part: RankPart) -> torch.Tensor:
         """The zero points [..., N, groups]."""
 
-    def weight(self, tensors: Tensors, part: RankPart) -> Weight | list[Weight]:
+    def weight(self, tensors: Tensors, part: RankPart) -> LayerWeight:
         if self._orders_differ(tensors):
             split = {name: part.split(self.tensors[name], t) for name, t in tensors.items()}
             return [
@@ -140,7 +140,7 @@ class CompressedTensors(PackedColumns):
             tensors["weight_zero_point"] = Stored(axes, torch.int32, fill=integers)
         return tensors
 
-    def weight(self, tensors: Tensors, part: RankPart) -> Weight | list[Weight]:
+    def weight(self, tensors: Tensors, part: RankPart) -> LayerWeight:
         shapes = tensors["weight_shape"]  # of each projection, or of all in every row
         sizes = [sum(part.sizes)] if part.is_fused else part.sizes
         needed = shapes.new_tensor([[size, part.in_features] for size in sizes])

@@ -20,7 +20,7 @@ OLD_FIELD = "compression_config"
 
 
 @dataclass(frozen=True)
-class Rule:
+class SchemeRule:
     """The scheme of the layers for which `pattern` matches the beginning of the name."""
 
     pattern: re.Pattern[str]
@@ -38,7 +38,7 @@ class Quantization:
     """
 
     method: str | None = None
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[SchemeRule, ...] = ()
     files: Literal["plain", "quantized", "decide"] = "plain"
     names: Names = field(default_factory=Names)
 

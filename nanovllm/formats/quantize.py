@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.formats.format import Rename, Weight, WeightFormat, as_it_is
+from nanovllm.formats.format import LayerWeight, Rename, WeightFormat, as_it_is
 from nanovllm.formats.stored import (
     COLUMNS,
     ROWS,
@@ -166,7 +166,7 @@ class WhileLoading(WeightFormat):
     def filled(self) -> list[str]:
         return ["weight"]
 
-    def weight(self, tensors: Mapping[str, torch.Tensor], part: RankPart) -> Weight | list[Weight]:
+    def weight(self, tensors: Mapping[str, torch.Tensor], part: RankPart) -> LayerWeight:
         return self.stored_as.weight(tensors, part)
 
     def register(

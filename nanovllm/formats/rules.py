@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.formats.quantization import HEAD, Rule
+from nanovllm.formats.quantization import HEAD, SchemeRule
 from nanovllm.formats.scheme import Scheme
 from nanovllm.utils.checks import check_int, shorten
 
@@ -65,17 +65,17 @@ def check_block(field: str, value: Any) -> tuple[int, int]:
     return rows, columns
 
 
-def rule(field: str, pattern: str, scheme: Scheme | None) -> Rule:
+def rule(field: str, pattern: str, scheme: Scheme | None) -> SchemeRule:
     """A rule with a pattern of a field."""
     try:
-        return Rule(re.compile(pattern), scheme)
+        return SchemeRule(re.compile(pattern), scheme)
     except re.error as error:
         raise ValueError(
             f"{field} must have regular expressions, got {shorten(pattern)}: {error}"
         ) from None
 
 
-def excluding(names: list[str], scheme: Scheme, head: bool = False) -> tuple[Rule, ...]:
+def excluding(names: list[str], scheme: Scheme, head: bool = False) -> tuple[SchemeRule, ...]:
     """The scheme for all layers, except those with one of `names` in their own names.
 
     Names match as whole words, which dots separate. The head is plain unless it is included.
@@ -83,8 +83,8 @@ def excluding(names: list[str], scheme: Scheme, head: bool = False) -> tuple[Rul
     excluded = [rf"(.*\.)?{any_of(names)}(\.|$)"] if names else []
     if not head:
         excluded.append(f"{HEAD}$")
-    rules = [Rule(re.compile(pattern), None) for pattern in excluded]
-    return (*rules, Rule(re.compile(""), scheme))
+    rules = [SchemeRule(re.compile(pattern), None) for pattern in excluded]
+    return (*rules, SchemeRule(re.compile(""), scheme))
 
 
 def any_of(names: list[str]) -> str:

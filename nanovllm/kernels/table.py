@@ -1,6 +1,7 @@
-"""Kernels: for each implementation, which function computes which operation.
+"""Kernels: which function computes which operation. Here is the set of plain ones.
 
-A set of kernels imports a kernel's module at the first use of the kernel.
+`cpu/table.py` and `triton/table.py` have the others. A set of kernels imports a kernel's module at
+the first use of the kernel.
 """
 
 from collections.abc import Callable, Mapping
@@ -131,8 +132,8 @@ def _as_it_is(weight: "QuantizedMatrix") -> "QuantizedMatrix":
     return weight
 
 
-def _nothing(*_: Any) -> None:
-    return None
+def nothing(*_: Any) -> None:
+    """An operation that an implementation does not have."""
 
 
 # The module of each operation, and its name there, if that is another one.
@@ -157,69 +158,8 @@ PLAIN_PLACES = {
     "lora_down": "plain.lora",
     "lora_up": "plain.lora",
 }
-CPU_PLACES = PLAIN_PLACES | {
-    "rms_norm": "cpu.rms_norm",
-    "add_rms_norm": "cpu.rms_norm",
-    "silu_and_mul": "cpu.silu_and_mul",
-    "norm_rope_store": "cpu.norm_rope_store",
-    "mask": "cpu.mask",
-    "sample": "cpu.sample",
-    "sample_masked": "cpu.sample",
-    "read_table": "cpu.read_table",
-    "arrange": "cpu.tiled_linear",
-    "arrange_plain": "cpu.tiled_linear",
-    "plain_of": "cpu.tiled_linear",
-    "arranged_linear": "cpu.tiled_linear:tiled_linear",
-    "group_rows": "cpu.lora",
-    "lora_down": "cpu.lora",
-    "lora_up": "cpu.lora",
-}
-TRITON_PLACES = {
-    "rms_norm": "triton.linear.rms_norm",
-    "add_rms_norm": "triton.linear.rms_norm",
-    "silu_and_mul": "triton.linear.silu_and_mul",
-    "norm_rope_store": "triton.attention.norm_rope_store",
-    "store_kvcache": "triton.attention.store_kvcache",
-    "mask": "triton.sampling.mask",
-    "sample": "triton.sampling.sample",
-    "sample_masked": "triton.sampling.sample",
-    "draw": "triton.sampling.draw",
-    "experts": "triton.experts.experts",
-    "adapted_experts": "triton.experts.experts",
-    "router": "triton.experts.route:router_for",
-    "read_table": "triton.step.read_table",
-    "guess_ngrams": "triton.step.guess_ngrams",
-    "guess_inputs": "triton.step.guess_inputs",
-    "accept": "triton.step.accept",
-    "arrange": "triton.linear.arranged",
-    "arranged_linear": "triton.linear.quantized_linear:quantized_linear",
-    "rounding": "triton.linear.rounded_linear:rounding_of",
-    "few_rows": "triton.linear.few_rows:few_rows_for",
-    "group_rows": "triton.lora.row_groups",
-    "lora_down": "triton.lora.lora",
-    "lora_up": "triton.lora.lora",
-    "peers": "triton.ranks.all_reduce:PeerKernels",
-}
 
 PLAIN = Kernels(
-    "plain PyTorch", PLAIN_PLACES, arrange=_as_it_is, arrange_plain=_nothing, plain_of=_nothing,
-    rounding=_nothing, few_rows=_nothing, router=_nothing, write_table=None, peers=None,
+    "plain PyTorch", PLAIN_PLACES, arrange=_as_it_is, arrange_plain=nothing, plain_of=nothing,
+    rounding=nothing, few_rows=nothing, router=nothing, write_table=None, peers=None,
 )  # fmt: skip
-
-
-def triton_kernels() -> Kernels:
-    """The Triton kernels. An ImportError where Triton is not installed."""
-    from nanovllm.kernels.triton.step.write_table import write_table  # callers keep it
-
-    return Kernels(
-        "Triton", TRITON_PLACES, graph_safe=True, reads_plain=True, reads_stacks=True,
-        write_table=write_table, arrange_plain=_nothing, plain_of=_nothing,
-    )  # fmt: skip
-
-
-def cpu_kernels() -> Kernels:
-    """The CPU's kernels in C++; each call is a RuntimeError where they cannot be compiled."""
-    return Kernels(
-        "C++", CPU_PLACES, rounding=_nothing, few_rows=_nothing, router=_nothing,
-        write_table=None, peers=None,
-    )  # fmt: skip

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.layers.build import Build
 from nanovllm.layers.context import keep_adapters_of
 from nanovllm.layers.feed_forward import FeedForward
+from nanovllm.layers.layer import Build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mixer import Mixer, Ropes
 

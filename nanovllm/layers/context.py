@@ -7,13 +7,13 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 if TYPE_CHECKING:
     from nanovllm.layers.lora import AdapterRows
+    from nanovllm.layers.state_step import StateStep
 
 
 @dataclass(slots=True)
@@ -38,61 +38,6 @@ class Context:
     block_tables: torch.Tensor | None = None
     num_queries: int = 1
     plan: Any = None  # what the attention backend computes once for all layers
-
-
-class StateBatch(NamedTuple):
-    """N sequences of a step with T tokens each. Slots are as in `StateStep`.
-
-    All of `before` is read first: the states after a token may replace those before the first.
-    """
-
-    rows: torch.Tensor  # [N, T] of the step's tokens
-    before: torch.Tensor  # [N]
-    after: torch.Tensor  # [N, T]
-
-
-@dataclass(slots=True)
-class StateStep:
-    """Where the B sequences of a step find states, and where its T tokens leave them.
-
-    `before` [B] has the slots with the states before the sequences' first tokens: slot 0, with
-    states of zeros, for those that begin. `after` [T] has the slots for the states after each
-    token; -1, the last slot, where they are not kept. Sequence b's tokens are the rows
-    `ends[b]:ends[b + 1]`, where `ends` is on the host; in a decode step each has `num_queries`.
-    """
-
-    before: torch.Tensor
-    after: torch.Tensor
-    ends: Any = None  # a NumPy array; None in a decode step
-    num_queries: int = 1
-    _batches: list[StateBatch] | None = None
-
-    @property
-    def batches(self) -> list[StateBatch]:
-        """The sequences, those with equally many tokens together; made when first asked for."""
-        if self._batches is None:
-            if self.ends is None:
-                rows = torch.arange(len(self.after), device=self.after.device)
-                shape = -1, self.num_queries
-                self._batches = [StateBatch(rows.view(shape), self.before, self.after.view(shape))]
-            else:
-                self._batches = self._prefill_batches()
-        return self._batches
-
-    def _prefill_batches(self) -> list[StateBatch]:
-        lengths = np.diff(self.ends)
-        members = [np.flatnonzero(lengths == length) for length in np.unique(lengths)]
-        rows = [self.ends[alike, None] + np.arange(lengths[alike[0]]) for alike in members]
-        # All numbers travel to the device together.
-        numbers = np.concatenate([part.ravel() for part in (*members, *rows)], dtype=np.int64)
-        parts = torch.from_numpy(numbers).to(self.after.device)
-        indices = torch.split(parts[: len(lengths)], [len(alike) for alike in members])
-        places = torch.split(parts[len(lengths) :], [each.size for each in rows])
-        tables = [place.view(each.shape) for place, each in zip(places, rows, strict=True)]
-        return [
-            StateBatch(table, self.before[index], self.after[table])
-            for index, table in zip(indices, tables, strict=True)
-        ]
 
 
 NOTHING: Mapping[str, Any] = {}
@@ -138,7 +83,7 @@ def get_context(group: int = 0) -> Context:
     return context
 
 
-def state_step() -> StateStep:
+def state_step() -> "StateStep":
     """Where the current step's tokens find and leave states."""
     step: StateStep = _current.read["states"]
     return step

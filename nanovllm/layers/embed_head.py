@@ -13,14 +13,13 @@ from torch import nn
 
 from nanovllm.formats.format import DENSE, WeightFormat
 from nanovllm.formats.stored import Loaded, RankPart, copy_into
-from nanovllm.kernels.operands.low_rank import LowRank
 from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
-    pass
+    from nanovllm.kernels.operands.low_rank import LowRank
 
 
 class VocabularyShard:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from nanovllm.formats.format import DENSE, Dense, Rename, Weight, WeightFormat, tensor_of
-from nanovllm.formats.matrix import Matrix, matrix_of
+from nanovllm.formats.format import DENSE, Dense, LayerWeight, Rename, WeightFormat, tensor_of
+from nanovllm.formats.matrix import Matrix
 from nanovllm.formats.names import EXPERTS, stacked_name
 from nanovllm.formats.stored import Loaded, RankPart, StoredTensor, check_shape
 from nanovllm.kernels.operands.low_rank import LowRank
@@ -17,6 +17,7 @@ from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix, same_ord
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.layer import Backend, Layer
+from nanovllm.layers.linear import matrix_of
 from nanovllm.layers.lora import AdapterRows, PairAdapters
 from nanovllm.layers.ranks import ALONE, Ranks
 
@@ -170,7 +171,7 @@ class Experts(Layer):
         weights = self._weights(name)
         return [matrix_of(weight, self.kernels) for weight in weights]
 
-    def _weights(self, name: str) -> Iterator[Weight | list[Weight]]:
+    def _weights(self, name: str) -> Iterator[LayerWeight]:
         """The weight of each expert. The parameters are dropped."""
         stacks = self.stored_tensors(name)
         self.formats[name].drop(self, RENAMES[name])

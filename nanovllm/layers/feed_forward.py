@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels.table import PLAIN, Kernels, Rounding
-from nanovllm.layers.build import Build
-from nanovllm.layers.layer import Backend, Layer
+from nanovllm.layers.layer import Backend, Build, Layer
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
 

@@ -6,24 +6,67 @@ part gated by silu, or of experts. Blocks of another form are computed one kerne
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nanovllm.kernels.operands.low_rank import LowRank
 from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled
+from nanovllm.kernels.table import Kernels
 from nanovllm.layers.block import Block
+from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.feed_forward import MLP, FeedForward, SiluAndMul
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, RowParallelLinear
 from nanovllm.layers.lora import AdapterRows
-from nanovllm.layers.mixer import Ropes
-from nanovllm.layers.self_attention import SelfAttention
+from nanovllm.layers.mixer import Ropes, SelfAttention
+from nanovllm.layers.ranks import Ranks
 from nanovllm.layers.sparse_mlp import ExpertRouter, SparseMLP
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.linear.few_rows import FewRows  # which needs Triton
+
+
+def few_rows_of(blocks: list[Any], norm: RMSNorm, kernels: Kernels) -> "FewRows | None":
+    """The kernels for blocks that `norm` follows; None if this device has no faster ones.
+
+    Blocks may be quantized differently: all need such kernels, and the lowest limit applies.
+    """
+    found = [kernels.few_rows(operands_of(block), norm.weight.dtype) for block in blocks]
+    if not all(found) or not norm.is_plain:
+        return None
+    return min(found, key=lambda each: each.most_rows if each else 0)
+
+
+def agreed_few_rows(few_rows: "FewRows | None", norm: RMSNorm, ranks: Ranks) -> "FewRows | None":
+    """The kernels with the lowest limit of all ranks; None if some rank has none."""
+    most = ranks.peer_kernels.most_rows(norm.weight[None]) if ranks.peer_kernels else 0
+    most = ranks.minimum(min(most, few_rows.most_rows) if few_rows else 0)
+    return replace(few_rows, most_rows=most) if few_rows and most else None
+
+
+def compute_few_rows(
+    few_rows: "FewRows",
+    blocks: list[Any],
+    x: torch.Tensor,
+    ropes: Ropes,
+    norm: RMSNorm,
+    taps: tuple[int, ...],
+) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+    """The norm of what the blocks make of x, and the residuals before the blocks `taps`.
+
+    None if the rows' adapters do not allow it. In a decode graph, Python runs this only when the
+    graph is captured.
+    """
+    if adapters := adapter_rows():
+        adapted = None if taps else with_adapters(few_rows, blocks, adapters)
+        if adapted is None:
+            return None
+        few_rows = adapted
+    x, tapped = compute_blocks(blocks, few_rows, x, ropes, norm, taps)
+    return norm(x), tapped  # one kernel for all rows
 
 
 def operands_of(block: Block) -> list[Any]:

@@ -67,6 +67,38 @@ class Filters:
         parts = (self.allowed, self.forbidden, self.biases, self.penalties)
         return bool(self.processors) or any(part is not None for part in parts)
 
+    def draw(
+        self,
+        logits: torch.Tensor,
+        temperatures: torch.Tensor | None,
+        keys: torch.Tensor | None,
+        token_ids: torch.Tensor,
+        kernels: Kernels,
+    ) -> None:
+        """Draw a token for each of the rows, from a batch as `Sampler` has it, into `token_ids`."""
+        if (masks := self.sole_masks) is not None:
+            kernels.sample_masked(logits, temperatures, keys, self.rows, masks, token_ids)
+        else:
+            token_ids[self.rows] = self._drawn(logits, temperatures, keys, kernels)
+
+    def _drawn(
+        self,
+        logits: torch.Tensor,
+        temperatures: torch.Tensor | None,
+        keys: torch.Tensor | None,
+        kernels: Kernels,
+    ) -> torch.Tensor:
+        if len(self.rows) < len(logits):  # not all rows
+            logits = logits[self.rows]
+            temperatures = None if temperatures is None else temperatures[self.rows]
+            keys = None if keys is None else keys[self.rows]
+        if self.writes:
+            logits = logits.to(torch.float32, copy=True)
+            self.narrow(logits, kernels)
+        if self.cuts is None or temperatures is None or keys is None:
+            return kernels.sample(logits, temperatures, keys)
+        return kernels.draw(logits, temperatures, keys, self.cuts)
+
     def narrow(self, logits: torch.Tensor, kernels: Kernels = PLAIN) -> None:
         """Apply all filters except the cuts to logits [R, V] in float32, in place.
 

@@ -1,14 +1,20 @@
-"""Layer: the base class of layers with parameters. Backend: the kernels that layers call."""
+"""Layer: the base class of layers with parameters.
 
+Build: what layers are made with. Backend: the kernels that they call.
+"""
+
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from nanovllm.formats.format import Formats
 from nanovllm.formats.stored import DUMMY_DEVIATION, Loaded, copy_whole
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.attention.base import AttentionBackend
 from nanovllm.layers.cache_spec import Heads
+from nanovllm.layers.ranks import Ranks
 
 
 class Backend(NamedTuple):
@@ -32,6 +38,24 @@ class Backend(NamedTuple):
     def graph_safe(self) -> bool:
         """Whether a decode step reads all changing values from device tensors, without syncs."""
         return self.attention.graph_safe and self.kernels.graph_safe
+
+
+@dataclass(frozen=True)
+class Build:
+    """The ranks that share a model, and how the weights of a module are stored.
+
+    The ranks split each expert, or each rank has `whole_experts`. Sequences have at most
+    `max_positions` tokens.
+    """
+
+    ranks: Ranks
+    formats: Formats
+    max_positions: int
+    whole_experts: bool = False
+
+    def inside(self, name: str) -> "Build":
+        """For the layers of the module `name`, which may have several parts: `layers.3`."""
+        return replace(self, formats=self.formats.inside(name))
 
 
 class Layer(nn.Module):

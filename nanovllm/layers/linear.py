@@ -1,7 +1,7 @@
 """Linear layers, named by how the ranks of a tensor-parallel model split them.
 
 A layer knows which part of its matrix this rank holds; its format knows which tensors of a
-checkpoint describe that part, and `matrix` how to multiply by it on this device.
+checkpoint describe that part, and `matrix_of` how to multiply by it on this device.
 """
 
 from collections.abc import Mapping
@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from nanovllm.formats.format import DENSE, Dense, WeightFormat
-from nanovllm.formats.matrix import DenseMatrix, Matrix, matrix_of
+from nanovllm.formats.format import DENSE, Dense, LayerWeight, Weight, WeightFormat
+from nanovllm.formats.matrix import DenseMatrix, Matrix, PackedMatrix
 from nanovllm.formats.stored import ROWS, Loaded, RankPart, Stored, StoredTensor, constant
-from nanovllm.kernels.operands.low_rank import LowRank
-from nanovllm.kernels.table import PLAIN, Rounding
+from nanovllm.kernels.table import PLAIN, Kernels, Rounding
 from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.layer import Backend, Layer
 from nanovllm.layers.ranks import ALONE, Ranks
@@ -23,6 +22,40 @@ if TYPE_CHECKING:
     from nanovllm.kernels.operands.low_rank import LowRank
 
 BIAS = Stored((ROWS,), fill=constant(0.0))
+
+
+def matrix_of(weight: LayerWeight, kernels: Kernels) -> Matrix:
+    """The fastest form of a weight [N, K] here. Peak memory: up to three times the weight."""
+    if isinstance(weight, list):
+        from nanovllm.formats.layouts import JoinedMatrix
+
+        return JoinedMatrix([matrix_of(w, kernels) for w in weight], [_num_rows(w) for w in weight])
+    if not _num_rows(weight):
+        from nanovllm.formats.layouts import EmptyMatrix
+
+        return EmptyMatrix()
+    if not isinstance(weight, torch.Tensor):
+        return _in_layout(kernels.arrange(weight), kernels)
+    if not weight.numel():
+        return DenseMatrix(weight)
+    if (operand := kernels.arrange_plain(weight)) is not None:
+        return _in_layout(operand, kernels)
+    if not kernels.reads_plain and weight.device.type == "cpu":
+        from nanovllm.kernels.cpu.packed_linear import can_pack
+
+        if can_pack(weight):
+            return PackedMatrix(weight)
+    return DenseMatrix(weight)
+
+
+def _in_layout(operand: Any, kernels: Kernels) -> Matrix:
+    from nanovllm.formats.layouts import KernelMatrix
+
+    return KernelMatrix(operand, kernels)
+
+
+def _num_rows(weight: Weight) -> int:
+    return len(weight if isinstance(weight, torch.Tensor) else weight.codes)
 
 
 class LinearBase(Layer):

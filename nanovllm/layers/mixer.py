@@ -1,4 +1,7 @@
-"""Mixer: the part of a block in which a token reads the tokens before it."""
+"""Mixer: the part of a block in which a token reads the tokens before it.
+
+Here is self-attention, which keeps a key and a value for each token.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -8,9 +11,14 @@ from torch import nn
 
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.table import Rounding
-from nanovllm.layers.cache_spec import CacheSpec, State
+from nanovllm.layers.attention.layer import Attention
+from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues, State
+from nanovllm.layers.layer import Build
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
 
 Ropes = Mapping[str, Rope]  # a step's cosines and sines, by the name that the decoder gives a rope
+ROPE = "rope"  # the name of a decoder's rope if all layers have the same
 
 
 class Mixer(nn.Module):
@@ -54,3 +62,87 @@ class StateMixer(Mixer):
     def set_states(self, states: Iterable[torch.Tensor]) -> None:
         """Keep states in these tensors."""
         self.states = tuple(states)
+
+
+class SelfAttention(Mixer):
+    """Grouped-query attention, with the `heads` of all ranks together.
+
+    `rope` names the rope that queries and keys are rotated by; None: they are not. `head_norms`
+    are those of each query head and of each key head, before the rotation. `scale` is the factor
+    of the scores, by default the heads' dimension to the power of -1/2. With a `soft_cap` c a score
+    s is c * tanh(s / c). The input may be wider than the output `hidden_size`.
+    """
+
+    def __init__(
+        self,
+        make: Build,
+        hidden_size: int,
+        heads: KeysAndValues,
+        *,
+        rope: str | None = ROPE,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        head_norms: tuple[RMSNorm, RMSNorm] | None = None,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+        size_in: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.head_dim, self.rope = heads.head_dim, rope
+        self.qkv_proj = QKVParallelLinear(
+            size_in or hidden_size, heads.head_dim, heads.num_heads, heads.num_kv_heads,
+            bias=qkv_bias, ranks=make.ranks, weight_format=make.formats.of("qkv_proj"),
+        )  # fmt: skip
+        self.o_proj = RowParallelLinear(
+            heads.num_heads * heads.head_dim, hidden_size, o_bias, make.ranks,
+            make.formats.of("o_proj"),
+        )  # fmt: skip
+        if head_norms is not None:
+            self.q_norm, self.k_norm = head_norms
+        self.has_head_norms = head_norms is not None
+        # The attention's kernels know no norms but the plain one.
+        self.norms = head_norms if head_norms and all(n.is_plain for n in head_norms) else None
+        self.cache: KeysAndValues = heads.part(make.ranks.size)
+        self.attn = _attention_class(make)(self.cache, scale, soft_cap)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        return *super().kind, self.rope, self.attn.kv.soft_cap
+
+    def rounding(self, x: torch.Tensor) -> Rounding | None:
+        return self.qkv_proj.rounding(x)
+
+    def mix(self, x: Any, ropes: Ropes) -> torch.Tensor:
+        return self.attend(self.qkv_proj(x), ropes)
+
+    def project(self, mixed: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.o_proj(mixed)
+        return out
+
+    def attend(self, projected: torch.Tensor, ropes: Ropes) -> torch.Tensor:
+        """Attend between the two projections: [T, (H + 2 * KVH) * D] -> [T, H * D]."""
+        qkv = projected.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
+        if self.has_head_norms and self.norms is None:
+            qkv = self._normed(qkv)
+        rope: Rope | None = ropes[self.rope] if self.rope is not None else None
+        attended: torch.Tensor = self.attn(qkv, rope, self.norms)
+        return attended.flatten(1)
+
+    def _normed(self, qkv: torch.Tensor) -> torch.Tensor:
+        """The heads with norms on queries and keys, in launches of their own."""
+        num_kv_heads = self.qkv_proj.num_kv_heads
+        q, k, v = torch.split(qkv, [self.qkv_proj.num_heads, num_kv_heads, num_kv_heads], dim=1)
+        q, k = (
+            norm(heads.reshape(-1, self.head_dim)).view(heads.shape)
+            for heads, norm in ((q, self.q_norm), (k, self.k_norm))
+        )
+        return torch.cat([q, k, v], dim=1)
+
+
+def _attention_class(make: Build) -> type[Attention]:
+    """The class of attention for the checkpoint's files."""
+    if not make.formats.has_kv_scales():
+        return Attention
+    from nanovllm.layers.attention.scaled_layer import ScaledAttention
+
+    return ScaledAttention

@@ -39,26 +39,5 @@ class Sampler(nn.Module):
             else:
                 token_ids = torch.empty(len(logits), dtype=torch.long, device=logits.device)
         for part in filters:
-            if (masks := part.sole_masks) is not None:
-                self.kernels.sample_masked(logits, temperatures, keys, part.rows, masks, token_ids)
-            else:
-                token_ids[part.rows] = self._sample_part(logits, temperatures, keys, part)
+            part.draw(logits, temperatures, keys, token_ids, self.kernels)
         return token_ids
-
-    def _sample_part(
-        self,
-        logits: torch.Tensor,
-        temperatures: torch.Tensor | None,
-        keys: torch.Tensor | None,
-        part: "Filters",
-    ) -> torch.Tensor:
-        if len(part.rows) < len(logits):  # not all rows
-            logits = logits[part.rows]
-            temperatures = None if temperatures is None else temperatures[part.rows]
-            keys = None if keys is None else keys[part.rows]
-        if part.writes:
-            logits = logits.to(torch.float32, copy=True)
-            part.narrow(logits, self.kernels)
-        if part.cuts is None or temperatures is None or keys is None:
-            return self.kernels.sample(logits, temperatures, keys)
-        return self.kernels.draw(logits, temperatures, keys, part.cuts)

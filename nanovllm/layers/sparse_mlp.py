@@ -6,10 +6,9 @@ import torch
 
 from nanovllm.formats.format import DENSE, WeightFormat
 from nanovllm.kernels.plain.route import choose
-from nanovllm.layers.build import Build
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.feed_forward import FeedForward
-from nanovllm.layers.layer import Backend
+from nanovllm.layers.layer import Backend, Build
 from nanovllm.layers.linear import ReplicatedLinear
 
 if TYPE_CHECKING:

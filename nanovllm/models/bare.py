@@ -1,26 +1,16 @@
 """Checkpoints of the decoder alone, as embedding models are often saved: without a head.
 
-Their tensors' names lack the first part, and they may name the decoder's class as architecture. No
-PyTorch here: weights are not read.
+Their tensors' names lack the first part. No PyTorch here: weights are not read.
 """
 
 import json
 import struct
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
-INDEX = "model.safetensors.index.json"
+from nanovllm.models.checkpoint import INDEX
+
 MAX_HEADER = 1 << 28  # bytes; safetensors allows fewer
-NO_HEAD = (
-    "this model has no head (lm_head), so that it generates nothing; embed and encode compute its"
-    " vectors"
-)
-
-
-def causal_name(name: str, known: Container[str]) -> str:
-    """The architecture with a head, if `name` is the decoder of a known one; else `name`."""
-    whole = f"{name.removesuffix('Model')}ForCausalLM"
-    return whole if name.endswith("Model") and whole in known else name
 
 
 def lacks_head(path: Path) -> bool:

@@ -4,13 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.formats.format import PLAIN_FORMATS, Formats
-from nanovllm.layers.build import Build
 from nanovllm.layers.cache_spec import TokenCache
+from nanovllm.layers.layer import Build
 from nanovllm.layers.ranks import ALONE, Ranks
-from nanovllm.models import registry
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.family import Family
+from nanovllm.models.family import Family, family_of, imported_family
 from nanovllm.models.parts import usual_model
 
 
@@ -53,5 +52,5 @@ def _check_caches(config: ModelConfig, model: CausalLM, ranks: Ranks) -> None:
 def _family_of(config: ModelConfig) -> Family[Any]:
     """The family of a config, which may have been read by another process."""
     if config.family:
-        return registry.imported(config.family)
-    return registry.family_of(config.architecture)
+        return imported_family(config.family)
+    return family_of(config.architecture)

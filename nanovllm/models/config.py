@@ -1,6 +1,6 @@
 """ModelConfig: the contents of a checkpoint's `config.json`, with one name for each field.
 
-The model's family reads them (`registry.py`). Only JSON is read: no PyTorch, no transformers. A
+The model's family reads them (`family.py`). Only JSON is read: no PyTorch, no transformers. A
 value that is not supported is an error, and so is a size that no memory holds.
 """
 
@@ -13,10 +13,9 @@ from typing import Any
 from nanovllm.formats.names import Names
 from nanovllm.formats.quantization import NOT_QUANTIZED, Quantization, is_quantized
 from nanovllm.layers.cache_spec import KeysAndValues, State, TokenCache
-from nanovllm.models import registry
-from nanovllm.models.bare import causal_name, lacks_head
-from nanovllm.models.fields import eos_ids, fields_of
-from nanovllm.models.rope import max_rope_positions
+from nanovllm.models.checkpoint import fields_of
+from nanovllm.models.family import architectures, family_of, registered
+from nanovllm.models.fields import eos_ids
 from nanovllm.models.shapes import (
     ExpertCount,
     LayerShape,
@@ -24,10 +23,14 @@ from nanovllm.models.shapes import (
     expert_matrices,
     gated_matrices,
 )
-from nanovllm.models.windows import longest
 from nanovllm.utils.checks import shorten
 
 MAX_PARAMETERS = 1 << 46  # in 16 bits, they fill a process's address space of 47 bits
+
+NO_HEAD = (
+    "this model has no head (lm_head), so that it generates nothing; embed and encode compute its"
+    " vectors"
+)
 
 
 @dataclass(frozen=True)
@@ -86,8 +89,11 @@ class ModelConfig:
         """
         with fields_of(path / "config.json") as raw:
             config = cls.parse(raw, quantization)
-        if not config.tie_word_embeddings and lacks_head(path):
-            config = replace(config, tie_word_embeddings=True, has_head=False)
+        if not config.tie_word_embeddings:
+            from nanovllm.models.bare import lacks_head
+
+            if lacks_head(path):
+                config = replace(config, tie_word_embeddings=True, has_head=False)
         if (path / "generation_config.json").exists():
             with fields_of(path / "generation_config.json") as raw:
                 eos = config.eos_token_ids | eos_ids(raw, config.vocab_size)
@@ -98,7 +104,7 @@ class ModelConfig:
     def parse(cls, file: Mapping[str, Any], quantization: str | None = None) -> "ModelConfig":
         """Read the fields of a `config.json`, as the architecture's family does."""
         name = _architecture_name(file)
-        family = registry.family_of(name)
+        family = family_of(name)
         if file.get("is_causal") is False or file.get("use_bidirectional_attention"):
             raise ValueError("attention to later tokens (is_causal is false) is not supported")
         config = family.read(file)
@@ -107,7 +113,7 @@ class ModelConfig:
         config = replace(
             config,
             architecture=name,
-            family=registry.reference(name),
+            family=_reference(name),
             quantization=_quantization(file, quantization, family.names),
         )
         config._refuse_huge()
@@ -150,13 +156,23 @@ class ModelConfig:
 
     @property
     def longest_window(self) -> int | None:
-        """The largest window of all layers; None if some layer attends to all tokens."""
+        """The largest window of all layers; None if some layer attends to all tokens.
+
+        0 if no layer keeps tokens.
+        """
         caches = (layer.cache for layer in self.layers)
-        return longest(cache.window for cache in caches if isinstance(cache, TokenCache))
+        windows = [cache.window for cache in caches if isinstance(cache, TokenCache)]
+        if None in windows:
+            return None
+        return max((window for window in windows if window is not None), default=0)
 
     @property
     def max_context(self) -> int:
         """The longest context that the model supports, including its rope scaling."""
+        if self.rope_parameters["rope_type"] == "default":
+            return self.max_position_embeddings
+        from nanovllm.models.rope import max_rope_positions
+
         return max_rope_positions(self.rope_parameters, self.max_position_embeddings)
 
     @property
@@ -179,8 +195,10 @@ class ModelConfig:
             from nanovllm.models.split import check_split
 
             check_split(self.layers, size, whole_experts)
-        if size > 1:
-            registry.check_importable(self.architecture)
+        if size > 1 and self.architecture in registered:
+            from nanovllm.models.outside import check_importable
+
+            check_importable(self.architecture)
 
     def _check_caches(self) -> None:
         """Raise a ValueError if a layer keeps what the engine has no cache for."""
@@ -199,6 +217,15 @@ class ModelConfig:
             raise ValueError(f"no memory holds a matrix of the model's sizes: {self.sizes}")
 
 
+def _reference(name: str) -> str:
+    """Where other processes find the family; empty for those of this package."""
+    if name not in registered:
+        return ""
+    from nanovllm.models.outside import family_reference
+
+    return family_reference(name)
+
+
 def _quantization(file: Mapping[str, Any], option: str | None, names: Names) -> Quantization:
     """How the weights are quantized. The readers are loaded only if they are."""
     if option is None and not is_quantized(file):
@@ -214,4 +241,7 @@ def _architecture_name(raw: Mapping[str, Any]) -> str:
         raise ValueError('this is an EAGLE-3 head; its method in speculative_config is "eagle3"')
     if not isinstance(names, list) or len(names) != 1:
         raise ValueError(f"architectures must be a list of one model class, got {shorten(names)}")
-    return causal_name(str(names[0]), registry.names())
+    name, known = str(names[0]), architectures()
+    # A decoder alone may name its own class as architecture.
+    whole = f"{name.removesuffix('Model')}ForCausalLM"
+    return whole if name.endswith("Model") and whole in known else name

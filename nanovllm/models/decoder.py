@@ -5,7 +5,6 @@ family says (`models/llama.py` and others).
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,9 @@ from nanovllm.formats.names import USUAL_NAMES, Names
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.attention.layer import Attention
 from nanovllm.layers.block import Block
-from nanovllm.layers.build import Build
-from nanovllm.layers.context import adapter_rows, get_context
+from nanovllm.layers.context import get_context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layer import Backend, Layer
+from nanovllm.layers.layer import Backend, Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mixer import Mixer, Ropes, StateMixer
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -56,8 +54,8 @@ class Decoder(nn.Module):
 
     def _sum_up(self) -> None:
         """Tell each norm that follows a block whether it adds up what the ranks return."""
-        layers: list[Any] = list(self.layers)
-        for before, after in pairwise((*layers, None)):
+        layers: list[Any] = [*self.layers, None]
+        for before, after in pairwise(layers):
             norm = self.norm if after is None else after.parts.before_mixer
             if before.leaves_sum:
                 if norm is None:
@@ -69,25 +67,17 @@ class Decoder(nn.Module):
         return {name: rope(positions) for name, rope in self.ropes.items()}
 
     def bind_few_rows(self, kernels: Kernels) -> None:
-        """Use the kernels for decode steps of few rows, if this device has faster ones.
+        """Use the kernels for decode steps of few rows, if this device has faster ones."""
+        from nanovllm.layers.few_rows import few_rows_of
 
-        Layers may be quantized differently: all need such kernels, and the lowest limit applies.
-        """
-        from nanovllm.layers.few_rows import operands_of
-
-        layers: list[Any] = list(self.layers)
-        dtype = self.norm.weight.dtype
-        found = [kernels.few_rows(operands_of(layer), dtype) for layer in layers]
-        if all(found) and self.norm.is_plain:
-            self.few_rows = min(found, key=lambda each: each.most_rows if each else 0)
+        self.few_rows = few_rows_of([*self.layers], self.norm, kernels)
 
     def agree_on_few_rows(self) -> None:
         """Take the lowest limit of all ranks, which have connected, if they sum by such kernels."""
-        ranks, few_rows = self.ranks, self.few_rows
-        if ranks.size > 1:
-            most = ranks.peer_kernels.most_rows(self.norm.weight[None]) if ranks.peer_kernels else 0
-            most = ranks.minimum(min(most, few_rows.most_rows) if few_rows else 0)
-            self.few_rows = replace(few_rows, most_rows=most) if few_rows and most else None
+        if self.ranks.size > 1:
+            from nanovllm.layers.few_rows import agreed_few_rows
+
+            self.few_rows = agreed_few_rows(self.few_rows, self.norm, self.ranks)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
@@ -114,20 +104,10 @@ class Decoder(nn.Module):
     def _forward_few(
         self, few_rows: "FewRows", x: torch.Tensor, ropes: Ropes
     ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-        """As `forward`, from the embeddings x on; None if the rows' adapters do not allow it.
+        """As `forward`, from the embeddings x on; None if the rows' adapters do not allow it."""
+        from nanovllm.layers.few_rows import compute_few_rows
 
-        In a decode graph, Python runs this only when the graph is captured.
-        """
-        from nanovllm.layers.few_rows import compute_blocks, with_adapters
-
-        layers: list[Any] = list(self.layers)
-        if adapters := adapter_rows():
-            adapted = None if self.taps else with_adapters(few_rows, layers, adapters)
-            if adapted is None:
-                return None
-            few_rows = adapted
-        x, tapped = compute_blocks(layers, few_rows, x, ropes, self.norm, self.taps)
-        return self.norm(x), tapped  # one kernel for all rows
+        return compute_few_rows(few_rows, [*self.layers], x, ropes, self.norm, self.taps)
 
 
 class Model(nn.Module):

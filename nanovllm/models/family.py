@@ -1,5 +1,9 @@
-"""Family: how the models of one or several architectures are read and built."""
+"""Family: how the models of one or several architectures are read and built; and all families.
 
+A family's module is imported when a checkpoint names its architecture. No PyTorch here.
+"""
+
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -7,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from nanovllm.formats.names import USUAL_NAMES, Names
 
 if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
-    from nanovllm.layers.build import Build
+    from nanovllm.layers.layer import Build
     from nanovllm.models.decoder import CausalLM
 
 ConfigT = TypeVar("ConfigT")
@@ -26,3 +30,56 @@ class Family(Generic[ConfigT]):
     read: Callable[[Mapping[str, Any]], ConfigT]
     build: "Callable[[ConfigT, Build], CausalLM] | None" = None
     names: Names = USUAL_NAMES
+
+
+# The modules of this package's families. Each has a `FAMILY`.
+MODELS: Mapping[str, str] = {
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen2ForCausalLM": "qwen2",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Phi3ForCausalLM": "phi3",
+}
+# Families from outside of this package, as `outside.py` registers them: empty for one that another
+# process has, and that cannot be imported here.
+registered: dict[str, str | Family[Any]] = {}
+
+
+def architectures() -> list[str]:
+    """All architectures that have a family."""
+    return [*dict.fromkeys((*MODELS, *registered))]
+
+
+def family_of(name: object) -> Family[Any]:
+    """The family of an architecture. An unknown one is a ValueError; no similar one is taken."""
+    if not isinstance(name, str) or name not in architectures():
+        known = ", ".join(architectures())
+        raise ValueError(f"architecture {name!r} is not supported; architectures: one of {known}")
+    if registered.get(name) == "":
+        raise not_importable(name)
+    family = registered.get(name, f"{__package__}.{MODELS.get(name)}:FAMILY")
+    return family if isinstance(family, Family) else imported_family(family)
+
+
+def imported_family(reference: str) -> Family[Any]:
+    """The family at "module:NAME"."""
+    module, _, attribute = reference.partition(":")
+    try:
+        family = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"the family of models {reference!r} cannot be imported: {error}"
+        ) from error
+    if not isinstance(family, Family):
+        raise TypeError(f"{reference!r} must be a Family, got {family!r}")
+    return family
+
+
+def not_importable(name: str) -> ValueError:
+    """The error about a registered family that other processes would need to import."""
+    return ValueError(
+        f"the family of {name!r} is not at the top of a module that can be imported, as an"
+        ' engine of several processes needs it; put it there, or register it as "module:NAME"'
+    )

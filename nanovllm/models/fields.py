@@ -3,15 +3,10 @@
 An absent field gets the family's default, or is an error without one. No PyTorch here.
 """
 
-import contextlib
-import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanovllm.config import DTYPES
-from nanovllm.models.rope import MAX_POSITIONS, rope_parameters
-from nanovllm.models.windows import rotated_layers, sliding_windows
+from nanovllm.config import DTYPES, MAX_POSITIONS
 from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int, shorten
 
 MAX_LAYERS = 10_000
@@ -22,6 +17,9 @@ DEFAULTS: Mapping[str, Any] = {
     "use_sliding_window": False, "sliding_window": None, "max_window_layers": 0,
     "layer_types": None, "eos_token_id": None,
 }  # fmt: skip
+# Fields that an architecture does not read, and their values then.
+NO_WINDOW: Mapping[str, Any] = {"use_sliding_window": False, "layer_types": None}
+EVERY_LAYER: Mapping[str, Any] = {"max_window_layers": 0, "layer_types": None}  # has the window
 
 
 class Fields(dict[str, Any]):
@@ -73,7 +71,7 @@ def decoder_fields(
     """
     num_heads, num_kv_heads, head_dim = heads(fields)
     num_layers = fields.size("num_hidden_layers", MAX_LAYERS)
-    rotated = rotated_layers(fields) if has_unrotated else (True,) * num_layers
+    rotated = _rotated_layers(fields) if has_unrotated else (True,) * num_layers
     can_have_window = [not each for each in rotated] if has_unrotated else None
     return dict(
         vocab_size=fields.size("vocab_size"),
@@ -89,12 +87,45 @@ def decoder_fields(
         dtype=_dtype(fields),
         eos_token_ids=ids("eos_token_id", fields["eos_token_id"])
         | eos_ids(fields.file, fields["vocab_size"]),
-        rope_parameters=rope_parameters(
-            fields, fields.file, head_dim, partial=partial_rotary, old_types=old_rope_types
-        ),
-        sliding_windows=sliding_windows(fields, fields.file, can_have_window),
+        rope_parameters=_rope_parameters(fields, head_dim, partial_rotary, old_rope_types or {}),
+        sliding_windows=_sliding_windows(fields, can_have_window),
         rotated_layers=rotated,
     )
+
+
+def _rope_parameters(
+    fields: Fields, head_dim: int, partial: bool, old_types: Mapping[str, str]
+) -> dict[str, Any]:
+    """The rope parameters; `rope_type` and `rope_theta` are always present.
+
+    A rotation of a part of each head is a ValueError, unless the family has `partial` ones.
+    `old_types` are other names of rope types.
+    """
+    given = [fields.file.get(name) for name in ("rope_scaling", "rope_parameters")]
+    rotates_whole = fields.file.get("partial_rotary_factor") is None
+    if rotates_whole and all(value in (None, {}) for value in given):
+        theta = check_float("rope_theta", fields["rope_theta"], 1.0, above=True)
+        return {"rope_type": "default", "rope_theta": theta}
+    from nanovllm.models.rope import rope_parameters
+
+    return rope_parameters(fields, fields.file, head_dim, partial, old_types)
+
+
+def _rotated_layers(fields: Fields) -> tuple[bool, ...]:
+    from nanovllm.models.windows import rotated_layers
+
+    return rotated_layers(fields)
+
+
+def _sliding_windows(fields: Fields, can_have: Sequence[bool] | None) -> tuple[int | None, ...]:
+    """Each layer's window; in most models, none has any."""
+    has_window = fields.flag("use_sliding_window") and fields["sliding_window"] is not None
+    types = fields["layer_types"], fields.file.get("layer_types")
+    if not has_window and types == (None, None):
+        return (None,) * fields.size("num_hidden_layers")
+    from nanovllm.models.windows import sliding_windows
+
+    return sliding_windows(fields, fields.file, can_have)
 
 
 def heads(fields: Fields) -> tuple[int, int, int]:
@@ -145,30 +176,3 @@ def _dtype(raw: Mapping[str, Any]) -> str:
     spelt = (name for name in ("dtype", "torch_dtype") if raw.get(name) is not None)
     name = next(spelt, None)
     return "float32" if name is None else check_choice(name, raw[name], DTYPES[1:])
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; a broken or missing file is an OSError that names the file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} does not exist; a model directory must have it") from None
-    except ValueError as error:
-        raise OSError(f"{path} is not valid JSON ({error}); copy or download it again") from None
-    if not isinstance(value, dict):
-        raise OSError(f"{path} must hold a JSON object, found {type(value).__name__}")
-    return value
-
-
-@contextlib.contextmanager
-def fields_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The fields of a file, for a block. Errors in the block get the file's name."""
-    raw = read_json(path)
-    try:
-        yield raw
-    except KeyError as error:
-        raise ValueError(f"{path} has no field {error}") from None
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{path}: {error}") from None
-    except IndexError as error:
-        raise ValueError(f"{path}: a list has too few items: {error}") from None

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nanovllm.models.fields import read_json
+from nanovllm.models.checkpoint import read_json
 from nanovllm.sampling_params import SamplingParams
 
 # The file's names, and ours.

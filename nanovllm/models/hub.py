@@ -1,33 +1,7 @@
-"""Where a model's or a tokenizer's files are: in a local directory, or downloaded from the hub."""
+"""Downloads from the hub of Hugging Face."""
 
 from collections.abc import Sequence
 from pathlib import Path
-
-TOKENIZER_PATTERNS = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
-MODEL_PATTERNS = (*TOKENIZER_PATTERNS, "*.safetensors")
-
-
-def local_directory(option: str, source: str, revision: str | None = None) -> Path | None:
-    """The local directory `source`, in which `~` is the user's home; None if it may be a hub id.
-
-    `option` names the source in errors. A `revision` of a local directory is a ValueError.
-    """
-    try:
-        path = Path(source).expanduser()
-        if path.exists() and not path.is_dir():
-            raise NotADirectoryError(f"{option} must be a directory, but {source!r} is a file")
-        is_local = path.is_dir()
-    except (RuntimeError, ValueError) as error:  # an unknown ~user, or a NUL in the path
-        raise FileNotFoundError(f"{option} directory {source!r} cannot exist: {error}") from None
-    if not is_local:
-        if source.startswith(("/", ".", "~")):
-            raise FileNotFoundError(f"{option} directory {source!r} does not exist")
-        return None
-    if revision is not None:
-        raise ValueError(
-            f"revision={revision!r} is one of the hub, but {option} {source!r} is a local directory"
-        )
-    return path
 
 
 def download(

@@ -7,8 +7,7 @@ from typing import Any
 
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
-from nanovllm.models.fields import Fields, check_activation, decoder_fields
-from nanovllm.models.windows import NO_WINDOW
+from nanovllm.models.fields import NO_WINDOW, Fields, check_activation, decoder_fields
 
 DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008,

@@ -1,7 +1,7 @@
 """Loading: a checkpoint's files fill a model's parameters, each exactly once."""
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,14 +13,11 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.formats.format import tensor_of
-from nanovllm.formats.names import USUAL_NAMES, Names
+from nanovllm.formats.names import USUAL_NAMES, Names, checkpoint_name, hint_for, usual_name
 from nanovllm.formats.stored import Loaded
 from nanovllm.layers.layer import Layer
-from nanovllm.models.bare import INDEX
+from nanovllm.models.checkpoint import weight_files
 from nanovllm.models.decoder import Model
-from nanovllm.models.fields import read_json
-from nanovllm.models.hub import MODEL_PATTERNS, download, local_directory
-from nanovllm.models.tensor_names import checkpoint_name, hint_for, usual_name
 from nanovllm.utils.bar import make_bar
 from nanovllm.utils.checks import shorten
 
@@ -29,40 +26,6 @@ logger = logging.getLogger("nanovllm")
 FLOATS = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 TYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64"}
 NUM_THREADS = 4  # for copying: a thread waits while pages of the file are read
-CONFIG_FILES = ("config.json", "generation_config.json")
-
-
-def resolve_model(
-    model: str,
-    files: Sequence[str] = MODEL_PATTERNS,
-    *,
-    revision: str | None = None,
-    download_dir: str | None = None,
-) -> Path:
-    """The directory of `model`: a local path, or a hub id, from which `files` are downloaded."""
-    path = local_directory("model", model, revision)
-    if path is None and model.count("/") != 1:
-        raise FileNotFoundError(f"model directory {model!r} does not exist")
-    return path or download("model", model, files, revision, download_dir)
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; a missing one is an error that names it."""
-    if (path / INDEX).exists():
-        index = read_json(path / INDEX)
-        if not isinstance(index.get("weight_map"), dict):
-            raise OSError(f"{path / INDEX} has no weight_map")
-        files = [path / name for name in sorted(set(index["weight_map"].values()))]
-    elif (path / "model.safetensors").exists():
-        files = [path / "model.safetensors"]
-    else:
-        files = sorted(path.glob("*.safetensors"))
-    if missing := [file.name for file in files if not file.exists()]:
-        raise FileNotFoundError(f"{path} lacks {', '.join(missing)}, listed in {INDEX}")
-    if not files:
-        hint = "; convert its .bin files to safetensors" if list(path.glob("*.bin")) else ""
-        raise FileNotFoundError(f"{path} has no .safetensors file{hint}")
-    return files
 
 
 class InFile:

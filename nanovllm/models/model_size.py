@@ -5,17 +5,35 @@ Plain arithmetic over the shapes of its layers: it knows no tensors.
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanovllm.formats.quantization import HEAD
+from nanovllm.formats.quantization import HEAD, NOT_QUANTIZED, Quantization
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.shapes import ExpertCount, LayerShape
-from nanovllm.models.weight_bytes import WeightBytes
 
 if TYPE_CHECKING:
     from nanovllm.formats.scheme import Scheme
 
 Counted = Callable[[ExpertCount], float]  # how many of a layer's experts count
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """How much memory weights take as they are stored on the device, with scales and zero points.
+
+    Plain weights have `itemsize` bytes; others what the model's quantization makes of them.
+    """
+
+    itemsize: int
+    quantization: Quantization = NOT_QUANTIZED
+
+    def of(self, name: str, size_out: int, size_in: int) -> int:
+        """Bytes of the linear layer `name` of the checkpoint, with a weight [out, in]."""
+        scheme, num_weights = self.quantization.scheme(name), size_out * size_in
+        if scheme is None:
+            return num_weights * self.itemsize
+        return scheme.num_bytes(num_weights, size_in)
 
 
 def per_token(experts: ExpertCount) -> float:

@@ -5,12 +5,12 @@ from collections.abc import Callable
 from nanovllm.formats.quantization import HEAD
 from nanovllm.layers.block import Block, Norms
 from nanovllm.layers.block import pre_norms as named_pre_norms
-from nanovllm.layers.build import Build
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.feed_forward import MLP, FeedForward
+from nanovllm.layers.layer import Build
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.mixer import ROPE, SelfAttention
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
-from nanovllm.layers.self_attention import ROPE, SelfAttention
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM, Decoder
 

@@ -6,8 +6,7 @@ from typing import Any
 from nanovllm.formats.names import Names
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
-from nanovllm.models.fields import Fields, check_activation, decoder_fields
-from nanovllm.models.windows import EVERY_LAYER
+from nanovllm.models.fields import EVERY_LAYER, Fields, check_activation, decoder_fields
 
 DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 32_064, "hidden_size": 3072, "intermediate_size": 8192,

@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.models.config import ExpertsConfig, ModelConfig
 from nanovllm.models.family import Family
-from nanovllm.models.fields import Fields, check_activation, decoder_fields, ids
+from nanovllm.models.fields import EVERY_LAYER, Fields, check_activation, decoder_fields, ids
 from nanovllm.models.qwen3 import SIZES
-from nanovllm.models.windows import EVERY_LAYER
 from nanovllm.utils.checks import check_int, shorten
 
 if TYPE_CHECKING:
-    from nanovllm.layers.build import Build
+    from nanovllm.layers.layer import Build
     from nanovllm.models.decoder import CausalLM
 
 DEFAULTS: Mapping[str, Any] = {

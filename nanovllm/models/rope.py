@@ -1,11 +1,13 @@
 """Rope parameters of a `config.json`: old and new spellings merged, every value checked.
 
-Plain data: no PyTorch. `layers/rotary_embedding.py` computes the frequencies.
+A config without any needs no more than `fields.py`. Plain data: no PyTorch. `layers/rope_types.py`
+computes the frequencies.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from nanovllm.config import MAX_POSITIONS
 from nanovllm.utils.checks import check_bool, check_float, shorten
 
 SPELLINGS = ("rope_scaling", "rope_parameters")  # of transformers 4 and of transformers 5
@@ -26,16 +28,14 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
 # overrides `rope_parameters`.
 TRAINED_LENGTH = "original_max_position_embeddings"
 NEEDS_TRAINED_LENGTH = ("llama3", "yarn", "longrope")
-MAX_POSITIONS = 1 << 24  # positions are rotated in float32, which has all integers up to this one
 
 
 def rope_parameters(
     raw: Mapping[str, Any],
     file: Mapping[str, Any],
     head_dim: int,
-    *,
-    partial: bool = False,
-    old_types: Mapping[str, str] | None = None,
+    partial: bool,
+    old_types: Mapping[str, str],
 ) -> dict[str, Any]:
     """The rope parameters of a config: the fields of its `file`, and `raw`, with the defaults.
 
@@ -43,7 +43,7 @@ def rope_parameters(
     is a rotation of a part of each head, unless the family has `partial` ones. `old_types` are
     other names of rope types.
     """
-    spelt = {name: _read(name, file, raw, old_types or {}) for name in SPELLINGS}
+    spelt = {name: _read(name, file, raw, old_types) for name in SPELLINGS}
     given = [name for name in SPELLINGS if file.get(name)] or SPELLINGS
     parameters = spelt[given[0]]
     if spelt[given[-1]] != parameters:

@@ -3,16 +3,13 @@
 Plain data: no PyTorch. A list that does not fit the number of layers is an error.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanovllm.utils.checks import check_bool, check_int, shorten
 
 FULL, SLIDING = LAYER_TYPES = ("full_attention", "sliding_attention")
 Windows = tuple[int | None, ...]  # of each layer; None attends to all tokens
-# Fields that an architecture does not read, and their values then.
-NO_WINDOW: Mapping[str, Any] = {"use_sliding_window": False, "layer_types": None}
-EVERY_LAYER: Mapping[str, Any] = {"max_window_layers": 0, "layer_types": None}  # has the window
 
 
 def sliding_windows(
@@ -36,14 +33,6 @@ def sliding_windows(
             f" layers: {shorten(list(windows))}"
         )
     return windows
-
-
-def longest(windows: Iterable[int | None]) -> int | None:
-    """The largest window; None if one of them is unlimited, 0 if there are none."""
-    known = list(windows)
-    if None in known:
-        return None
-    return max((window for window in known if window is not None), default=0)
 
 
 def _windows(raw: Mapping[str, Any], can_have: Sequence[bool] | None) -> Windows:

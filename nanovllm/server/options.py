@@ -10,6 +10,7 @@ from nanovllm.config import MAX_WAITING
 from nanovllm.utils.checks import check_texts
 from nanovllm.utils.option import (
     NOTHING,
+    SOME_TEXT,
     TRUE_OR_FALSE,
     Rule,
     by_name,
@@ -18,7 +19,6 @@ from nanovllm.utils.option import (
     int_range,
     option,
 )
-from nanovllm.utils.rules import SOME_TEXT
 
 KEY = "NANOVLLM_API_KEY"
 ORIGIN = re.compile(r"\*|https?://[^/\s]+")  # as browsers send it

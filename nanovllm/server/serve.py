@@ -15,13 +15,13 @@ import uvicorn
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.config import Config
 from nanovllm.engine.requests.tokenizer import has_tokenizer
-from nanovllm.models.loader import resolve_model
+from nanovllm.models.checkpoint import resolve_model
 from nanovllm.openai.request import CHAT, COMPLETIONS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.app import make_app
 from nanovllm.server.errors import APIError
 from nanovllm.server.options import ServerOptions
-from nanovllm.utils.heap import keep_what_lives
+from nanovllm.utils.memory import keep_what_lives
 from nanovllm.utils.option import options_of
 
 logger = logging.getLogger("nanovllm.server")

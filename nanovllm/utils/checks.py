@@ -1,9 +1,7 @@
 """Checks of values that users pass: every error gives the name, the allowed range and the value."""
 
-import difflib
 import math
 import numbers
-import re
 import reprlib
 from collections.abc import Collection, Iterable, Mapping, Set
 from typing import Any
@@ -18,36 +16,11 @@ shorten = _repr.repr  # an error shows the first items of a long value, not all 
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """A hint to append to an error: the known name that is likely meant, or "".
+    """A hint to append to an error: the known name that is likely meant, or ""."""
+    from nanovllm.utils.hints import likely_name
 
-    That is one with a misspelled letter or two; or else, unless `name` is short, the only one with
-    all its words or their beginnings ("freq_penalty"), or the only one that has most of its
-    words. Numbers in both are equal: float16 is not suggested for float64.
-    """
-    near = [
-        one
-        for one in difflib.get_close_matches(name.lower(), known, cutoff=0.8)
-        if re.sub(r"\D", "", one) == re.sub(r"\D", "", name)
-    ][:1]
-    words = _words(name)
-    if not near and sum(map(len, words)) > 3:
-        longer = [one for one in known if all(_begins(word, _words(one)) for word in words)]
-        shorter = [
-            one
-            for one in known
-            if set(_words(one)) <= set(words) and 2 * len(_words(one)) > len(words)
-        ]
-        near = next((found for found in (longer, shorter) if len(found) == 1), [])
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _words(name: str) -> list[str]:
-    return [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
-
-
-def _begins(word: str, others: list[str]) -> bool:
-    """Whether one of `others` begins with `word`; a word of two letters must be equal."""
-    return any(other.startswith(word) if len(word) > 2 else other == word for other in others)
+    near = likely_name(name, known)
+    return f"; did you mean {near!r}?" if near else ""
 
 
 def allowed_range(low: float, high: float | None, above: bool = False) -> str:

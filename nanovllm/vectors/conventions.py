@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanovllm.models.fields import fields_of
+from nanovllm.models.checkpoint import fields_of
 from nanovllm.utils.checks import check_bool, check_int, shorten
 from nanovllm.vectors.kept_states import Pooling
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from nanovllm.engine.requests.request import Request
-from nanovllm.models.bare import NO_HEAD
+from nanovllm.models.config import NO_HEAD
 from nanovllm.prompts import prompt_list
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_choice, check_int

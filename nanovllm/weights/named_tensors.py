@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.formats.names import hint_for, usual_name
 from nanovllm.layers.layer import Layer
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import TYPES, Target, checkpoint_targets
-from nanovllm.models.tensor_names import hint_for, usual_name
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # converted to each other
 

@@ -9,13 +9,13 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from nanovllm.engine.run.shard import Shard
+from nanovllm.formats.names import checkpoint_name
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models.dummy import dummy_values
 from nanovllm.models.loader import is_left_out, read_weights
-from nanovllm.models.tensor_names import checkpoint_name
 from nanovllm.utils.checks import shorten
-from nanovllm.utils.heap import trim_heap
+from nanovllm.utils.memory import trim_heap
 from nanovllm.weights.blank import blank_model
 from nanovllm.weights.live import held_weights
 

@@ -20,7 +20,9 @@ from thread_ranks import on_ranks
 from nanovllm.adapters.peft import read_adapter
 from nanovllm.adapters.slots import AdapterSlots
 from nanovllm.formats.choice import QuantizedFormats
-from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
+from nanovllm.kernels.cpu.table import cpu_kernels
+from nanovllm.kernels.table import PLAIN, Kernels
+from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.context import Context, attending, reading
 from nanovllm.layers.layer import Backend

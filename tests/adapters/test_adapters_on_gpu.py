@@ -10,7 +10,8 @@ from conftest import make_model
 from nanovllm.adapters.peft import read_adapter
 from nanovllm.adapters.slots import AdapterSlots
 from nanovllm.kernels.operands.low_rank import LowRank
-from nanovllm.kernels.table import PLAIN, triton_kernels
+from nanovllm.kernels.table import PLAIN
+from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.layer import Backend

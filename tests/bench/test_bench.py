@@ -35,7 +35,7 @@ from nanovllm.kernels.operands.kv_layer import CODES, head_bytes
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models import model_size
 from nanovllm.models.config import ExpertsConfig, ModelConfig
-from nanovllm.models.weight_bytes import WeightBytes
+from nanovllm.models.model_size import WeightBytes
 
 BENCH = Path(__file__).parents[2] / "bench.py"
 H200 = Machine(bytes_per_second=4.3e12, flops_per_second=790e12)

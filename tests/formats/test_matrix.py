@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.formats.matrix import JoinedMatrix, matrix_of
+from nanovllm.formats.layouts import JoinedMatrix
+from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
-from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels
+from nanovllm.kernels.table import PLAIN, Kernels
+from nanovllm.layers.linear import matrix_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

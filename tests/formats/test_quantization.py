@@ -20,7 +20,7 @@ from nanovllm.formats.methods import METHODS, choose_quantization, read_quantiza
 from nanovllm.formats.quantization import Quantization
 from nanovllm.formats.scheme import ONLINE
 from nanovllm.models.config import ModelConfig
-from nanovllm.utils.rules import QUANTIZATIONS
+from nanovllm.utils.option import QUANTIZATIONS
 
 AWQ = VARIANTS["awq"].config
 GPTQ = VARIANTS["gptq"].config

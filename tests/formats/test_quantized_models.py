@@ -19,15 +19,16 @@ from safetensors.torch import load_file, save_file
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.start.load import choose_formats
-from nanovllm.formats import matrix
+from nanovllm.formats import layouts
 from nanovllm.formats.choice import QuantizedFormats
 from nanovllm.formats.names import USUAL_NAMES
 from nanovllm.formats.scheme import ONLINE
 from nanovllm.formats.stored import RankPart
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 from nanovllm.kernels.plain.quantized_linear import dense_matrix, dequantize
-from nanovllm.kernels.table import PLAIN, Kernels, triton_kernels
+from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.kernels.triton.linear import few_rows
+from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.layer import Backend
@@ -245,17 +246,17 @@ def test_norms_and_activations_round_rows_for_the_layers_after_them(
     name: str, tmp_path: Path, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the attention's output is rounded by a kernel of its own. No logit changes by that."""
-    from nanovllm.kernels.triton.linear.quantize_rows import RoundedRows, Rounding
+    from nanovllm.kernels.triton.linear.quantize_rows import RoundedRows, RoundingKernels
 
     alone = 0
 
-    def count(self: Rounding, x: torch.Tensor) -> RoundedRows:
+    def count(self: RoundingKernels, x: torch.Tensor) -> RoundedRows:
         nonlocal alone
         alone += 1
         return rows(self, x)
 
-    rows = Rounding.rows
-    monkeypatch.setattr(Rounding, "rows", count)
+    rows = RoundingKernels.rows
+    monkeypatch.setattr(RoundingKernels, "rows", count)
     path = str(write_quantized(tmp_path / "model", VARIANTS[name]))
     options: dict[str, Any] = dict(
         device=kernel_device, dtype="float32", attention_backend="triton", num_kvcache_blocks=64,
@@ -265,7 +266,7 @@ def test_norms_and_activations_round_rows_for_the_layers_after_them(
     found = []
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr(matrix.KernelMatrix, "rounding", lambda *_: None)
+            monkeypatch.setattr(layouts.KernelMatrix, "rounding", lambda *_: None)
         with LLM(path, **options) as llm:
             alone = 0
             (output,) = llm.generate([{"prompt_token_ids": list(range(70))}], params, False)

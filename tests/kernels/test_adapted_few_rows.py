@@ -18,10 +18,11 @@ from nanovllm.adapters.slots import AdapterSlots
 from nanovllm.kernels.operands.low_rank import LowRank
 from nanovllm.kernels.operands.scaled import Scaled
 from nanovllm.kernels.plain.silu_and_mul import silu_and_mul
-from nanovllm.kernels.table import PLAIN, triton_kernels
+from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton.linear import few_rows as module
 from nanovllm.kernels.triton.lora import adapted_linear
 from nanovllm.kernels.triton.lora.adapted_few_rows import AdaptedFewRows, with_counters
+from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.few_rows import with_adapters

@@ -5,10 +5,13 @@ import torch
 import torch.nn.functional as F
 from rounding import linear_error
 
-from nanovllm.formats.matrix import DenseMatrix, PackedMatrix, matrix_of
+from nanovllm.formats.matrix import DenseMatrix, PackedMatrix
 from nanovllm.kernels.cpu.packed_linear import can_pack, pack, packed_linear
 from nanovllm.kernels.cpu.processor import Products, onednn_types
-from nanovllm.kernels.table import PLAIN, cpu_kernels, triton_kernels
+from nanovllm.kernels.cpu.table import cpu_kernels
+from nanovllm.kernels.table import PLAIN
+from nanovllm.kernels.triton.table import triton_kernels
+from nanovllm.layers.linear import matrix_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,10 +12,11 @@ from conftest import PRODUCTS
 
 from nanovllm.kernels.cpu import library, processor
 from nanovllm.kernels.cpu.compile import load
+from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.cpu.tiled_linear import arrange, arrange_plain, tiled_linear
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 from nanovllm.kernels.plain import quantized_linear as plain
-from nanovllm.kernels.table import PLAIN, cpu_kernels
+from nanovllm.kernels.table import PLAIN
 
 pytestmark = [pytest.mark.usefixtures("compiler"), pytest.mark.usefixtures("one_thread")]
 

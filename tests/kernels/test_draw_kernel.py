@@ -134,7 +134,7 @@ def test_rounding_decides_rarely_in_a_large_batch(dtype: torch.dtype) -> None:
 @pytest.mark.cuda
 def test_a_draw_does_not_sync() -> None:
     """With any filter: overlapping steps depend on it."""
-    from nanovllm.kernels.table import triton_kernels
+    from nanovllm.kernels.triton.table import triton_kernels
 
     sampler = Sampler()
     sampler.kernels = triton_kernels()

@@ -26,13 +26,14 @@ from nanovllm.kernels.plain.few_rows import (
     scaled_gated,
     scaled_linear,
 )
-from nanovllm.kernels.table import PLAIN, triton_kernels
+from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton.common import ROOM, rows_with_room, with_room
 from nanovllm.kernels.triton.experts.route import Router
 from nanovllm.kernels.triton.linear import few_rows as module
 from nanovllm.kernels.triton.linear import held_weights
 from nanovllm.kernels.triton.linear.few_rows import FewRows, few_rows_for
 from nanovllm.kernels.triton.linear.held_weights import can_hold_tiles, can_share_tiles
+from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers import few_rows as layers_few_rows
 from nanovllm.layers.few_rows import expert_weights
 from nanovllm.models.decoder import Decoder

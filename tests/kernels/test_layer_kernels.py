@@ -12,9 +12,11 @@ from conftest import kernel_settings
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.operands.kv_layer import CODES, SCALES, KVLayer
 from nanovllm.kernels.plain.paged import gather_blocks
-from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
+from nanovllm.kernels.table import PLAIN, Kernels
+from nanovllm.kernels.triton.table import triton_kernels
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

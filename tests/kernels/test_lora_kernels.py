@@ -11,9 +11,11 @@ from conftest import kernel_settings
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.operands.low_rank import LowRank
-from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
+from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.kernels.triton.lora import row_groups
+from nanovllm.kernels.triton.table import triton_kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

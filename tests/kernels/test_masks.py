@@ -9,8 +9,9 @@ from conftest import kernel_settings
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.plain.mask import mask
-from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels
+from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.filters import Filters
 from nanovllm.layers.sampler import Sampler
 
@@ -32,7 +33,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
         return cpu_kernels()
     pytest.importorskip("triton")
     request.getfixturevalue("kernel_device")
-    from nanovllm.kernels.table import triton_kernels
+    from nanovllm.kernels.triton.table import triton_kernels
 
     return triton_kernels()
 

@@ -9,8 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tables import assert_equal_tables, on_device
 
+from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.plain.read_table import NO_DRAFT, Decoding, DraftState, TableState
-from nanovllm.kernels.table import PLAIN, cpu_kernels
+from nanovllm.kernels.table import PLAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

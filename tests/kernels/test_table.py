@@ -6,7 +6,9 @@ from importlib import import_module
 import pytest
 import torch
 
-from nanovllm.kernels.table import CPU_PLACES, PLAIN, PLAIN_PLACES, TRITON_PLACES, Kernels
+from nanovllm.kernels.cpu.table import CPU_PLACES
+from nanovllm.kernels.table import PLAIN, PLAIN_PLACES, Kernels
+from nanovllm.kernels.triton.table import TRITON_PLACES
 
 
 @pytest.mark.parametrize(

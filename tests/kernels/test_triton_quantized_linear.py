@@ -194,7 +194,7 @@ def test_every_tile_gives_the_same_sums(
     """More programs than parts of K, too: the last ones have nothing to add."""
     from nanovllm.kernels.triton.linear.quantized_linear import arrange
     from nanovllm.kernels.triton.linear.quantized_rows import launch
-    from nanovllm.kernels.triton.linear.row_tiles import Tiles
+    from nanovllm.kernels.triton.linear.row_tiles import RowTiles
 
     (rows, outputs, splits) = tile
     matrix = quantized(100, 640, form, kernel_device)
@@ -204,7 +204,7 @@ def test_every_tile_gives_the_same_sums(
     for copies_x in (False, True):
         out = x.new_empty(len(x), 100)
         runs = 2 if form.kind == "int4" else 1
-        tiles = Tiles(rows, outputs, splits, 2, 4 if rows >= 64 else 2, copies_x, runs)
+        tiles = RowTiles(rows, outputs, splits, 2, 4 if rows >= 64 else 2, copies_x, runs)
         launch(x, arranged, None, out, tiles=tiles)
         assert_near(out, exact, 2.0**-8)
         again = torch.empty_like(out)
@@ -281,7 +281,7 @@ def test_rounded_rows_equal_their_twin(
     dtype: torch.dtype, group: int, scale: float | None, kernel_device: str
 ) -> None:
     from nanovllm.kernels.triton.linear.arranged import in_word_order
-    from nanovllm.kernels.triton.linear.quantize_rows import Rounding
+    from nanovllm.kernels.triton.linear.quantize_rows import RoundingKernels
 
     static = None if scale is None else torch.tensor(scale, device=kernel_device)
     for size in (64, 300, 4096 + 128):
@@ -289,7 +289,7 @@ def test_rounded_rows_equal_their_twin(
         x[2] = 0
         x[3] *= 1e-6
         padded = -(-size // 128) * 128
-        rows = Rounding(dtype, group, static, padded).rows(x)
+        rows = RoundingKernels(dtype, group, static, padded).rows(x)
         expected, expected_scales = plain_rows.quantize_rows(x, dtype, group, static)
         assert torch.equal(rows.scales, expected_scales) and rows.dtype == x.dtype
         whole = F.pad(expected.view(torch.int8), (0, padded - size))
@@ -304,7 +304,7 @@ def test_norms_and_activations_round_their_rows_as_a_kernel_of_its_own_would(
     dtype: torch.dtype, group: int, scale: float | None, kernel_device: str
 ) -> None:
     """The codes are those of the values that are rounded to the rows' type first."""
-    from nanovllm.kernels.triton.linear.quantize_rows import RoundedRows, Rounding
+    from nanovllm.kernels.triton.linear.quantize_rows import RoundedRows, RoundingKernels
     from nanovllm.kernels.triton.linear.rms_norm import add_rms_norm, rms_norm
     from nanovllm.kernels.triton.linear.silu_and_mul import silu_and_mul
 
@@ -314,7 +314,7 @@ def test_norms_and_activations_round_their_rows_as_a_kernel_of_its_own_would(
 
     static = None if scale is None else torch.tensor(scale, device=kernel_device)
     for size in (64, 300, 4096 + 128):
-        rounding = Rounding(dtype, group, static, -(-size // 128) * 128)
+        rounding = RoundingKernels(dtype, group, static, -(-size // 128) * 128)
         wide = random(1, 3, 2 * size + 8).to(kernel_device, bf16)
         x, residual = wide[:, :size], random(2, 3, size).to(kernel_device, bf16)
         norm = (random(3, size) + 2).to(x)
@@ -370,7 +370,7 @@ def test_every_tile_of_rounded_rows_gives_the_same_sums(
     """More programs than parts of K, too."""
     from nanovllm.kernels.triton.linear.quantized_linear import arrange, rounding_of
     from nanovllm.kernels.triton.linear.rounded_linear import multiply
-    from nanovllm.kernels.triton.linear.row_tiles import Tiles
+    from nanovllm.kernels.triton.linear.row_tiles import RowTiles
 
     rows, outputs, splits, runs = tile
     size = 768
@@ -381,7 +381,7 @@ def test_every_tile_of_rounded_rows_gives_the_same_sums(
     if rounding is None:
         pytest.skip("this GPU does not multiply e4m3")
     expected = rounded(x, form, None) @ plain.dequantize(matrix).T
-    tiles = Tiles(rows, outputs, splits, 2, 4, runs=1 if arranged.group else runs)
+    tiles = RowTiles(rows, outputs, splits, 2, 4, runs=1 if arranged.group else runs)
     for _ in range(2):
         assert_near(multiply(rounding.rows(x), arranged, None, tiles), expected, 2.0**-7)
     assert not arranged.arrivals.any()

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.operands.kv_layer import CODES, SCALES
-from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
+from nanovllm.kernels.table import PLAIN, Kernels
+from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers.attention.layer import Attention
+from nanovllm.layers.attention.scaled_layer import ScaledAttention
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.context import Context, attending
@@ -101,7 +104,7 @@ def test_fixed_scales_replace_those_of_each_token(kernels: Kernels) -> None:
     """On both paths: what is kept is a multiple of the scale, and large values saturate."""
     device = device_of(kernels)
     qkv = torch.linspace(-3, 3, TOKENS * 8 * HEAD_DIM, device=device).view(TOKENS, 8, HEAD_DIM)
-    layer = Attention(CACHE, has_scales=True)
+    layer = ScaledAttention(CACHE)
     layer.weight_loader(layer.k_scale, torch.tensor(2.0**-9), None)
     layer.weight_loader(layer.v_scale, torch.tensor([2.0**-7]), None)
     caches = torch.zeros(2, 4, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device=device).to(CODES)

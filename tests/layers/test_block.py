@@ -11,16 +11,14 @@ from nanovllm.formats.format import PLAIN_FORMATS
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.block import Block, Norms, post_norms, pre_norms, sandwich_norms
-from nanovllm.layers.build import Build
 from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.feed_forward import MLP, FeedForward
 from nanovllm.layers.few_rows import operands_of
-from nanovllm.layers.layer import Backend, Layer
+from nanovllm.layers.layer import Backend, Build, Layer
 from nanovllm.layers.layernorm import PlusOneRMSNorm, RMSNorm
-from nanovllm.layers.mixer import Mixer
+from nanovllm.layers.mixer import Mixer, SelfAttention
 from nanovllm.layers.ranks import ALONE, Ranks
-from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models.decoder import Decoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")

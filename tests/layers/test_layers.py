@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from rounding import linear_error
 from torch import nn
 
-from nanovllm.formats.matrix import DenseMatrix, KernelMatrix, PackedMatrix
+from nanovllm.formats.layouts import KernelMatrix
+from nanovllm.formats.matrix import DenseMatrix, PackedMatrix
 from nanovllm.kernels.cpu.processor import Products
-from nanovllm.kernels.table import PLAIN, cpu_kernels
+from nanovllm.kernels.cpu.table import cpu_kernels
+from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import Experts

@@ -21,9 +21,11 @@ from nanovllm.drafting.eagle3_config import HeadConfig
 from nanovllm.drafting.eagle3_files import load_head
 from nanovllm.formats.choice import format_of
 from nanovllm.formats.scheme import Scheme
+from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.plain import all_reduce as plain_sums
 from nanovllm.kernels.plain import few_rows as plain_few
-from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
+from nanovllm.kernels.table import PLAIN, Kernels
+from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers.attention.torch_backend import TorchBackend
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding

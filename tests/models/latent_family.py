@@ -13,13 +13,11 @@ import torch
 from nanovllm.kernels.plain.norm_rope_store import rotate
 from nanovllm.layers.attention.layer import Attention
 from nanovllm.layers.block import Block
-from nanovllm.layers.build import Build
 from nanovllm.layers.cache_spec import Latent
-from nanovllm.layers.layer import Layer
+from nanovllm.layers.layer import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from nanovllm.layers.mixer import Mixer, Ropes
-from nanovllm.layers.self_attention import ROPE
+from nanovllm.layers.mixer import ROPE, Mixer, Ropes
 from nanovllm.models import parts
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM

@@ -6,13 +6,13 @@ from typing import Any
 
 from nanovllm.formats.names import Names
 from nanovllm.layers.block import Block, sandwich_norms
-from nanovllm.layers.build import Build
 from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.feed_forward import MLP, GeluTanhAndMul
+from nanovllm.layers.layer import Build
 from nanovllm.layers.layernorm import PlusOneRMSNorm
+from nanovllm.layers.mixer import SelfAttention
 from nanovllm.layers.rotary_embedding import get_rope
-from nanovllm.layers.self_attention import SelfAttention
 from nanovllm.models import parts
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM, Decoder

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.layers.block import Block
-from nanovllm.layers.build import Build
 from nanovllm.layers.cache_spec import State, StateTensor
 from nanovllm.layers.context import state_step
+from nanovllm.layers.layer import Build
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.mixer import Ropes, StateMixer
 from nanovllm.layers.split_tensor import SplitTensor

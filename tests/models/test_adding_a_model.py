@@ -11,7 +11,7 @@ import transformers
 from conftest import make_model
 from reference import check_logits, make_case, make_prompts
 
-from nanovllm.models import registry
+from nanovllm.models import family as families
 from nanovllm.models.fields import DEFAULTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_model.md"
@@ -28,12 +28,12 @@ pytestmark = [
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """Write the page's file, run its call, and undo both after the test."""
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setitem(families.registered, SEED_OSS, "")  # undone after the test
     file, call = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "seed_oss.py").write_text(file)
     monkeypatch.syspath_prepend(str(tmp_path))
     exec(call, {})
-    registry.family_of(SEED_OSS)
+    families.family_of(SEED_OSS)
     yield sys.modules["seed_oss"]
     del sys.modules["seed_oss"]
 
@@ -70,14 +70,14 @@ def test_the_page_names_every_choice_that_exists() -> None:
         cache_spec,
         feed_forward,
         layernorm,
-        self_attention,
+        mixer,
         sparse_mlp,
     )
     from nanovllm.models import parts
 
     table = "\n".join(re.findall(r"^\|.*\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     named = set(re.findall(r"`(?:parts\.)?(\w+)(?:\(.*?\))?`", table))
-    modules = (block, cache_spec, feed_forward, layernorm, self_attention, sparse_mlp, parts)
+    modules = (block, cache_spec, feed_forward, layernorm, mixer, sparse_mlp, parts)
     known = {name for each in modules for name in vars(each)} | {*Names.__dataclass_fields__}
     assert named - known == {"residual_scale", "qkv_proj", "gate_up_proj"}
     assert named >= {*Names.__dataclass_fields__}

@@ -13,7 +13,7 @@ import transformers
 from nanovllm.models import model_size
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.registry import MODELS
+from nanovllm.models.family import MODELS
 
 LLAMA3 = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",

@@ -25,8 +25,8 @@ from nanovllm.command.info import describe
 from nanovllm.layers.rope_types import ROPE_TYPES
 from nanovllm.layers.rotary_embedding import rope_frequencies
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.family import MODELS
 from nanovllm.models.fields import DEFAULTS
-from nanovllm.models.registry import MODELS
 from nanovllm.models.rope import NEEDS
 
 pytestmark = pytest.mark.usefixtures("one_thread")

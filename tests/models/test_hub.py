@@ -11,8 +11,12 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.command.main import main
 from nanovllm.command.parser import make_parser
 from nanovllm.engine.requests.tokenizer import load_tokenizer
-from nanovllm.models.hub import MODEL_PATTERNS, TOKENIZER_PATTERNS
-from nanovllm.models.loader import CONFIG_FILES, resolve_model
+from nanovllm.models.checkpoint import (
+    CONFIG_FILES,
+    MODEL_PATTERNS,
+    TOKENIZER_PATTERNS,
+    resolve_model,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

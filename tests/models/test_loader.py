@@ -22,22 +22,16 @@ from waiting import LIMIT, wait_until
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.layer import Layer
-from nanovllm.models import registry
+from nanovllm.models import family as families
 from nanovllm.models.build import build_model
+from nanovllm.models.checkpoint import INDEX, resolve_model, weight_files
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.dummy import load_dummy
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, decoder_fields
-from nanovllm.models.loader import (
-    INDEX,
-    NUM_THREADS,
-    InFile,
-    load_model,
-    resolve_model,
-    weight_files,
-)
-from nanovllm.models.registry import register_model
+from nanovllm.models.loader import NUM_THREADS, InFile, load_model
+from nanovllm.models.outside import register_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -596,7 +590,7 @@ def test_a_field_without_a_default_is_named(copy_of_model: Copy, tmp_path: Path)
         return decoder_fields(Fields(file, {}))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_registered", {})
+        patch.setitem(families.registered, "Added", "")  # undone after the block
         register_model("Added", Family(read))
         assert "config.json has no field 'vocab_size'" in config_error(path)
 

@@ -43,7 +43,8 @@ from nanovllm.adapters.peft import read_adapter
 from nanovllm.command.info import describe
 from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues
 from nanovllm.layers.few_rows import operands_of
-from nanovllm.models import model_size, registry
+from nanovllm.models import family as families
+from nanovllm.models import model_size
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
@@ -389,7 +390,7 @@ def test_layers_that_keep_something_else_than_their_shape_says_are_refused(
 
 def test_a_family_must_read_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     family = sandwich_family.FAMILY
-    monkeypatch.setitem(registry._registered, NAME, replace(family, read=dict))
+    monkeypatch.setitem(families.registered, NAME, replace(family, read=dict))
     with pytest.raises(TypeError, match=f"the family of {NAME} must read a ModelConfig"):
         ModelConfig.parse(CONFIG)
 
@@ -407,7 +408,7 @@ def test_a_family_must_read_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_no_family_is_refused(family: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         nanovllm.register_model("Other", family)
-    assert "Other" not in registry.names()
+    assert "Other" not in families.architectures()
 
 
 @pytest.mark.parametrize(
@@ -418,7 +419,7 @@ def test_what_is_no_family_is_refused(family: Any, error: type[Exception], says:
 def test_a_family_that_is_not_there_is_an_error(
     place: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setitem(families.registered, NAME, "")  # undone after the test
     nanovllm.register_model(NAME, place)
     path = write_model(tmp_path)
     with pytest.raises((TypeError, ValueError), match=says):
@@ -429,7 +430,7 @@ def test_a_family_that_workers_cannot_import_is_refused_before_they_start(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank needs no import."""
-    monkeypatch.setattr(registry, "_registered", {})
+    monkeypatch.setitem(families.registered, NAME, "")  # undone after the test
     family = sandwich_family.FAMILY
     nanovllm.register_model(NAME, Family(family.read, family.build, family.names))
     monkeypatch.setattr("nanovllm.engine.ranks.workers.Workers", None)

@@ -11,8 +11,9 @@ from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.run.transfer import Array, upload_ahead
 from nanovllm.engine.schedule.batch import NO_COPIES, Batch
 from nanovllm.engine.schedule.step_size import Size
-from nanovllm.kernels.plain.read_table import Decoding, read_slots
-from nanovllm.layers.context import StateStep
+from nanovllm.kernels.plain.read_groups import read_slots
+from nanovllm.kernels.plain.read_table import Decoding
+from nanovllm.layers.state_step import StateStep
 
 
 class StatePart(StepPart):

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanovllm.config import MAX_WAITING, Config
 from nanovllm.engine.errors import EngineEndedError
-from nanovllm.engine.features import NO_FEATURES, Adapters, Features
+from nanovllm.engine.features import NO_FEATURES, Features, RequestAdapters
 from nanovllm.engine.remote.connection import EngineConnection
 from nanovllm.engine.remote.messages import Event
 from nanovllm.engine.remote.open_request import OpenRequest
@@ -22,8 +22,8 @@ from nanovllm.engine.requests.intake import Accepted, Intake, check_whole
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.lora_request import NOT_ENABLED, LoRARequest, check_lora_request
 from nanovllm.metrics import Metric
+from nanovllm.models.checkpoint import resolve_model
 from nanovllm.models.generation_config import recommended_params
-from nanovllm.models.loader import resolve_model
 from nanovllm.outputs import EngineStats
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
@@ -64,7 +64,7 @@ class AsyncEngine:
         self.open_requests = RequestTable(self.connection, self.config.max_num_seqs, max_waiting)
         # Adapters are the other process's.
         self.intake = Intake(
-            self.config, self.model_config, self.tokenizer, self.features, Adapters()
+            self.config, self.model_config, self.tokenizer, self.features, RequestAdapters()
         )
         self.readers = Readers()
 

@@ -13,7 +13,7 @@ from nanovllm.engine.errors import RankError
 from nanovllm.engine.ranks.frames import frame, receive
 from nanovllm.engine.ranks.life_line import ending, start_process
 from nanovllm.engine.remote.messages import EngineFailed, EngineReady
-from nanovllm.models.registry import registered
+from nanovllm.models.outside import registered_families
 
 END_SECONDS = 10.0  # for the process to end by itself
 
@@ -35,7 +35,7 @@ class EngineProcess:
             self, _end, os.getpid(), self._process, self.line, self.link
         )
         level = logging.getLogger("nanovllm").getEffectiveLevel()
-        self.link.sendall(frame((model, dict(options), level, registered())))
+        self.link.sendall(frame((model, dict(options), level, registered_families())))
 
     @property
     def pid(self) -> int:

@@ -11,14 +11,13 @@ from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.requests.output_text import OutputText
 from nanovllm.engine.requests.request import Request
 from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
-from nanovllm.models.bare import NO_HEAD
-from nanovllm.models.config import ModelConfig
+from nanovllm.models.config import NO_HEAD, ModelConfig
 from nanovllm.prompts import Prompt, split_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import as_list, check_int, check_text, shorten
 
 if TYPE_CHECKING:
-    from nanovllm.engine.features import Adapters, Features
+    from nanovllm.engine.features import Features, RequestAdapters
     from nanovllm.engine.requests.extras import Extras
     from nanovllm.engine.requests.parts import Constraint, Keeper, Wanted
     from nanovllm.lora_request import LoRARequest, LoRARequests
@@ -56,7 +55,7 @@ class Intake:
         model_config: ModelConfig,
         tokenizer: Any,
         features: "Features",
-        adapters: "Adapters",
+        adapters: "RequestAdapters",
     ) -> None:
         self.tokenizer, self._features, self._adapters = tokenizer, features, adapters
         self.vocab_size = model_config.vocab_size

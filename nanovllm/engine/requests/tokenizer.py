@@ -4,8 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from nanovllm.models.fields import read_json
-from nanovllm.models.hub import TOKENIZER_PATTERNS, download, local_directory
+from nanovllm.models.checkpoint import TOKENIZER_PATTERNS, find_directory, read_json
 
 logger = logging.getLogger("nanovllm")
 
@@ -47,8 +46,7 @@ def load_tokenizer(
 
 def _directory(source: str, download_dir: str | None) -> Path:
     """A local directory, or a download of all files: transformers takes seconds for each file."""
-    path = local_directory("tokenizer", source)
-    return path or download("tokenizer", source, TOKENIZER_PATTERNS, download_dir=download_dir)
+    return find_directory("tokenizer", source, TOKENIZER_PATTERNS, download_dir=download_dir)
 
 
 def _from_directory(path: Path) -> Any:

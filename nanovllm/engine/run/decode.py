@@ -13,7 +13,7 @@ from nanovllm.engine.run.forward import Forward, contexts_of
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.schedule.step_size import Size
-from nanovllm.kernels.plain.read_table import Decoding, read_groups
+from nanovllm.kernels.plain.read_table import Decoding
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.context import Context
 from nanovllm.layers.ranks import Ranks
@@ -69,6 +69,8 @@ class Decodes:
         )
         contexts = [context]
         if len(table.layout.parts) > 1:
+            from nanovllm.kernels.plain.read_groups import read_groups
+
             more = read_groups(table.columns, table.block_tables[1:], decoding, block_size)
             contexts = contexts_of(context, *more)
         hidden, residuals = self.forward(decoding.input_ids, decoding.positions, contexts, values)

@@ -14,14 +14,14 @@ from nanovllm.kernels.cpu.library import address, constant, function
 from nanovllm.kernels.operands.low_rank import LowRank
 
 
-class RowGroups(NamedTuple):
+class RowBlocks(NamedTuple):
     """The rows of each group in blocks, as lora.h writes and reads them; the number of all rows."""
 
     blocks: torch.Tensor  # int32
     num_rows: int
 
 
-def group_rows(group_ids: torch.Tensor, num_groups: int) -> RowGroups:
+def group_rows(group_ids: torch.Tensor, num_groups: int) -> RowBlocks:
     """Find the rows of each group once for a step; ids outside [0, num_groups) have no group."""
     assert group_ids.dtype == torch.int32
     group_ids = group_ids.contiguous()
@@ -29,10 +29,10 @@ def group_rows(group_ids: torch.Tensor, num_groups: int) -> RowGroups:
     most = num_rows // block_rows + min(num_rows, num_groups)  # a group has one that is not full
     blocks = group_ids.new_empty(1 + most * (1 + block_rows))
     function("group_rows")(group_ids.data_ptr(), num_rows, num_groups, blocks.data_ptr())
-    return RowGroups(blocks, num_rows)
+    return RowBlocks(blocks, num_rows)
 
 
-def lora_down(x: torch.Tensor, weights: LowRank, groups: RowGroups) -> torch.Tensor:
+def lora_down(x: torch.Tensor, weights: LowRank, groups: RowBlocks) -> torch.Tensor:
     """The twin's, in one part. Reads A once for up to 4 rows of a group."""
     a, ranks, num_rows = weights.a, weights.ranks, groups.num_rows
     assert x.dtype == a.dtype and x.stride(1) == 1 and a.is_contiguous() and ranks.is_contiguous()
@@ -48,7 +48,7 @@ def lora_down(x: torch.Tensor, weights: LowRank, groups: RowGroups) -> torch.Ten
 def lora_up(
     down: torch.Tensor,
     weights: LowRank,
-    groups: RowGroups,
+    groups: RowBlocks,
     out: torch.Tensor,
     shares: torch.Tensor | None = None,
 ) -> None:

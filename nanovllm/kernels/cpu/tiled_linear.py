@@ -18,7 +18,7 @@ KINDS = ("int8", "int4", "e4m3", "bfloat16", "float32")  # as `Kind` of tiled_li
 PLAIN = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
-class Matrix(ctypes.Structure):
+class MatrixStruct(ctypes.Structure):
     """`Matrix` of tiled_linear.h, field by field."""
 
     _fields_ = (
@@ -45,10 +45,10 @@ class TiledMatrix:
     depth: int  # inputs of a block
     blocks_of_group: int
     # What the kernel reads: addresses, so that the tensors' memory must stay where it is.
-    struct: Matrix = field(init=False, repr=False, compare=False)
+    struct: MatrixStruct = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        struct = Matrix(
+        struct = MatrixStruct(
             self.codes.data_ptr(), address(self.scales), address(self.zeros), address(self.order),
             self.shape[0], self.depth, self.blocks, self.blocks_of_group, KINDS.index(self.kind),
         )  # fmt: skip

@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.operands.kv_layer import CODES, SCALES, KVLayer
 from nanovllm.kernels.plain.read_table import DraftState, TableState
-from nanovllm.kernels.table import PLAIN, Kernels, cpu_kernels, triton_kernels
+from nanovllm.kernels.table import PLAIN, Kernels
+from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers.ahead import compile_ahead
 from nanovllm.layers.attention.base import AttentionBackend, AttentionSpec
 from nanovllm.layers.context import Context

@@ -1,13 +1,10 @@
 """The attention layer: from a step's projections to its outputs, through the paged KV cache."""
 
-import math
 from dataclasses import replace
 
 import torch
-from torch import nn
 
-from nanovllm.formats.stored import Loaded, copy_whole
-from nanovllm.kernels.operands.kv_layer import SCALES, KVLayer
+from nanovllm.kernels.operands.kv_layer import KVLayer
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.attention.base import AttentionBackend
@@ -24,23 +21,17 @@ class Attention(Layer):
     """Rotate, store the step's KV, attend; or store latent rows, and attend.
 
     `cache` has this rank's heads. With a window, a token attends to the last `window` tokens up to
-    itself. A checkpoint may have scales for a quantized cache, one for all keys and one for all
-    values. `score_scale` is the factor of the scores, by default `head_dim` to the power of -1/2;
-    a `soft_cap` c makes c * tanh(s / c) of a score s.
+    itself. `score_scale` is the factor of the scores, by default `head_dim` to the power
+    of -1/2; a `soft_cap` c makes c * tanh(s / c) of a score s.
     """
 
     def __init__(
         self,
         cache: TokenCache,
-        has_scales: bool = False,
         score_scale: float | None = None,
         soft_cap: float | None = None,
     ) -> None:
         super().__init__()
-        self.has_scales = has_scales
-        for name in ("k_scale", "v_scale") if has_scales else ():
-            scale = torch.ones((), dtype=torch.float32)
-            self.register_parameter(name, nn.Parameter(scale, requires_grad=False))
         self.cache = cache
         _, self.num_kv_heads, self.head_dim = cache.heads
         self.group = 0
@@ -49,25 +40,11 @@ class Attention(Layer):
         self.attention_backend: AttentionBackend = TorchBackend()
         self.kernels: Kernels = PLAIN
 
-    def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
-        """Fill a scale, which some files have as a vector of one element."""
-        assert shard_id is None
-        copy_whole(param, loaded[0] if tuple(loaded.shape) == (1,) else loaded)
-
     def bind(self, backend: Backend) -> None:
         self.attention_backend = backend.attention_of(self.cache.heads)
         self.kernels = backend.kernels
         if self.kv.soft_cap is not None and not self.attention_backend.caps_scores:
             raise ValueError("`layer_shape` of the config does not say that there is a soft cap")
-        if self.has_scales:
-            self.kv = replace(self.kv, fixed_scales=(self._scale("k"), self._scale("v")))
-
-    def _scale(self, which: str) -> float:
-        """A checkpoint's scale, rounded to the type in which the cache has scales."""
-        scale = float(self.get_parameter(f"{which}_scale").to(SCALES))
-        if not 0 < scale < math.inf:
-            raise ValueError(f"{which}_scale must be above 0, got {scale}")
-        return scale
 
     def set_cache(
         self,

@@ -16,7 +16,8 @@ from nanovllm.engine.run.ledger import Ledger
 from nanovllm.engine.run.step_inputs import StepInputs, step_inputs
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.sequence import PENDING, Sequence, SequenceStatus
-from nanovllm.kernels.plain.read_table import Decoding, TableState, read_groups
+from nanovllm.kernels.plain.read_groups import read_groups
+from nanovllm.kernels.plain.read_table import Decoding, TableState
 from nanovllm.kernels.table import PLAIN
 
 BLOCK_SIZE, MAX_BLOCKS, MOST = 4, 8, 5

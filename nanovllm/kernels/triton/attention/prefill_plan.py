@@ -14,7 +14,7 @@ LONG = 256  # tokens of a step's sequences, on average, from which the kernel fo
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class QueryTiles:
     """Which tile has which queries. Surplus tiles have none."""
 
     seqs: torch.Tensor  # [tiles], int32: a tile's sequence; S for a surplus tile
@@ -31,9 +31,9 @@ class PrefillPlan:
     num_tokens: int
     copies_tiles: bool  # of the step's own keys, if their shape allows it
     overlaps: bool  # in the kernel for Hopper GPUs, where that fits a layer
-    _tiles: dict[int, Tiles] = field(default_factory=dict)  # by their queries
+    _tiles: dict[int, QueryTiles] = field(default_factory=dict)  # by their queries
 
-    def tiles(self, queries: int) -> Tiles:
+    def tiles(self, queries: int) -> QueryTiles:
         """Divide the step into tiles of up to `queries`, on the device, in a few short launches.
 
         The first layer does it for all layers.
@@ -44,7 +44,7 @@ class PrefillPlan:
             most = self.num_tokens // queries + len(tiles)  # a bound that needs no sync
             numbers = torch.arange(most, dtype=torch.int32, device=ends.device)
             seqs = torch.searchsorted(ends, numbers, right=True, out_int32=True)
-            self._tiles[queries] = Tiles(seqs, ends)
+            self._tiles[queries] = QueryTiles(seqs, ends)
         return self._tiles[queries]
 
 

@@ -30,7 +30,7 @@ LEAST_COPIED, LEAST = 4, 32  # the same, for which these kernels are used
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class PairTiles:
     """How a product is divided, except its rows."""
 
     outputs: int  # of each matrix
@@ -41,10 +41,10 @@ class Tiles:
 
 # For gate and up, and for the second matrix; measured on Hopper GPUs.
 COPIED = {
-    LARGE: (Tiles(128, 64, 4, 8), Tiles(128, 64, 3, 4)),
-    SMALL: (Tiles(128, 64, 4, 4), Tiles(128, 64, 3, 4)),
+    LARGE: (PairTiles(128, 64, 4, 8), PairTiles(128, 64, 3, 4)),
+    SMALL: (PairTiles(128, 64, 4, 4), PairTiles(128, 64, 3, 4)),
 }
-LOADED = (Tiles(64, 64, 3, 4), Tiles(128, 64, 3, 4))
+LOADED = (PairTiles(64, 64, 3, 4), PairTiles(128, 64, 3, 4))
 
 
 @triton.jit
@@ -200,7 +200,7 @@ def multiply(
     return out
 
 
-def _matrices(stack: torch.Tensor, matrices: int, tiles: Tiles) -> TensorDescriptor:
+def _matrices(stack: torch.Tensor, matrices: int, tiles: PairTiles) -> TensorDescriptor:
     """The accelerator's description of a stack, for tiles of neighbouring matrices in it."""
     block = [matrices, tiles.outputs, tiles.inputs]
     return TensorDescriptor(stack, list(stack.shape), list(stack.stride()), block)

@@ -219,7 +219,7 @@ class FewRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class FewRowsTiles:
     """How a product is divided; outputs and inputs are divisors of the sizes."""
 
     rows: int
@@ -230,7 +230,9 @@ class Tiles:
 
 
 @functools.cache
-def tiles_for(num_rows: int, size_in: int, size_out: int, gated: bool, processors: int) -> Tiles:
+def tiles_for(
+    num_rows: int, size_in: int, size_out: int, gated: bool, processors: int
+) -> FewRowsTiles:
     """The tiles that were fastest for the layers of Qwen3-0.6B, 1.7B, 4B and 8B.
 
     The smallest ones with which all programs run at the same time, alone on a multiprocessor; else
@@ -249,7 +251,7 @@ def tiles_for(num_rows: int, size_in: int, size_out: int, gated: bool, processor
     inputs = _divisor(size_in, inputs)
     tile_bytes = (rows + outputs * (1 + gated)) * inputs * 2
     stages = SHARED_BYTES[side_by_side] // tile_bytes
-    return Tiles(rows, outputs, inputs, min(6, stages), side_by_side)
+    return FewRowsTiles(rows, outputs, inputs, min(6, stages), side_by_side)
 
 
 def _divisor(size: int, most: int) -> int:

@@ -104,7 +104,7 @@ def _rounded_activation_kernel(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, slots=True)
-class Rounding:
+class RoundingKernels:
     """How the rows that a matrix multiplies are rounded, and the kernels that make such rows.
 
     Their methods are those of `Kernels`. Each returns codes [T, padded], zeros after the inputs,

@@ -30,7 +30,7 @@ from nanovllm.kernels.triton.linear.arranged import (
     ArrangedMatrix,
 )
 from nanovllm.kernels.triton.linear.row_outputs import store_outputs
-from nanovllm.kernels.triton.linear.row_tiles import Tiles, choose_tiles
+from nanovllm.kernels.triton.linear.row_tiles import RowTiles, choose_tiles
 from nanovllm.kernels.triton.linear.unpack import unpack
 
 
@@ -209,7 +209,7 @@ def launch(
     scaled: Scaled | None = None,
     gated: bool = False,
     addends: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    tiles: Tiles | None = None,
+    tiles: RowTiles | None = None,
 ) -> torch.Tensor:
     """Launch the kernel on x [T, K]. Returns the sums of squares, if there are addends."""
     (num_rows, size_in), size_out = x.shape, out.shape[1]

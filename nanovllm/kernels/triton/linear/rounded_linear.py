@@ -24,8 +24,8 @@ from nanovllm.kernels.triton.common import (
     with_room,
 )
 from nanovllm.kernels.triton.linear.arranged import ArrangedMatrix
-from nanovllm.kernels.triton.linear.quantize_rows import RoundedRows, Rounding
-from nanovllm.kernels.triton.linear.row_tiles import FEW_ROUNDED, Tiles
+from nanovllm.kernels.triton.linear.quantize_rows import RoundedRows, RoundingKernels
+from nanovllm.kernels.triton.linear.row_tiles import FEW_ROUNDED, RowTiles
 
 BLOCK_K = 128
 TOGETHER = 8  # tiles of rows that neighbouring programs share a tile of weights for
@@ -130,12 +130,12 @@ def can_round(weight: ArrangedMatrix, device: torch.device) -> bool:
     return weight.kind == "int8" and weight.group == 0
 
 
-def rounding_of(weight: ArrangedMatrix, num_rows: int) -> Rounding | None:
+def rounding_of(weight: ArrangedMatrix, num_rows: int) -> RoundingKernels | None:
     """How that many rows are rounded before such a weight multiplies them; None if they are not."""
     if num_rows <= FEW_ROUNDED or weight.order is not None or not can_round(weight, weight.device):
         return None
     dtype = torch.int8 if weight.kind == "int8" else torch.float8_e4m3fn
-    return Rounding(dtype, weight.group, weight.input_scale, weight.padded_in)
+    return RoundingKernels(dtype, weight.group, weight.input_scale, weight.padded_in)
 
 
 def rounded_linear(
@@ -166,7 +166,7 @@ def multiply(
     x: RoundedRows,
     weight: ArrangedMatrix,
     bias: torch.Tensor | None,
-    tiles: Tiles | None = None,
+    tiles: RowTiles | None = None,
 ) -> torch.Tensor:
     """The product by a kernel of ours."""
     (num_rows, size_in), size_out = x.codes.shape, weight.size_out
@@ -198,7 +198,7 @@ def _small_tiles(num_rows: int, size_out: int) -> int:
     return -(-num_rows // SMALL) * -(-size_out // SMALL)
 
 
-def _choose_tiles(num_rows: int, weight: ArrangedMatrix) -> Tiles:
+def _choose_tiles(num_rows: int, weight: ArrangedMatrix) -> RowTiles:
     """Small tiles, two or three of them on each processor, and parts of K if those are too few.
 
     Tiles of many more are large, as those read least; with a scale for each 128 inputs, registers
@@ -207,9 +207,9 @@ def _choose_tiles(num_rows: int, weight: ArrangedMatrix) -> Tiles:
     processors = num_multiprocessors(weight.device)
     tiles, steps = _small_tiles(num_rows, weight.size_out), weight.padded_in // BLOCK_K
     if tiles > 3 * processors:
-        return Tiles(SMALL, 2 * SMALL, 1, 3) if weight.group else Tiles(128, 128, 1, 4, 8)
+        return RowTiles(SMALL, 2 * SMALL, 1, 3) if weight.group else RowTiles(128, 128, 1, 4, 8)
     most = MOST_SPLITS if tiles <= len(weight.arrivals) else 1
     splits = max(1, min(2 * processors // tiles, steps // LEAST_STEPS, most))
     if tiles * splits <= 2 * processors and not weight.group and steps % 2 == 0:
-        return Tiles(SMALL, SMALL, splits, 3, runs=2)
-    return Tiles(SMALL, SMALL, splits, 4)
+        return RowTiles(SMALL, SMALL, splits, 3, runs=2)
+    return RowTiles(SMALL, SMALL, splits, 4)

@@ -24,7 +24,7 @@ MOST_STAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class RowTiles:
     """How a product is divided."""
 
     rows: int
@@ -42,7 +42,9 @@ def most_rows(weight: ArrangedMatrix, dtype: torch.dtype) -> int:
     return MOST_ROWS if large and _has_wgmma(weight, dtype) else FEW
 
 
-def choose_tiles(num_rows: int, weight: ArrangedMatrix, gated: bool, dtype: torch.dtype) -> Tiles:
+def choose_tiles(
+    num_rows: int, weight: ArrangedMatrix, gated: bool, dtype: torch.dtype
+) -> RowTiles:
     """The tiles for a product, from its shape alone."""
     runs = 2 if weight.kind == "int4" else 1
     choose = _wgmma_tiles if _has_wgmma(weight, dtype) else _other_tiles
@@ -61,7 +63,7 @@ def _has_wgmma(weight: ArrangedMatrix, dtype: torch.dtype) -> bool:
 def _wgmma_tiles(
     num_rows: int, steps: int, size_out: int, inner: int, runs: int, gated: bool, itemsize: int,
     processors: int, room: int,
-) -> Tiles:  # fmt: skip
+) -> RowTiles:  # fmt: skip
     """Tiles of which a processor holds a few at the same time.
 
     Parts of K are for tiles that are too few; their sums are read and written once more, so there
@@ -79,14 +81,14 @@ def _wgmma_tiles(
     codes, x = OUTPUTS * (1 + gated) * inner, rows * itemsize * runs * inner
     stages = max(2, min(MOST_STAGES, (room // side_by_side + codes) // (codes + x)))
     stages = min(stages, 3) if rows >= 64 else stages
-    return Tiles(rows, OUTPUTS, splits, stages, 4, rows >= 32, runs)
+    return RowTiles(rows, OUTPUTS, splits, stages, 4, rows >= 32, runs)
 
 
 @functools.cache
 def _other_tiles(
     num_rows: int, steps: int, size_out: int, inner: int, runs: int, gated: bool, itemsize: int,
     processors: int, room: int,
-) -> Tiles:  # fmt: skip
+) -> RowTiles:  # fmt: skip
     """Tiles of which about three run on each processor. Not measured."""
     rows = next(size for size in (8, 16, 32) if num_rows <= size or size == 32)
     outputs = 32 if gated else 64
@@ -96,4 +98,4 @@ def _other_tiles(
         splits *= 2
     stage = (rows * itemsize * runs + outputs * (1 + gated)) * inner
     stages = max(2, min(MOST_STAGES, room // 3 // stage))
-    return Tiles(rows, outputs, splits, stages, 4 if rows == 32 else 2, False, runs)
+    return RowTiles(rows, outputs, splits, stages, 4 if rows == 32 else 2, False, runs)

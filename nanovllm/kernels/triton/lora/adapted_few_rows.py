@@ -23,21 +23,21 @@ from nanovllm.kernels.triton.lora.lora import lora_bias, lora_down, lora_up, lor
 from nanovllm.kernels.triton.lora.row_groups import RowGroups
 
 
-class Adapters(NamedTuple):
+class CountedAdapters(NamedTuple):
     """A weight's adapters, and the counter of its kernel's arrivals: zero before its one launch."""
 
     low_rank: LowRank
     arrivals: torch.Tensor
 
 
-def with_counters(low_ranks: Mapping[int, LowRank]) -> dict[int, Adapters]:
+def with_counters(low_ranks: Mapping[int, LowRank]) -> dict[int, CountedAdapters]:
     """The adapters of weights with new zeros, for one step."""
     if not low_ranks:
         return {}
     device = next(iter(low_ranks.values())).a.device
     zeros = torch.zeros(len(low_ranks), 1, dtype=torch.int32, device=device).unbind()
     return {
-        weight: Adapters(low_rank, zero)
+        weight: CountedAdapters(low_rank, zero)
         for (weight, low_rank), zero in zip(low_ranks.items(), zeros, strict=True)
     }
 
@@ -51,7 +51,7 @@ class AdaptedFewRows(FewRows):
     """
 
     groups: RowGroups
-    adapters: Mapping[int, Adapters]
+    adapters: Mapping[int, CountedAdapters]
 
     def _launch(
         self,

@@ -27,7 +27,7 @@ from nanovllm.kernels.triton.common import (
     tiles_of,
     with_room,
 )
-from nanovllm.kernels.triton.linear.few_rows import Addends, Tiles, multiply_tiles, tiles_for
+from nanovllm.kernels.triton.linear.few_rows import Addends, FewRowsTiles, multiply_tiles, tiles_for
 from nanovllm.kernels.triton.linear.row_outputs import store_outputs
 from nanovllm.kernels.triton.lora.lora import MOST_PROJECTIONS, multiply_down
 from nanovllm.kernels.triton.lora.row_groups import RowGroups
@@ -210,7 +210,7 @@ def _adapted_kernel(  # type: ignore[no-untyped-def]
 class Division(NamedTuple):
     """How a layer and its adapters are divided among programs."""
 
-    tiles: Tiles  # of the weight
+    tiles: FewRowsTiles  # of the weight
     num_tiles: int
     num_downs: int  # programs that multiply with A
     ranks: int  # that are multiplied together with B, for a group

@@ -1,8 +1,10 @@
-"""The process's heap."""
+"""Memory of this process: its heap, and sizes as texts."""
 
 import contextlib
 import ctypes
 import gc
+
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def trim_heap() -> None:
@@ -21,3 +23,10 @@ def keep_what_lives() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def memory_text(num_bytes: float) -> str:
+    """A number of bytes in GiB, or in MiB if it is small."""
+    if num_bytes < GIB / 10:
+        return f"{num_bytes / MIB:,.1f} MiB"
+    return f"{num_bytes / GIB:,.3f} GiB"

@@ -1,0 +1,54 @@
+"""The forms of weights that kernels have layouts for, of joined projections, and of no rows."""
+
+from typing import Any
+
+import torch
+
+from nanovllm.formats.matrix import Matrix, written_to
+from nanovllm.kernels.table import Kernels, Rounding
+
+
+class KernelMatrix(Matrix):
+    """A weight in the layout of the kernels that multiply by it."""
+
+    def __init__(self, operand: Any, kernels: Kernels) -> None:
+        self.operand = operand
+        self.kernels = kernels
+
+    def plain(self) -> torch.Tensor | None:
+        return self.kernels.plain_of(self.operand)
+
+    def rounding(self, x: torch.Tensor) -> Rounding | None:
+        return self.kernels.rounding(self.operand, len(x))
+
+    def linear(
+        self, x: Any, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return written_to(out, self.kernels.arranged_linear(x, self.operand, bias))
+
+
+class EmptyMatrix(Matrix):
+    """A weight without rows, which kernels do not accept: of a rank that has no tokens' logits."""
+
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        assert bias is None or not len(bias)
+        return written_to(out, x.new_empty(len(x), 0))
+
+
+class JoinedMatrix(Matrix):
+    """The matrices of projections that have no common form: one product for each.
+
+    `sizes` are the numbers of their rows.
+    """
+
+    def __init__(self, matrices: list[Matrix], sizes: list[int]) -> None:
+        self.matrices, self.sizes = matrices, sizes
+
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        biases = [None] * len(self.sizes) if bias is None else torch.split(bias, self.sizes)
+        parts = zip(self.matrices, biases, strict=True)
+        return written_to(out, torch.cat([matrix.linear(x, part) for matrix, part in parts], dim=1))

@@ -1,0 +1,29 @@
+"""The kernels of the CPU: which module has which operation. The others are the plain ones."""
+
+from nanovllm.kernels.table import PLAIN_PLACES, Kernels, nothing
+
+CPU_PLACES = PLAIN_PLACES | {
+    "rms_norm": "cpu.rms_norm",
+    "add_rms_norm": "cpu.rms_norm",
+    "silu_and_mul": "cpu.silu_and_mul",
+    "norm_rope_store": "cpu.norm_rope_store",
+    "mask": "cpu.mask",
+    "sample": "cpu.sample",
+    "sample_masked": "cpu.sample",
+    "read_table": "cpu.read_table",
+    "arrange": "cpu.tiled_linear",
+    "arrange_plain": "cpu.tiled_linear",
+    "plain_of": "cpu.tiled_linear",
+    "arranged_linear": "cpu.tiled_linear:tiled_linear",
+    "group_rows": "cpu.lora",
+    "lora_down": "cpu.lora",
+    "lora_up": "cpu.lora",
+}
+
+
+def cpu_kernels() -> Kernels:
+    """The CPU's kernels in C++; each call is a RuntimeError where they cannot be compiled."""
+    return Kernels(
+        "C++", CPU_PLACES, rounding=nothing, few_rows=nothing, router=nothing,
+        write_table=None, peers=None,
+    )  # fmt: skip

@@ -1,0 +1,40 @@
+"""The kernels in Triton: which module has which operation."""
+
+from nanovllm.kernels.table import Kernels, nothing
+
+TRITON_PLACES = {
+    "rms_norm": "triton.linear.rms_norm",
+    "add_rms_norm": "triton.linear.rms_norm",
+    "silu_and_mul": "triton.linear.silu_and_mul",
+    "norm_rope_store": "triton.attention.norm_rope_store",
+    "store_kvcache": "triton.attention.store_kvcache",
+    "mask": "triton.sampling.mask",
+    "sample": "triton.sampling.sample",
+    "sample_masked": "triton.sampling.sample",
+    "draw": "triton.sampling.draw",
+    "experts": "triton.experts.experts",
+    "adapted_experts": "triton.experts.experts",
+    "router": "triton.experts.route:router_for",
+    "read_table": "triton.step.read_table",
+    "guess_ngrams": "triton.step.guess_ngrams",
+    "guess_inputs": "triton.step.guess_inputs",
+    "accept": "triton.step.accept",
+    "arrange": "triton.linear.arranged",
+    "arranged_linear": "triton.linear.quantized_linear:quantized_linear",
+    "rounding": "triton.linear.rounded_linear:rounding_of",
+    "few_rows": "triton.linear.few_rows:few_rows_for",
+    "group_rows": "triton.lora.row_groups",
+    "lora_down": "triton.lora.lora",
+    "lora_up": "triton.lora.lora",
+    "peers": "triton.ranks.all_reduce:PeerKernels",
+}
+
+
+def triton_kernels() -> Kernels:
+    """The Triton kernels. An ImportError where Triton is not installed."""
+    from nanovllm.kernels.triton.step.write_table import write_table  # callers keep it
+
+    return Kernels(
+        "Triton", TRITON_PLACES, graph_safe=True, reads_plain=True, reads_stacks=True,
+        write_table=write_table, arrange_plain=nothing, plain_of=nothing,
+    )  # fmt: skip

@@ -1,0 +1,115 @@
+"""A checkpoint's directory: where it is, its JSON files, and its files of weights.
+
+No PyTorch here: weights are not read.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+TOKENIZER_PATTERNS = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
+MODEL_PATTERNS = (*TOKENIZER_PATTERNS, "*.safetensors")
+CONFIG_FILES = ("config.json", "generation_config.json")
+INDEX = "model.safetensors.index.json"
+
+
+def find_directory(
+    option: str,
+    source: str,
+    files: Sequence[str],
+    revision: str | None = None,
+    download_dir: str | None = None,
+) -> Path:
+    """The directory `source`, or a download of the hub id's files that match one of `files`.
+
+    `option` names the source in errors.
+    """
+    if (path := local_directory(option, source, revision)) is not None:
+        return path
+    from nanovllm.models.hub import download
+
+    return download(option, source, files, revision, download_dir)
+
+
+def resolve_model(
+    model: str,
+    files: Sequence[str] = MODEL_PATTERNS,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+) -> Path:
+    """The directory of `model`: a local path, or a hub id, from which `files` are downloaded."""
+    if model.count("/") != 1 and local_directory("model", model, revision) is None:
+        raise FileNotFoundError(f"model directory {model!r} does not exist")
+    return find_directory("model", model, files, revision, download_dir)
+
+
+def local_directory(option: str, source: str, revision: str | None = None) -> Path | None:
+    """The local directory `source`, in which `~` is the user's home; None if it may be a hub id.
+
+    `option` names the source in errors. A `revision` of a local directory is a ValueError.
+    """
+    try:
+        path = Path(source).expanduser()
+        if path.exists() and not path.is_dir():
+            raise NotADirectoryError(f"{option} must be a directory, but {source!r} is a file")
+        is_local = path.is_dir()
+    except (RuntimeError, ValueError) as error:  # an unknown ~user, or a NUL in the path
+        raise FileNotFoundError(f"{option} directory {source!r} cannot exist: {error}") from None
+    if not is_local:
+        if source.startswith(("/", ".", "~")):
+            raise FileNotFoundError(f"{option} directory {source!r} does not exist")
+        return None
+    if revision is not None:
+        raise ValueError(
+            f"revision={revision!r} is one of the hub, but {option} {source!r} is a local directory"
+        )
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; a broken or missing file is an OSError that names the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} does not exist; a model directory must have it") from None
+    except ValueError as error:
+        raise OSError(f"{path} is not valid JSON ({error}); copy or download it again") from None
+    if not isinstance(value, dict):
+        raise OSError(f"{path} must hold a JSON object, found {type(value).__name__}")
+    return value
+
+
+@contextlib.contextmanager
+def fields_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The fields of a file, for a block. Errors in the block get the file's name."""
+    raw = read_json(path)
+    try:
+        yield raw
+    except KeyError as error:
+        raise ValueError(f"{path} has no field {error}") from None
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {error}") from None
+    except IndexError as error:
+        raise ValueError(f"{path}: a list has too few items: {error}") from None
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint; a missing one is an error that names it."""
+    if (path / INDEX).exists():
+        index = read_json(path / INDEX)
+        if not isinstance(index.get("weight_map"), dict):
+            raise OSError(f"{path / INDEX} has no weight_map")
+        files = [path / name for name in sorted(set(index["weight_map"].values()))]
+    elif (path / "model.safetensors").exists():
+        files = [path / "model.safetensors"]
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    if missing := [file.name for file in files if not file.exists()]:
+        raise FileNotFoundError(f"{path} lacks {', '.join(missing)}, listed in {INDEX}")
+    if not files:
+        hint = "; convert its .bin files to safetensors" if list(path.glob("*.bin")) else ""
+        raise FileNotFoundError(f"{path} has no .safetensors file{hint}")
+    return files

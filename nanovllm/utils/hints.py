@@ -1,0 +1,38 @@
+"""Hints for errors: which known name an unknown one stands for."""
+
+import difflib
+import re
+from collections.abc import Collection
+
+
+def likely_name(name: str, known: Collection[str]) -> str | None:
+    """The known name that is likely meant, if there is one.
+
+    That is one with a misspelled letter or two; or else, unless `name` is short, the only one with
+    all its words or their beginnings ("freq_penalty"), or the only one that has most of its
+    words. Numbers in both are equal: float16 is not suggested for float64.
+    """
+    near = [
+        one
+        for one in difflib.get_close_matches(name.lower(), known, cutoff=0.8)
+        if re.sub(r"\D", "", one) == re.sub(r"\D", "", name)
+    ][:1]
+    words = _words(name)
+    if not near and sum(map(len, words)) > 3:
+        longer = [one for one in known if all(_begins(word, _words(one)) for word in words)]
+        shorter = [
+            one
+            for one in known
+            if set(_words(one)) <= set(words) and 2 * len(_words(one)) > len(words)
+        ]
+        near = next((found for found in (longer, shorter) if len(found) == 1), [])
+    return near[0] if near else None
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word]
+
+
+def _begins(word: str, others: list[str]) -> bool:
+    """Whether one of `others` begins with `word`; a word of two letters must be equal."""
+    return any(other.startswith(word) if len(word) > 2 else other == word for other in others)
