@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import BinaryIO, NoReturn
 
 from nanovllm.batch.digests import digest_of
-from nanovllm.batch.records import FIELDS, Record, begins_a_record, parse_record
+from nanovllm.batch.records import FIELDS, JournalRecord, begins_a_record, parse_record
 
 SYNC_SECONDS = 1.0  # the most work that a power failure may lose
 HEAD_BYTES = 1 << 16  # if these have no newline and do not begin a record, no more is read
@@ -173,7 +173,7 @@ class Journal:
             end, last = place, data
         return end, last.endswith(b"\n")
 
-    def _enter(self, number: int, record: Record) -> None:
+    def _enter(self, number: int, record: JournalRecord) -> None:
         """Enter the record of line `number` of the file."""
         if self.num_lines is not None and record.line > self.num_lines:
             self._refuse_line(number, record.line)

@@ -16,7 +16,7 @@ FIELDS = ("id", "custom_id", "response", "error")
 FIELD = re.compile(rf'\s*"({"|".join(FIELDS)})"\s*:\s*')
 
 
-class Record(NamedTuple):
+class JournalRecord(NamedTuple):
     """What a job reads of a record: the input's line, its request's id, and whether it failed."""
 
     line: int
@@ -54,7 +54,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def parse_record(data: bytes) -> Record | None:
+def parse_record(data: bytes) -> JournalRecord | None:
     """Read a record in any spacing and order of its fields; None if `data` is something else."""
     try:
         fields = json.loads(data)
@@ -67,7 +67,7 @@ def parse_record(data: bytes) -> Record | None:
     failed = fields["error"] is not None
     if failed == (fields["response"] is not None):
         return None
-    return Record(int(fields["id"].removeprefix(ID)), fields["custom_id"], failed)
+    return JournalRecord(int(fields["id"].removeprefix(ID)), fields["custom_id"], failed)
 
 
 def begins_a_record(data: bytes, names: tuple[str, ...] = FIELDS) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nanovllm.bench.shapes import SHAPES, write_shape
-from nanovllm.bench.workload import MAX_MODEL_LEN, Lengths, Workload, draw_workload
+from nanovllm.bench.workload import MAX_MODEL_LEN, Workload, WorkloadOptions, draw_workload
 from nanovllm.config import Config
 from nanovllm.drafting.source import find_source
 from nanovllm.engine.requests.tokenizer import load_tokenizer
@@ -30,12 +30,12 @@ class Plan:
     config: Config
     model: ModelConfig
     device: torch.device
-    lengths: Lengths
+    lengths: WorkloadOptions
     workload: Workload
 
 
 def make_plan(
-    options: Mapping[str, Any], shape: str | None, lengths: Lengths, scratch: Path
+    options: Mapping[str, Any], shape: str | None, lengths: WorkloadOptions, scratch: Path
 ) -> Plan:
     """Check everything, and draw the requests.
 

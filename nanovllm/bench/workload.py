@@ -19,7 +19,7 @@ PHRASE = 16  # tokens that a repetitive prompt repeats
 
 
 @dataclass(frozen=True)
-class Lengths:
+class WorkloadOptions:
     """How many requests there are, and the bounds of their lengths."""
 
     num_seqs: int = option(256, "requests", int_range(1))
@@ -77,7 +77,7 @@ class Workload:
     output_lens: list[int]
 
 
-def draw_workload(lengths: Lengths, vocab_size: int) -> Workload:
+def draw_workload(lengths: WorkloadOptions, vocab_size: int) -> Workload:
     """Draw the requests in the order in which nano-vllm's bench.py draws them."""
     rng = random.Random(lengths.seed)
     high = min(MAX_TOKEN_ID, vocab_size - 1)

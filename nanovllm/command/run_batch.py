@@ -30,7 +30,7 @@ from nanovllm.command.options import (
 )
 
 if TYPE_CHECKING:
-    from nanovllm.batch.job import Job, Tally
+    from nanovllm.batch.job import BatchJob, Tally
     from nanovllm.batch.journal import Journal
     from nanovllm.llm import LLM
 
@@ -70,12 +70,12 @@ def _run(args: argparse.Namespace) -> int:
     with _open_input(args.input) as file:
         if args.output.exists() and os.path.samestat(args.output.stat(), os.fstat(file.fileno())):
             raise UsageError("the output must not be the input")
-        from nanovllm.batch.job import Job
+        from nanovllm.batch.job import BatchJob
         from nanovllm.batch.lines import count_lines, read_lines
 
         num_lines = count_lines(file) if file.seekable() else None
         with _open_output(args.output, num_lines) as journal, open_llm(options) as llm:
-            job, start = Job(llm, journal, defaults, args.strict), time.perf_counter()
+            job, start = BatchJob(llm, journal, defaults, args.strict), time.perf_counter()
             with _bar(llm, num_lines, job) as bar:
                 for tally in job.run(read_lines(file)):
                     if bar is not None:
@@ -108,7 +108,7 @@ def _open_output(path: Path, num_lines: int | None) -> "Iterator[Journal]":
             interrupts.cleanups.pop()
 
 
-def _bar(llm: "LLM", num_lines: int | None, job: "Job") -> AbstractContextManager[Any]:
+def _bar(llm: "LLM", num_lines: int | None, job: "BatchJob") -> AbstractContextManager[Any]:
     """A bar over the input's lines; None unless stderr is a terminal."""
     if not sys.stderr.isatty():
         return contextlib.nullcontext()

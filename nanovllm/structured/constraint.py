@@ -1,4 +1,4 @@
-"""Constraint: which tokens may come next, by a grammar that llguidance follows."""
+"""GrammarConstraint: which tokens may come next, by a grammar that llguidance follows."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
@@ -77,7 +77,7 @@ class FreeText:
         return other
 
 
-class Constraint:
+class GrammarConstraint:
     """A follower that allows the tokens that continue the output by a grammar.
 
     The sequence ends when nothing but its end can follow. `matcher` is at the start of the grammar,
@@ -118,10 +118,10 @@ class Constraint:
         self.dead_ends: set[int] = set()
         self.reset()
 
-    def copy(self) -> "Constraint":
+    def copy(self) -> "GrammarConstraint":
         """Another one at its start."""
         start, free = self._start, self._start_text
-        return Constraint(start, self.num_tokens, self.excluded, free, self.ends)
+        return GrammarConstraint(start, self.num_tokens, self.excluded, free, self.ends)
 
     def reset(self) -> None:
         """Start over: the next `update` follows every token of the output."""

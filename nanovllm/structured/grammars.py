@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.structured.compiled import CompiledGrammars
-from nanovllm.structured.constraint import Constraint, FreeText, reason_of
+from nanovllm.structured.constraint import FreeText, GrammarConstraint, reason_of
 from nanovllm.structured.lark import (
     JSON_OPTIONS,
     lark_of,
@@ -56,7 +56,7 @@ class Grammars:
 
     def constraint(
         self, asked: StructuredOutputs, eos_token_ids: Iterable[int] | None = None
-    ) -> Constraint:
+    ) -> GrammarConstraint:
         """A constraint at its start, which may end with these tokens, by default with all of EOS.
 
         A grammar that llguidance refuses is a ValueError.
@@ -71,7 +71,9 @@ class Grammars:
             marker, tokens_of = asked.after.encode(), tokenizer.tokenize_bytes
             free = FreeText(marker, self._bytes_of, tokens_of, self._beyond(asked))
         excluded = set(tokenizer.eos_tokens).difference(ends)
-        return Constraint(matcher, tokenizer.vocab_size, excluded, free, tokenizer.eos_tokens)
+        return GrammarConstraint(
+            matcher, tokenizer.vocab_size, excluded, free, tokenizer.eos_tokens
+        )
 
     @functools.cached_property
     def _added(self) -> dict[str, int]:

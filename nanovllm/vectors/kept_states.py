@@ -17,7 +17,7 @@ VECTOR_POOLINGS: tuple[Pooling, ...] = ("last", "cls", "mean")
 POOLINGS: tuple[Pooling, ...] = (*VECTOR_POOLINGS, "all")
 
 
-class Wanted(NamedTuple):
+class PoolingTask(NamedTuple):
     """What a request without generated tokens is for: states, or how likely labels are."""
 
     pooling: Pooling
@@ -46,9 +46,9 @@ class KeptStates:
         self._parts: dict[int, Array] = {}  # by first token: states, or their sum
 
     @property
-    def asked(self) -> Wanted:
+    def asked(self) -> PoolingTask:
         """What it was made for."""
-        return Wanted(self.pooling, self.labels)
+        return PoolingTask(self.pooling, self.labels)
 
     @property
     def adds_up(self) -> bool:

@@ -20,7 +20,7 @@ from nanovllm.prompts import Prompt, prompt_list, split_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_choice, check_text, shorten
 from nanovllm.vectors.conventions import Conventions, read_conventions
-from nanovllm.vectors.kept_states import Pooling, Wanted
+from nanovllm.vectors.kept_states import Pooling, PoolingTask
 from nanovllm.vectors.rerank import query_prefix
 
 PROMPT_ONLY = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -109,7 +109,7 @@ class Preparer:
     ) -> list[Accepted]:
         """Check and encode all prompts, before anything is queued."""
         return [
-            self.accept(f"{name}[{index}]", prompt, Wanted(pooling), prefix, params)
+            self.accept(f"{name}[{index}]", prompt, PoolingTask(pooling), prefix, params)
             for index, prompt in enumerate(prompt_list(name, prompts))
         ]
 
@@ -117,7 +117,7 @@ class Preparer:
         self,
         name: str,
         prompt: Prompt,
-        wanted: Wanted,
+        wanted: PoolingTask,
         prefix: PromptPrefix | None = None,
         params: SamplingParams = PROMPT_ONLY,
     ) -> Accepted:

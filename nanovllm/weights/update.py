@@ -93,7 +93,7 @@ def sendable_weight(item: Any) -> Any:
     return item
 
 
-class Load:
+class LoadWeights:
     """Replaces weights. Rank 0 has the tensors; the others open handles, or are sent the tensors.
 
     Peak memory: on other ranks, one whole tensor, and small ones that wait to be copied.
@@ -126,7 +126,7 @@ class Load:
                 yield name, _broadcast(shard, shape, dtype)
 
 
-class AreHeld(Load):
+class AreHeld(LoadWeights):
     """Finds whether all ranks hold the values of tensors."""
 
     def run(self, shard: Shard) -> Any:

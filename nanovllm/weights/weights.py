@@ -16,7 +16,7 @@ from nanovllm.weights.update import (
     AreHeld,
     Finish,
     Given,
-    Load,
+    LoadWeights,
     Read,
     Reload,
     assembled,
@@ -197,7 +197,7 @@ class Weights:
             return
         self._check_tied(weights)
         self.state.has_changed = True
-        self.engine.model_runner.everywhere(Load(weights))
+        self.engine.model_runner.everywhere(LoadWeights(weights))
         if self.state.missing:
             self.state.missing -= self.held.known.parts_of(one.name for one in weights)
 

@@ -4,10 +4,10 @@ import math
 import random
 from itertools import accumulate
 
-from nanovllm.bench.serve.options import Load
+from nanovllm.bench.serve.options import ServerLoad
 
 
-def arrival_times(load: Load, number: int) -> list[float]:
+def arrival_times(load: ServerLoad, number: int) -> list[float]:
     """Seconds from the start at which requests are sent; the first one is sent at once.
 
     The times between them are drawn from a gamma distribution and then scaled, so that the rate of

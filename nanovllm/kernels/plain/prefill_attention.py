@@ -30,7 +30,7 @@ class PrefillGroup:
 
 
 @dataclass(slots=True)
-class PrefillPlan:
+class GroupedPrefillPlan:
     """All groups, and the row of each token's output among the groups' outputs: [T]."""
 
     groups: list[PrefillGroup]
@@ -42,7 +42,7 @@ def plan_prefill(
     cu_seqlens_k: torch.Tensor,
     block_tables: torch.Tensor | None,
     block_size: int,
-) -> PrefillPlan:
+) -> GroupedPrefillPlan:
     """Group a prefill step's sequences. Syncs, except on the CPU."""
     device = cu_seqlens_q.device
     q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -74,7 +74,7 @@ def plan_prefill(
                 num_keys=num_keys,
             )
         )
-    return PrefillPlan(groups, out_rows)
+    return GroupedPrefillPlan(groups, out_rows)
 
 
 def _padded_rows(
@@ -90,7 +90,7 @@ def prefill_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     kv: KVLayer,
-    plan: PrefillPlan,
+    plan: GroupedPrefillPlan,
 ) -> torch.Tensor:
     """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is cached.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanovllm.structured.structural_tags import composed, pieces, triggered
 from nanovllm.structured.structural_tags.formats import older_form
-from nanovllm.structured.structural_tags.writer import Ends, WriteFormat, Writer
+from nanovllm.structured.structural_tags.writer import Ends, GrammarWriter, WriteFormat
 from nanovllm.utils.checks import shorten
 
 FUNCTIONS: dict[str, WriteFormat] = {
@@ -44,7 +44,7 @@ def tag_grammar(described: Any, tokens: Mapping[str, int], eos_token_ids: Collec
         raise TypeError(f"it must be an object, got {shorten(described)}")
     if described.get("type", "structural_tag") != "structural_tag":
         raise ValueError(f"type must be 'structural_tag', got {shorten(described['type'])}")
-    writer = Writer(FUNCTIONS, tokens, eos_token_ids)
+    writer = GrammarWriter(FUNCTIONS, tokens, eos_token_ids)
     fields = set(described) - {"type"}
     if fields == {"format"}:
         return _grammar(writer, "format", described["format"])
@@ -61,6 +61,6 @@ def tag_grammar(described: Any, tokens: Mapping[str, int], eos_token_ids: Collec
     )
 
 
-def _grammar(writer: Writer, place: str, node: Any) -> str:
+def _grammar(writer: GrammarWriter, place: str, node: Any) -> str:
     start = writer.format(place, node, Ends(final=True))
     return "\n".join(["%llguidance {}", f"start: {start}", *writer.rules])

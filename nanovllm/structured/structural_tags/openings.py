@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 from nanovllm.structured.structural_tags.formats import Format, Mark, as_list, kind_of, listed
-from nanovllm.structured.structural_tags.writer import Writer
+from nanovllm.structured.structural_tags.writer import GrammarWriter
 
 
 def is_open(place: str, node: Any) -> bool:
@@ -24,7 +24,7 @@ def is_open(place: str, node: Any) -> bool:
     return kind in ("regex", "any_text", "any_tokens", "dispatch", "token_dispatch")
 
 
-def heads_of(writer: Writer, place: str, node: Any) -> list[tuple[Mark, Format | None]]:
+def heads_of(writer: GrammarWriter, place: str, node: Any) -> list[tuple[Mark, Format | None]]:
     """The marks that the format may begin with, and what then follows; [] for others."""
     kind = kind_of(place, node)
     if kind == "const_string" and isinstance(node["value"], str) and node["value"]:

@@ -1,4 +1,4 @@
-"""Writer: the rules of a grammar, and the marks and free text that formats are made of."""
+"""GrammarWriter: the rules of a grammar, and the marks and free text that formats are made of."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -26,7 +26,7 @@ class Ends(NamedTuple):
 NOTHING = Ends()
 
 
-class Writer:
+class GrammarWriter:
     """Writes rules. `tokens` are the added tokens by their texts.
 
     `functions` has one for each type of format: it takes the writer, the format and its place,
@@ -149,7 +149,7 @@ class Writer:
         raise TypeError(f"{place} must be a text or a format `token`, got {shorten(value)}")
 
 
-WriteFormat = Callable[[Writer, str, Format, Ends], str]
+WriteFormat = Callable[[GrammarWriter, str, Format, Ends], str]
 
 
 def _check_free(place: str, ends: Ends) -> None:

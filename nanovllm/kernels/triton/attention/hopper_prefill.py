@@ -35,7 +35,7 @@ from nanovllm.kernels.triton.attention.hopper_tiles import (
     copy,
     tile_of,
 )
-from nanovllm.kernels.triton.attention.prefill_plan import PrefillPlan
+from nanovllm.kernels.triton.attention.prefill_plan import TiledPrefillPlan
 from nanovllm.kernels.triton.common import LOG2E, num_multiprocessors
 
 REGISTERS = 168  # of a thread: as many as three warpgroups can have; 240 where it multiplies
@@ -247,7 +247,7 @@ def _can_be_copied(x: torch.Tensor) -> bool:
 
 
 def hopper_prefill(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: KVLayer, plan: PrefillPlan
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: KVLayer, plan: TiledPrefillPlan
 ) -> torch.Tensor:
     """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache: as `prefill_attention`.
 

@@ -19,7 +19,7 @@ from nanovllm.kernels.triton.attention.attend_codes import (
     interleave,
 )
 from nanovllm.kernels.triton.attention.kv_codes import as_pairs
-from nanovllm.kernels.triton.attention.prefill_plan import PrefillPlan
+from nanovllm.kernels.triton.attention.prefill_plan import TiledPrefillPlan
 from nanovllm.kernels.triton.common import (
     LOG2E,
     TILE,
@@ -220,7 +220,7 @@ def prefill_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     kv: KVLayer,
-    plan: PrefillPlan,
+    plan: TiledPrefillPlan,
 ) -> torch.Tensor:
     """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is cached.
 

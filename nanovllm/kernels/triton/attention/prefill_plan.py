@@ -22,7 +22,7 @@ class Tiles:
 
 
 @dataclass(slots=True)
-class PrefillPlan:
+class TiledPrefillPlan:
     """A step's sequences, and its tiles; shared by all layers."""
 
     cu_seqlens_q: torch.Tensor  # [S + 1], int32
@@ -53,11 +53,11 @@ def plan_prefill(
     cu_seqlens_k: torch.Tensor,
     block_tables: torch.Tensor | None,
     num_tokens: int,
-) -> PrefillPlan:
+) -> TiledPrefillPlan:
     """The plan of a step of `num_tokens` queries. All tensors are on the device."""
     device = cu_seqlens_q.device
     copies = num_tokens >= MANY_TOKENS and can_copy_tiles(device)
     enough = MANY_TOKENS if block_tables is None else MANY_TOKENS // 2
     long = num_tokens >= max(enough, LONG * (len(cu_seqlens_q) - 1))
     overlaps = long and can_overlap(device)
-    return PrefillPlan(cu_seqlens_q, cu_seqlens_k, block_tables, num_tokens, copies, overlaps)
+    return TiledPrefillPlan(cu_seqlens_q, cu_seqlens_k, block_tables, num_tokens, copies, overlaps)
