@@ -1,4 +1,4 @@
-"""What the layers of a prefill step share: its sequences, and their division into tiles.
+"""The plan that the layers of a prefill step share: its sequences, and their tiles.
 
 S sequences.
 """
@@ -9,8 +9,8 @@ import torch
 
 from nanovllm.kernels.triton.common import can_copy_tiles, can_overlap
 
-MANY_TOKENS = 4096  # of a step: enough work to hide the launch of kernels with copied tiles
-LONG = 256  # tokens of a step's sequences, on average, from which the kernel for Hopper is used
+MANY_TOKENS = 4096  # tokens of a step: enough work to hide the launch of kernels with copied tiles
+LONG = 256  # from this many tokens a sequence on average, the kernel for Hopper is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class TiledPrefillPlan:
     cu_seqlens_k: torch.Tensor  # [S + 1], int32
     block_tables: torch.Tensor | None  # [S, blocks], int32; None: keys are the step's own
     num_tokens: int
-    copies_tiles: bool  # of the step's own keys, if their shape allows it
-    overlaps: bool  # in the kernel for Hopper GPUs, where that fits a layer
+    copies_tiles: bool  # copy tiles of the step's own keys, if their shape allows it
+    overlaps: bool  # use the kernel for Hopper GPUs, if it fits a layer
     _tiles: dict[int, Tiles] = field(default_factory=dict)  # by their queries
 
     def tiles(self, queries: int) -> Tiles:
