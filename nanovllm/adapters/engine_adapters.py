@@ -39,7 +39,7 @@ class EngineAdapters(Adapters):
         lora_request: LoRARequest | None,
         known: dict[LoRARequest, Adapter] | None = None,
     ) -> Accepted:
-        """A prompt with the adapter that it is computed with, which is read and checked."""
+        """Add an adapter to a prompt; the adapter is read and checked."""
         if (asked := check_lora_request(lora_request)) is None:
             return accepted
         known = {} if known is None else known
@@ -48,7 +48,7 @@ class EngineAdapters(Adapters):
         return replace(accepted, adapter=known[asked])
 
     def check(self, lora_request: LoRARequest) -> None:
-        """Read an adapter for requests to come; raises if it does not fit the model."""
+        """Read an adapter for later requests; raises if it does not fit the model."""
         self.store.accept(lora_request)
 
     def named(self, name: str | None) -> LoRARequest | None:
@@ -61,7 +61,7 @@ class EngineAdapters(Adapters):
         return {s.request_id: e for s, e in failed if s.status is SequenceStatus.WAITING}
 
     def wait(self) -> None:
-        """Wait a little while adapters are read: nothing else is to be done."""
+        """Wait a short time while adapters are read and there is nothing else to do."""
         if self.store.is_loading:
             self.store.wait(WAIT_SECONDS)
 
