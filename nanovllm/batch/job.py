@@ -21,16 +21,16 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.utils.checks import shorten
 
 LINE_ID = re.compile("line-[0-9]+")  # the ids of lines without one
-QUEUED = 2  # sequences in the engine for each that can run: while one runs, another waits
+QUEUED = 2  # sequences in the engine for each one that can run: one runs, another waits
 
 
 @dataclass(slots=True)
 class Tally:
-    """How many lines a run has settled so far, and how."""
+    """Counts of the lines that a run has settled so far."""
 
     computed: int = 0
     failed: int = 0
-    skipped: int = 0  # done by an earlier run
+    skipped: int = 0  # finished by an earlier run
     tokens: int = 0
 
     @property

@@ -1,7 +1,7 @@
 """The records of a batch's output: OpenAI's batch output, a line of JSON for each request.
 
-A record's `id` holds the number of the input's line. A job that is restarted reads from it which
-lines are done.
+A record's `id` has the number of the input's line. A restarted job reads from it which lines are
+done.
 """
 
 import json
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 ID = "batch_req_"
-NUMBERED = re.compile(f"{ID}([1-9][0-9]{{0,9}})")  # a journal holds 8 bytes for each line
+NUMBERED = re.compile(f"{ID}([1-9][0-9]{{0,9}})")  # limited: a journal has 8 bytes for each line
 FIELDS = ("id", "custom_id", "response", "error")
 FIELD = re.compile(rf'\s*"({"|".join(FIELDS)})"\s*:\s*')
 
@@ -73,7 +73,7 @@ def parse_record(data: bytes) -> JournalRecord | None:
 def begins_a_record(data: bytes, names: tuple[str, ...] = FIELDS) -> bool:
     """Whether `data` may be a record that lacks its end; its first field is one of `names`.
 
-    In any spacing and order of fields. A whole JSON object is no such beginning.
+    Fields may have any spacing and order. A whole JSON object is not such a beginning.
     """
     text = data.decode(errors="ignore").lstrip("\ufeff \t\r")
     if not text.startswith("{"):

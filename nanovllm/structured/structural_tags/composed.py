@@ -1,4 +1,4 @@
-"""Formats that are made of others: rows, choices, repetitions and tags."""
+"""Formats that are made of other formats: sequences, choices, repetitions and tags."""
 
 import itertools
 from typing import Any
@@ -19,12 +19,12 @@ from nanovllm.structured.structural_tags.writer import NOTHING, Ends, GrammarWri
 
 
 def sequence(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
-    """Formats behind each other."""
+    """Formats one after the other."""
     return _row(writer, elements_of(place, node), ends)
 
 
 def _row(writer: GrammarWriter, items: list[tuple[str, Any]], ends: Ends) -> str:
-    """Formats behind each other. One that has no end is written with how the next begins."""
+    """Formats one after the other. A format without an end is written up to the next one."""
     written: list[str] = []
     for first, following in itertools.pairwise(items):
         heads = heads_of(writer, *following) if is_open(*first) else []
@@ -42,7 +42,7 @@ def _up_to(
     others: list[tuple[str, Any]],
     ends: Ends,
 ) -> str:
-    """A format up to each of the marks that the next one begins with, and what follows."""
+    """A format up to one of the marks that the next format begins with, and the rest after it."""
     ways = []
     for mark, rest in heads:
         left = ([] if rest is None else [(others[0][0], rest)]) + others[1:]
@@ -75,7 +75,7 @@ def plus(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
 
 
 def repeat(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
-    """The content `min` to `max` times; a `max` of -1 is no bound."""
+    """The content `min` to `max` times; a `max` of -1 means no limit."""
     least, most = count_of(f"{place}/min", node["min"]), node["max"]
     if most == -1:
         return _repeated(writer, place, node, f"{{{least},}}", ends)
@@ -114,7 +114,7 @@ def tags_with_separator(writer: GrammarWriter, place: str, node: Format, ends: E
 
 
 def tags_of(place: str, node: Format) -> list[tuple[str, Any]]:
-    """The tags of a format, the type of which may be left out, with their places."""
+    """The tags of a format, with their places; a tag may lack its `type`."""
     tags = listed(f"{place}/tags", node["tags"], dict)
     items = [(f"{place}/tags/{i}", {"type": "tag", **tag}) for i, tag in enumerate(tags)]
     for at, tag in items:

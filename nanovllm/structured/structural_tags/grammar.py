@@ -1,9 +1,9 @@
-"""From a structural tag to its grammar.
+"""Convert a structural tag to a grammar.
 
 Both of vLLM's forms are read: `{"structures": [...], "triggers": [...]}`, and xgrammar's `{"type":
-"structural_tag", "format": {...}}`, whose formats are within each other. Whatever has no end of its
-own (free text, a pattern) is one lazy lexeme together with the text that must follow it, and so
-ends where that text first occurs.
+"structural_tag", "format": {...}}` with nested formats. A part without an end of its own (free
+text, a pattern) is one lazy lexeme together with the text that must follow it, and so ends where
+that text first occurs.
 """
 
 from collections.abc import Collection, Mapping
@@ -51,7 +51,7 @@ def tag_grammar(described: Any, tokens: Mapping[str, int], eos_token_ids: Collec
     if fields == {"triggers", "structures"}:
         try:
             return _grammar(writer, "", older_form(described))
-        except (TypeError, ValueError) as error:  # whose places are those of the newer form
+        except (TypeError, ValueError) as error:  # its places are those of the newer form
             text = str(error).replace("/content/json_schema", "/schema")
             text = text.replace("/tags", "structures").replace("/triggers", "triggers")
             raise type(error)(text) from None

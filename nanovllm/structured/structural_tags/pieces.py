@@ -62,13 +62,13 @@ def token(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
 
 
 def exclude_token(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
-    """Any token but the excluded ones."""
+    """Any token except the excluded ones."""
     excluded = {*writer.token_ids(place, node, "exclude_tokens"), *writer.eos}
     return f"{none_of(excluded)} {writer.marks(ends)}"
 
 
 def any_tokens(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
-    """Free tokens without the excluded ones, `max_tokens` at most."""
+    """Free tokens without the excluded ones, at most `max_tokens`."""
     most = node.get("max_tokens")
     times = "*" if most is None else f"{{0,{count_of(f'{place}/max_tokens', most)}}}"
     excluded = writer.token_ids(place, node, "exclude_tokens")

@@ -1,4 +1,4 @@
-"""Formats of free text in which something begins at triggers."""
+"""Formats of free text in which other formats begin at triggers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,14 +19,14 @@ Way = tuple[Mark, str]  # a mark, and the rule for what must follow it
 
 
 def triggered_tags(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
-    """Free text; where a trigger occurs, it begins one of the tags."""
+    """Free text; a trigger in it begins one of the tags."""
     triggers = texts_of(place, node, "triggers")
     if not triggers:
         raise ValueError(f"{place}/triggers must be a list of texts that is not empty, got []")
     behind, ways = Ends(final=ends.final and not ends.marks), []
     for at, tag in tags_of(place, node):
         begin = text_of(f"{at}/begin", tag["begin"])
-        # The shortest one: it occurs before longer ones do.
+        # The shortest trigger: it is complete before longer ones.
         trigger = min((t for t in triggers if begin.startswith(t)), key=len, default=None)
         if trigger is None:
             raise ValueError(f"{at}: no trigger begins {shorten(begin)}")
@@ -101,7 +101,7 @@ def _dispatched(
     free: Callable[[Ends], str],
     ends: Ends,
 ) -> str:
-    """Free text up to each mark, behind which the rule holds; and free text at last."""
+    """Free text up to each mark, after which its rule applies; free text at the end."""
     first = flag_of(place, node, "at_least_one")
     once = flag_of(place, node, "stop_after_first") or not flag_of(place, node, "loop", True)
     begun = any_of(f"{writer.mark(mark)} {rule}" for mark, rule in ways)
