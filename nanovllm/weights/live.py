@@ -48,7 +48,7 @@ class HeldWeights:
         self._staged: dict[str, Stage] = {}
         self._head_is_old = False  # whether the copy of the embedding is outdated
         self._parts: dict[str, set[str]] = defaultdict(set)
-        self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # and their bytes
+        self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # storages and their bytes
         self._find()
 
     def check_together(self, names: Iterable[str], missing: Collection[str]) -> None:

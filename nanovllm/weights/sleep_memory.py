@@ -43,7 +43,7 @@ class SleepMemory:
         return cls(lambda num_bytes: VirtualMemory(num_bytes, device))
 
     def take_over(self, models: list[tuple[ModelConfig, CausalLM]]) -> None:
-        """Move the weights of the model (the first one) and of draft models, and adapters' slots."""
+        """Move the weights of the model (the first) and of draft models, and adapters' slots."""
         own, *others = (weights_of(model) for _, model in models)
         self.move_weights(own, [tensor for each in others for tensor in each])
         self.move_slots(slots_of(models[0][1]))
