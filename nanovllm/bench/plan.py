@@ -1,4 +1,4 @@
-"""Everything that a benchmark needs: a model or a shape, the engine's options, the requests."""
+"""Plan: everything that a benchmark needs: a model or a shape, engine options, requests."""
 
 import contextlib
 import re
@@ -26,7 +26,7 @@ class Plan:
     """A benchmark that is ready to run. The model directory of a shape only has a config."""
 
     shape: str | None
-    name: str  # of the shape or the model, in the result
+    name: str  # of the shape or the model, for the result
     config: Config
     model: ModelConfig
     device: torch.device
@@ -41,7 +41,7 @@ def make_plan(
 
     `options` are the engine's. A shape replaces their model, and its files are in `scratch`. The
     default of `max_model_len` is 4096, or the model's if that is less. With a shape, the draft
-    model or the head may be the name of one, too.
+    model or the head may also be the name of a shape.
     """
     if shape is not None:
         path = _directory(scratch, "model", shape)
@@ -80,7 +80,7 @@ def errors_name_shapes(scratch: Path) -> Iterator[None]:
 
 
 def _directory(scratch: Path, use: str, shape: str) -> Path:
-    """A new directory for a shape, which has its name."""
+    """Make a directory for a shape, with the shape's name."""
     path = scratch / use / shape
     path.mkdir(parents=True, exist_ok=True)
     return path

@@ -139,7 +139,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _lengths(args: argparse.Namespace, max_model_len: int | None) -> WorkloadOptions:
-    """The workload's lengths, checked; None: the model decides what fits."""
+    """The workload's checked lengths; without `max_model_len`, the model limits them."""
     with usage_errors():
         lengths = WorkloadOptions(**given_fields(args, WorkloadOptions))
         if max_model_len is not None:

@@ -79,10 +79,13 @@ def _run(args: argparse.Namespace) -> int:
             with _bar(llm, num_lines, job) as bar:
                 for tally in job.run(read_lines(file)):
                     if bar is not None:
-                        bar.n, bar.initial = tally.lines, tally.skipped  # which take no time
+                        bar.n, bar.initial = (
+                            tally.lines,
+                            tally.skipped,
+                        )  # skipped lines take no time
             num_failed = journal.num_failed + job.tally.failed
             print(_summary(job.tally, journal.num_failed, time.perf_counter() - start))
-            journal.check_taken()  # last: nothing that is done is lost
+            journal.check_taken()  # at the end, so that no finished work is lost
     return 1 if num_failed else 0
 
 

@@ -48,11 +48,11 @@ class PendingRow(NamedTuple):
 class EngineReplica:
     """An engine that answers batches of rows, for `map_batches` with `batch_format="pyarrow"`.
 
-    A row's columns are the fields of its request, except those in `keep`, which only pass through.
-    With `line_column`, requests are the JSON texts of that column, and all others pass through.
-    `sampling` has sampling parameters for rows without them; further options are the engine's. The
-    engine runs empty at the end of each batch, so a batch should have several times as many rows as
-    run at once.
+    A row's columns are the fields of its request, except for those in `keep`, which only pass
+    through. With `line_column`, requests are the JSON texts of that column, and all other columns
+    pass through. `sampling` has sampling parameters for rows without them; further options are the
+    engine's. The engine runs empty at the end of each batch, so a batch should have several times
+    as many rows as run at once.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ def _resources(
 
 
 def _identify(line: Any) -> tuple[str, dict[str, Any]]:
-    """A line's id, on which its samples depend, and its object.
+    """The id of a line, which determines its samples, and its object.
 
     The id of a line without a `custom_id` is a digest of its object.
     """

@@ -144,7 +144,7 @@ def _shown(options: ServerOptions, port: int | None = None) -> str:
 
 @contextlib.contextmanager
 def _signals_call(take: Callable[[], None]) -> Iterator[None]:
-    """Make the signals call `take` in the block; after an error, restore their handlers."""
+    """Make the signals call `take` in the block; ignore them after it, if it has not failed."""
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, take)

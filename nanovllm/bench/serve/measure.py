@@ -24,7 +24,7 @@ SPARE_FILES = 64  # files that a process opens in addition to its connections
 
 @dataclass(frozen=True)
 class ServerBenchmark:
-    """Which server is measured, and with which requests; without a dataset they are random."""
+    """The server to measure, and the requests to send; they are random without a dataset."""
 
     address: Address
     api_key: str | None
@@ -37,7 +37,7 @@ class ServerBenchmark:
 def measure(job: ServerBenchmark) -> tuple[Run, str]:
     """Run the job; return what was measured, and the model's name.
 
-    uvloop is used where it is installed: it takes half of asyncio's time for a chunk.
+    uvloop is used if it is installed: it takes half of asyncio's time for a chunk.
     """
     try:
         import uvloop
@@ -60,7 +60,7 @@ async def _measure(job: ServerBenchmark) -> tuple[Run, str]:
         await _warm_up(server, [prompts.draw() for _ in range(load.num_warmups)], load)
         run, times = Run(), arrival_times(load, len(requests))
         gc.collect()
-        gc.freeze()  # what lives now is not searched for garbage while times are taken
+        gc.freeze()  # present objects are not searched for garbage during the measurement
         async with _bar(run, len(requests)):
             await run_load(client, requests, times, load.max_concurrency, load.timeout, run)
     finally:
@@ -85,7 +85,7 @@ async def _warm_up(server: Server, dataset: Sequence[Mapping[str, Any]], load: S
 
 
 def allow_connections(number: int) -> None:
-    """Let this process open `number` connections at a time; a ValueError if it must not."""
+    """Allow this process `number` open connections; a ValueError if the system forbids it."""
     try:
         import resource
     except ImportError:  # no such limits here

@@ -30,7 +30,7 @@ RATE = Rule(_check_rate, f"{allowed_range(0, None, above=True)}; inf sends all a
 
 @dataclass(frozen=True)
 class ServerLoad:
-    """The requests of a run. Lengths are those of random prompts and of all answers."""
+    """The requests of a run. The lengths apply to random prompts and to all answers."""
 
     num_prompts: int | None = option(
         None, "requests that are measured", int_range(1),

@@ -36,7 +36,7 @@ class Vocabulary:
 
 
 class RandomPrompts:
-    """Draws requests with random prompts; the same ones for the same seed."""
+    """Draws requests with random prompts; the same requests for the same seed."""
 
     def __init__(self, load: ServerLoad, vocabulary: Vocabulary) -> None:
         self._load, self._vocabulary = load, vocabulary
@@ -77,7 +77,7 @@ def read_dataset(path: Path, load: ServerLoad) -> list[dict[str, Any]]:
 
 
 def with_length(load: ServerLoad, fields: Mapping[str, Any], output_len: int) -> dict[str, Any]:
-    """The fields of a body with the most tokens to generate, by the endpoint's name of it."""
+    """Add the most tokens to generate to a body's fields, by the endpoint's name for it."""
     name = "max_completion_tokens" if load.endpoint == CHAT else "max_tokens"
     return {**fields, name: output_len}
 
