@@ -66,7 +66,7 @@ struct Int8 {
 
 // e4m3 numbers, [inputs, WIDTH], as multiples of UNIT.
 struct E4m3 : Int8 {
-#ifdef __AVX512BW__  // as float16 numbers, whose exponents are larger by 8
+#ifdef __AVX512BW__  // as float16 numbers, which have an exponent larger by 8
     static constexpr float UNIT = 256.0f;
     void decode(Held&, int64_t k, int i, int column, Vec* w) const {
         for (int v = 0; v < VECS; v++) {

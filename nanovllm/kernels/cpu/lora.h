@@ -167,7 +167,7 @@ struct Additions {
     const T* b;
     int64_t rank, stride;  // the rank, and the stride of B's rows
 
-    // Add to VECS vectors of outputs, of which the last one has `count` numbers.
+    // Add to VECS vectors of outputs; the last vector has `count` numbers.
     template <int VECS, typename Read>
     inline void add_vectors(int64_t column, int64_t count, const Read& read) const {
         Vec sums[ROWS][VECS] = {};

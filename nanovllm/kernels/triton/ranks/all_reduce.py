@@ -175,7 +175,7 @@ class PeerKernels:
     def sample(
         self, logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, first: int
     ) -> torch.Tensor:
-        """Token ids [B] as `sample` defines them, from logits whose columns the ranks share.
+        """Token ids [B] as `sample` defines them, from logits with columns on all ranks.
 
         This rank has the columns from `first` on: [B, columns].
         """
