@@ -78,7 +78,7 @@ class Compilers(AsyncCompileMode):  # type: ignore[misc]
 
 
 class _Zeros(TorchFunctionMode):
-    """Fill new tensors that PyTorch would not initialize with zeros.
+    """Fill new tensors with zeros if PyTorch would not initialize them.
 
     This is not a dispatch mode, because the first one of a process imports PyTorch's compiler,
     which takes seconds.

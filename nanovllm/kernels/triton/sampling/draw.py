@@ -53,7 +53,7 @@ def _weigh(row_ptr, size, temperature, top, least, LANES: tl.constexpr):  # type
 
 @triton.jit
 def _ties(row_ptr, size, value, token, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Count the tokens equal to `value` that come before `token`, in its own turn of the lanes."""
+    """A mask of tokens equal to `value` that come before `token`, in its own turn of lanes."""
     ids = token // LANES * LANES + tl.arange(0, LANES)
     return (load_logits(row_ptr, ids, size) == value) & (ids < token)
 
