@@ -73,10 +73,12 @@ class Engine:
 
 def compare(engines: list[Engine], args: argparse.Namespace, num_seqs: int) -> dict[str, Any]:
     """Rounds after one that is not counted. No prompt is one of another round, or number."""
-    from nanovllm.bench.workload import Lengths, draw_workload
+    from nanovllm.bench.workload import WorkloadOptions, draw_workload
 
     longest = dict(max_input_len=args.max_len, max_output_len=args.max_len)
-    drawn = draw_workload(Lengths(num_seqs=num_seqs, seed=num_seqs, **longest), args.vocab_size)
+    drawn = draw_workload(
+        WorkloadOptions(num_seqs=num_seqs, seed=num_seqs, **longest), args.vocab_size
+    )
     seconds: list[list[float]] = [[], []]
     for number in range(args.rounds + 1):
         prompts = [[(t + number) % args.vocab_size for t in prompt] for prompt in drawn.prompts]

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nanovllm import SamplingParams, StructuredOutputs
 from nanovllm.engine.schedule.sequence import Sequence
-from nanovllm.structured.constraint import Constraint
+from nanovllm.structured.constraint import GrammarConstraint
 from nanovllm.structured.grammars import Grammars
 from nanovllm.structured.masks import Masks
 
@@ -58,7 +58,7 @@ def words_grammars(vocab_size: int = SIZE) -> Grammars:
     return Grammars(TOKENIZER, vocab_size, (EOS, OTHER_EOS))
 
 
-def masks_of(asked: list[tuple[Constraint, list[int]]]) -> npt.NDArray[np.int32]:
+def masks_of(asked: list[tuple[GrammarConstraint, list[int]]]) -> npt.NDArray[np.int32]:
     """The bitmaps of several constraints, over memory that is not empty."""
     masks = Masks(asked)
     masks.array[:] = 0x5A5A5A5A
@@ -66,20 +66,22 @@ def masks_of(asked: list[tuple[Constraint, list[int]]]) -> npt.NDArray[np.int32]
     return masks.array
 
 
-def allowed(constraint: Constraint, drafts: Iterable[int] = (), vocab_size: int = SIZE) -> set[int]:
+def allowed(
+    constraint: GrammarConstraint, drafts: Iterable[int] = (), vocab_size: int = SIZE
+) -> set[int]:
     """The tokens that a mask allows."""
     (row,) = masks_of([(constraint, list(drafts))])
     bits = np.unpackbits(row.view(np.uint8), bitorder="little")[:vocab_size]
     return set(np.flatnonzero(bits).tolist())
 
 
-def accepts(constraint: Constraint, text: str) -> bool:
+def accepts(constraint: GrammarConstraint, text: str) -> bool:
     """Whether the constraint takes the text, byte by byte, and may end there."""
     matcher = constraint.after(list(text.encode()))
     return matcher is not None and matcher.is_accepting()
 
 
-def constrain(grammars: Grammars, **asked: Any) -> Constraint:
+def constrain(grammars: Grammars, **asked: Any) -> GrammarConstraint:
     return grammars.constraint(StructuredOutputs(**asked))
 
 

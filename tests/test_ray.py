@@ -19,7 +19,7 @@ from ray_clusters import shared_cluster
 from reference import make_llm
 from waiting import LIMIT
 
-from nanovllm.batch.job import Job
+from nanovllm.batch.job import BatchJob
 from nanovllm.batch.journal import Journal
 from nanovllm.batch.lines import read_lines
 from nanovllm.config import Config
@@ -77,7 +77,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The answers of `run-batch` to the requests."""
     output = tmp_path_factory.mktemp("undisturbed") / "out"
     with make_llm(EMBEDDED_MODEL, **OPTIONS) as llm, Journal(output) as journal:
-        for _ in Job(llm, journal, {}).run(read_lines(io.BytesIO(jsonl(requests()).encode()))):
+        for _ in BatchJob(llm, journal, {}).run(read_lines(io.BytesIO(jsonl(requests()).encode()))):
             pass
     answers = {}
     for line in output.read_text().splitlines():

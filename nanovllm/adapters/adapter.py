@@ -1,4 +1,4 @@
-"""Adapter: one that requests use, known by what its files are."""
+"""Adapter: a LoRA adapter that requests use, identified by its files."""
 
 import hashlib
 import os
@@ -10,9 +10,8 @@ NO_SLOT = -1
 class Adapter:
     """An adapter that a request has named. Sequences, slots and the store share one object.
 
-    `number` depends on the directory and on the state of its files: an adapter that is read again
-    from files that have changed is another one. `slot` is where it is on the device. `error` is
-    why it could not be read again.
+    `number` depends on the directory and on the state of its files: files that have changed are
+    another adapter. `slot` is its slot on the device. `error` says why it could not be read again.
     """
 
     __slots__ = ("__weakref__", "error", "number", "path", "slot")
@@ -27,7 +26,7 @@ class Adapter:
 
 
 def number_of(path: Path) -> int:
-    """The number of the adapter in a directory, as its files are now: above 0, below 2^63."""
+    """The number of the adapter in a directory, from its files' present state: 1 to 2^63 - 1."""
     stamps = []
     for entry in os.scandir(path) if path.is_dir() else ():
         if entry.name.startswith("adapter_"):

@@ -1,6 +1,6 @@
-"""The model's own weights, which PEFT saves beside the adapters of embedding and head.
+"""Check the model's own weights, which PEFT saves with the adapters of embedding and head.
 
-They must be those of the model that is loaded: an adapter does not replace weights.
+They must equal those of the loaded model: an adapter does not replace weights.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import InFile
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
-NUM_ROWS = 4096  # compared at once: the device may have little memory beside the KV pool
+NUM_ROWS = 4096  # rows compared at a time: the device may have little memory besides the KV pool
 NUM_PROBES = 4
 NEAR, NEAR_QUANTIZED = 2e-2, 0.2  # relative differences of products
 
@@ -47,7 +47,7 @@ def check_base_weight(key: str, module: str, tensor: InFile, model: CausalLM) ->
 
 
 def _parts(tensor: InFile, embedding: VocabParallelEmbedding) -> Iterator[torch.Tensor]:
-    """The rows of a tensor that a rank holds, on its device, a part at a time."""
+    """The rank's rows of a tensor, on its device, a part at a time."""
     shard = embedding.shard
     for start in range(shard.start, shard.stop, NUM_ROWS):
         yield tensor[start : min(start + NUM_ROWS, shard.stop)].to(embedding.weight)

@@ -45,7 +45,7 @@ class EngineAdapters(RequestAdapters):
         return {s.request_id: e for s, e in failed if s.status is SequenceStatus.WAITING}
 
     def wait(self) -> None:
-        """Wait a little while adapters are read: nothing else is to be done."""
+        """Wait a short time while adapters are read and there is nothing else to do."""
         if self.store.is_loading:
             self.store.wait(WAIT_SECONDS)
 

@@ -1,7 +1,8 @@
 """The modules of a model that can have adapters, by the names that checkpoints give them.
 
-embed_tokens and lm_head, all linear layers of attention and feed-forward, and those of experts: of
-each one, or of all experts of a layer together. Routers have none.
+These are embed_tokens and lm_head, all linear layers of attention and feed-forward, and the
+matrices of experts: of each expert, or of all experts of a layer together. Routers cannot have
+adapters.
 """
 
 from collections.abc import Iterator
@@ -31,12 +32,12 @@ class Module:
 
     @property
     def is_stack(self) -> bool:
-        """Whether it is the matrices of all experts of its layer."""
+        """Whether it stands for the matrices of all experts of its layer."""
         return isinstance(self.layer, Experts) and self.expert is None
 
     @property
     def num_experts(self) -> int:
-        """The experts of its layer, if it is a stack; else 1."""
+        """The number of experts of its layer if it is a stack; else 1."""
         return self.layer.num_experts if self.is_stack else 1  # type: ignore[return-value]
 
     @property
@@ -58,7 +59,7 @@ class Module:
 def modules_of(model: Model) -> dict[str, Module]:
     """The modules by name.
 
-    A fused layer has several names: of each of its projections, and of all together.
+    A fused layer has several names: one for each of its projections, and one for all together.
     """
     return {module.name: module for module in _modules(model)}
 

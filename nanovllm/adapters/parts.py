@@ -28,8 +28,8 @@ from nanovllm.models.decoder import CausalLM
 class AdapterParts(StepPart):
     """The slots in a rank's layers. `tensors` are the adapters in its host memory, by number.
 
-    Rank 0's store keeps them there; on other ranks they are those of the last placements. A
-    sequence's mark is the slot of its adapter.
+    Rank 0's store keeps them there; other ranks keep those that were placed last. A sequence's mark
+    is the slot of its adapter.
     """
 
     name = "adapters"
@@ -51,8 +51,8 @@ class AdapterParts(StepPart):
     def read(self, path: Path, number: int) -> Any:
         """An adapter's tensors, pinned for a GPU; an error names what is wrong with its files.
 
-        Files that no longer have this number are an error. Peak memory: a pair of matrices more.
-        Where the host pins no more, they stay as they are.
+        Files that no longer have this number are an error. Peak memory: one more pair of matrices.
+        If the host cannot pin more memory, tensors are not pinned.
         """
         tensors = dict(read_adapter(path, self._model, self._max_rank))
         if number_of(path) != number:
@@ -73,7 +73,7 @@ class AdapterParts(StepPart):
         return UNMARKED if adapter is None else int(adapter.slot)
 
     def sizes(self, placement: Placement, largest: int, others: list[Size]) -> list[Size]:
-        """Fewer than without adapters, as they are for some engines' steps only."""
+        """Sizes of decode steps with adapters: fewer, because only some steps have adapters."""
         del placement
         return adapted_sizes(largest, others)
 
@@ -112,12 +112,12 @@ class AdapterParts(StepPart):
 
 
 def parts_of(shard: Shard) -> AdapterParts:
-    """The slots of a shard that has adapters."""
+    """The adapter parts of a shard that has adapters."""
     return shard.part(AdapterParts)
 
 
 def adapter_parts(config: Config, model: CausalLM, placement: Placement) -> AdapterParts:
-    """The slots that an engine with adapters has in its layers, all of them empty."""
+    """Make the slots in a model's layers, all of them empty."""
     most = most_kept(config)
     return AdapterParts(model, placement, config.max_loras, config.max_lora_rank, most)
 

@@ -25,9 +25,9 @@ from nanovllm.models.loader import FLOATS, InFile, errors_name
 from nanovllm.utils.checks import did_you_mean
 
 WEIGHTS_FILE = "adapter_model.safetensors"
-BEGINNING = "base_model.model."  # of each tensor's name
+BEGINNING = "base_model.model."  # each tensor's name begins with it
 LOW_RANK = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?(2)|\.weight)")
-BASE_WEIGHT = re.compile(r"(.+?)(?:\.base_layer)?\.weight")  # the model's own, saved beside them
+BASE_WEIGHT = re.compile(r"(.+?)(?:\.base_layer)?\.weight")  # a weight of the model itself
 UNSUPPORTED = {
     "lora_magnitude_vector": "DoRA",
     "lora_B.bias": "lora_bias",
@@ -39,9 +39,9 @@ Files = dict[str, dict[str, InFile]]  # of a module's name, A and B
 
 
 def read_adapter(path: str | Path, model: CausalLM, max_rank: int) -> AdapterTensors:
-    """The adapter in a directory, for `model`, with B times the scale, in the model's type.
+    """Read the adapter in a directory, for `model`, with B times the scale, in the model's type.
 
-    Nothing of the model is changed. A rank above `max_rank`, and whatever would not be computed as
+    The model does not change. A rank above `max_rank`, and whatever would not be computed as
     PEFT does, is a ValueError; a missing or damaged file an OSError. Peak memory: the adapter, and
     one of its tensors in float32.
     """
@@ -80,9 +80,9 @@ def _open(file: Path) -> Iterator[dict[str, InFile]]:
 
 
 def _stacks(modules: Mapping[str, Module], config: PeftConfig) -> dict[str, str]:
-    """The names of all experts' matrices, by the names that their tensors have.
+    """The modules of all experts' matrices, by the names of their tensors.
 
-    PEFT wraps a layer's experts once for each parameter; the last one's wrapper is outermost.
+    PEFT wraps a layer's experts once for each parameter; the wrapper of the last one is outermost.
     """
     names: dict[str, str] = {}
     for module in reversed([*modules.values()]):
@@ -163,7 +163,7 @@ def _read_pair(
         raise ValueError(f"{name} has rank {rank}: max_lora_rank must be >= {rank}, got {max_rank}")
     down = _values(a_key, a).to(dtype)
     up = (_values(b_key, b) * config.scale_of(name)).t().to(dtype)
-    if module.is_stack:  # A's rows are those of one expert after the other, B's columns alternate
+    if module.is_stack:  # A has one expert's rows after the other, B's columns alternate
         down = down.view(-1, rank, module.size_in)
         up = up.reshape(rank, -1, module.size_out).transpose(0, 1)
     return Pair(down, up.contiguous())

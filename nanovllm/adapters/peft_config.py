@@ -26,14 +26,14 @@ READ = frozenset((
 ))  # fmt: skip
 NAMES = {"use_dora": "DoRA", "alora_invocation_tokens": "aLoRA", "use_qalora": "QALoRA"}
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # they subtract from base weights
-LAYER = r".*?\.[^.]*\.(\d+)\."  # the first number in a name is that of its layer
+LAYER = r".*?\.[^.]*\.(\d+)\."  # the first number in a name is the layer's
 
 
 @dataclass(frozen=True)
 class PeftConfig:
     """Ranks and scales by names of modules, and which modules the adapter may have.
 
-    `parameters` are those of all experts of a layer, each of which counts as a module.
+    `parameters` are the stacked matrices of a layer's experts; each counts as a module.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class PeftConfig:
         return rank
 
     def scale_of(self, module: str) -> float:
-        """What a module's B is multiplied by."""
+        """The factor of a module's B."""
         rank = self.rank_of(module)
         alpha: float = _by_pattern(self.alphas, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -188,7 +188,7 @@ def _is_one_of(module: str, names: str | tuple[str, ...]) -> bool:
 
 
 def _by_pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first pattern that is the name's end."""
+    """The value of the first pattern that matches the end of the name."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value

@@ -11,12 +11,12 @@ from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 class AdapterSlotTable:
     """The slots' adapters, in the order in which sequences were last admitted with them.
 
-    A running sequence holds its adapter's slot. Holds are not counted; they are found from the
-    running sequences in each call. A sequence whose adapter gets no slot lets others pass: those
-    without an adapter, and those whose adapter has a slot. But one slot is drained for each adapter
-    that waits, the least recently used first: sequences that come later do not run with its
-    adapter, so that it becomes free when those that run have ended. So each adapter gets a slot in
-    turn.
+    The adapter of a running sequence keeps its slot; each call finds these adapters from the
+    running sequences. If a waiting sequence's adapter gets no slot, other sequences may pass it:
+    those without an adapter, and those with an adapter that has a slot. But each waiting adapter
+    drains one slot, the least recently used first: later sequences do not run with the adapter in
+    that slot, so that it becomes free when the running ones have ended. So each adapter gets a slot
+    in turn.
 
     `place(adapter, slot)` fills a slot on the device.
     """
@@ -31,10 +31,10 @@ class AdapterSlotTable:
     def admissible(
         self, waiting: Iterable[Sequence], running: Iterable[Sequence]
     ) -> Iterator[Sequence]:
-        """The waiting sequences whose adapters have slots or can get one, in order.
+        """Waiting sequences that can run: their adapter has a slot or can get one. In queue order.
 
-        A sequence that runs when the next one is asked for holds its adapter's slot. An adapter
-        that cannot be read is left to `take_failed`.
+        A sequence that runs when the next one is asked for keeps its adapter in the slot. Adapters
+        that cannot be read are reported by `take_failed`.
         """
         line = _Line(seq.parts.adapter for seq in running if seq.parts.adapter is not None)
         try:
@@ -55,7 +55,7 @@ class AdapterSlotTable:
             self.store.want(line.waits)
 
     def take_failed(self) -> dict[Sequence, Exception]:
-        """Waiting sequences whose adapters cannot be read, and why; each is returned once."""
+        """Waiting sequences with adapters that cannot be read, and why; each is returned once."""
         failed, self._failed = self._failed, {}
         return failed
 
@@ -76,7 +76,7 @@ class AdapterSlotTable:
         )
 
     def _enter(self, adapter: Adapter, line: "_Line") -> bool:
-        """Give the adapter a slot; if that cannot be, it waits from here on, or has failed."""
+        """Give the adapter a slot. If there is none, it waits from here on; or it has failed."""
         if adapter.error is not None:
             return False
         is_ready = len(line.waits) < self.store.most and self.store.is_ready(adapter)
@@ -91,7 +91,7 @@ class AdapterSlotTable:
         return False
 
     def _take_slot(self, adapter: Adapter, unheld: Adapter | None) -> bool:
-        """Fill a free slot, or that of the `unheld` one. False: the adapter cannot be read."""
+        """Fill a free slot, or that of the adapter `unheld`. False: the adapter cannot be read."""
         if len(self.adapters) == self.num_slots:
             assert unheld is not None
             unheld.slot = NO_SLOT
@@ -109,9 +109,9 @@ class AdapterSlotTable:
 
 
 class _Line:
-    """What is known of a queue up to a place in it."""
+    """The state of a queue up to a place in it: which adapters wait, and which ones are drained."""
 
     def __init__(self, held: Iterable[Adapter]) -> None:
         self.held = {*held}
-        self.waits: list[Adapter] = []  # for a slot, in order
-        self.passed: set[Adapter | None] = set()  # those that wait, and those that are drained
+        self.waits: list[Adapter] = []  # adapters that wait for a slot, in order
+        self.passed: set[Adapter | None] = set()  # waiting adapters, and those being drained

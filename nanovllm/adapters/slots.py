@@ -1,4 +1,4 @@
-"""AdapterSlots: the memory of a rank's layers for adapters, and what is in it.
+"""AdapterSlots: the memory of a rank's layers for adapters, and the adapters in it.
 
 It does not know which requests use a slot.
 """
@@ -37,9 +37,9 @@ class AdapterSlots:
 
     @torch.inference_mode()
     def place(self, slot: int, tensors: AdapterTensors) -> None:
-        """Copy this rank's parts of an adapter into a slot, instead of what was there.
+        """Copy this rank's parts of an adapter into a slot, in place of the adapter in it.
 
-        It does not wait for a GPU: the copies are in the order of the current stream's work.
+        It does not wait for a GPU: the copies are queued on the current stream.
         """
         assert 0 <= slot < self.num_slots
         ranks = self._no_ranks()
@@ -56,7 +56,7 @@ class AdapterSlots:
             _copy(self._low_ranks[matrix].ranks[first : first + len(own)], own)
 
     def _make_room(self, module: Module, like: torch.Tensor) -> None:
-        """Empty slots for this rank's part of a module's matrix: nothing has an adapter."""
+        """Make empty slots for this rank's part of a module's matrix."""
         layer, held = module.layer, module.held
         num_groups = self.num_slots * (layer.num_own if isinstance(layer, Experts) else 1)
         num_parts = len(held.sizes)
@@ -96,24 +96,24 @@ class AdapterSlots:
 
 
 def _copy(destination: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy from the host. To a GPU only pinned memory is copied without waiting for it.
+    """Copy from the host. Only copies from pinned memory to a GPU do not wait.
 
     PyTorch keeps the pinned memory until the copy is done.
     """
     if destination.is_cuda and not (values.is_contiguous() and values.is_pinned()):
-        with contextlib.suppress(RuntimeError):  # the host pins no more
+        with contextlib.suppress(RuntimeError):  # the host cannot pin more memory
             values = values.contiguous().pin_memory()
     destination.copy_(values, non_blocking=True)
 
 
 def _matrix(module: Module) -> Matrix:
-    """The matrix of which the module is a part."""
+    """The matrix that contains the module."""
     assert isinstance(module.layer, Adapted)
     return module.layer, module.matrix
 
 
 def _held_experts(module: Module) -> slice | None:
-    """The places of a module's experts among this rank's; the first without, None if not here."""
+    """The places of a module's experts on this rank; the first place without experts; or None."""
     if not isinstance(module.layer, Experts):
         return slice(0, 1)
     if module.expert is None:

@@ -1,4 +1,4 @@
-"""AdapterStore: the adapters in the host's memory. Threads read files beside the engine's steps."""
+"""AdapterStore: the adapters in the host's memory. Threads read files during the engine's steps."""
 
 import itertools
 import threading
@@ -17,12 +17,12 @@ from nanovllm.lora_request import LoRARequest
 class AdapterStore:
     """Up to `most` adapters' tensors, in the order of their last use.
 
-    `accept` may be called by any thread, the rest by the engine's. An adapter that the scheduler
-    waits for is wanted, and stays; of the others the one that was not used for longest is dropped.
-    Requests that wait for one that was dropped make it be read again, in the background.
-    `read(path, number)` returns an adapter's tensors, or raises an error that names what is wrong
-    with its files, or that they no longer have this number. They are kept in `tensors`, by number;
-    the last used comes last.
+    Any thread may call `accept`; only the engine's thread calls the other methods. An adapter that
+    the scheduler waits for is wanted, and stays; of the other adapters, the least recently used one
+    is dropped first. If a request waits for an adapter that was dropped, it is read again in the
+    background. `read(path, number)` returns an adapter's tensors. It raises an error if something
+    is wrong with its files, or if they no longer have this number. They are kept in `tensors`, by
+    number; the last used comes last.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class AdapterStore:
         self._known: weakref.WeakValueDictionary[int, Adapter] = weakref.WeakValueDictionary()
         self._wanted: frozenset[int] = frozenset()
         self._loading: set[int] = set()
-        self._refusal: NotReadyError | None = None  # why nothing is read now
-        self._lock = threading.Lock()  # of the fields above
+        self._refusal: NotReadyError | None = None  # the reason why nothing is read now
+        self._lock = threading.Lock()  # for the fields above
         self._reading = threading.Lock()  # one adapter is read at a time
         self._loaded = threading.Event()  # in the background, or failed
         self._thread: ThreadPoolExecutor | None = None
@@ -48,7 +48,7 @@ class AdapterStore:
         return bool(self._loading)
 
     def accept(self, request: LoRARequest) -> Adapter:
-        """The adapter of a request. It is read now, and checked, unless it has been."""
+        """The adapter of a request. If it was not read before, it is read and checked now."""
         self._check_allowed()
         path = Path(request.lora_path).expanduser().resolve()
         number = number_of(path)
@@ -84,7 +84,7 @@ class AdapterStore:
         return None
 
     def is_ready(self, adapter: Adapter) -> bool:
-        """Whether its tensors are here. If not, they are being read from now on, or have failed."""
+        """Whether its tensors are in memory. If not, start to read them, unless that has failed."""
         with self._lock:
             if adapter.number in self.tensors:
                 self.tensors.move_to_end(adapter.number)
@@ -97,20 +97,20 @@ class AdapterStore:
         return False
 
     def want(self, adapters: Iterable[Adapter]) -> None:
-        """Keep these until the next call: the first ones, if there is no room for all."""
+        """Keep these adapters until the next call: the first ones if there is no room for all."""
         with self._lock:
             wanted = itertools.islice(adapters, self.most)
             self._wanted = frozenset(adapter.number for adapter in wanted)
 
     def wait(self, seconds: float) -> None:
-        """Wait until something was read in the background, but not for long."""
+        """Wait until an adapter was read in the background, at most `seconds`."""
         self._loaded.wait(seconds)
         self._loaded.clear()
 
     def refuse(self, reason: NotReadyError | None) -> None:
-        """Read nothing while there is a reason: files are compared with the model's weights.
+        """Read no adapters while there is a reason, because reading compares files with weights.
 
-        It waits for what is being read.
+        Waits for an adapter that is being read.
         """
         with self._reading:
             self._refusal = reason
@@ -126,7 +126,7 @@ class AdapterStore:
         self.tensors.clear()
 
     def _load(self, adapter: Adapter) -> None:
-        """Read an adapter again. What goes wrong ends the requests that use it."""
+        """Read an adapter again. An error ends the requests that use it."""
         try:
             with self._reading:
                 self._check_allowed()
@@ -153,7 +153,7 @@ class AdapterStore:
 
 
 def _no_directory(path: str) -> str:
-    """What is wrong with a path that is no directory: it may be an id of the Hugging Face Hub."""
+    """The error for a path that is not a directory; it may be an id of the Hugging Face Hub."""
     hint = ""
     if path.count("/") == 1 and path.strip("/.~") == path:
         hint = (

@@ -7,9 +7,9 @@ import torch
 
 
 class Pair(NamedTuple):
-    """What adds `(x @ a.T) @ b` to a module's output; b includes the adapter's scale.
+    """Two matrices that add `(x @ a.T) @ b` to a module's output; b includes the adapter's scale.
 
-    Those of all E experts of a layer are stacked: [E, r, in] and [E, r, out].
+    The matrices of all E experts of a layer are stacked: [E, r, in] and [E, r, out].
     """
 
     a: torch.Tensor  # [r, in]
@@ -21,7 +21,7 @@ class Pair(NamedTuple):
         return self.a.shape[-2]
 
     def pinned(self) -> "Pair":
-        """A copy in memory that a GPU reads by itself."""
+        """A copy in pinned memory, which a GPU can read directly."""
         return Pair(self.a.pin_memory(), self.b.pin_memory())
 
 

@@ -1,4 +1,4 @@
-"""Digests of request ids, and a set of them that takes 8 bytes for each."""
+"""Digests of request ids, and a set of digests that takes 8 bytes for each."""
 
 import numpy as np
 import xxhash

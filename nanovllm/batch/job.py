@@ -21,16 +21,16 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.utils.checks import shorten
 
 LINE_ID = re.compile("line-[0-9]+")  # the ids of lines without one
-QUEUED = 2  # sequences in the engine for each that can run: while one runs, another waits
+QUEUED = 2  # sequences in the engine for each one that can run: one runs, another waits
 
 
 @dataclass(slots=True)
 class Tally:
-    """How many lines a run has settled so far, and how."""
+    """Counts of the lines that a run has settled so far."""
 
     computed: int = 0
     failed: int = 0
-    skipped: int = 0  # done by an earlier run
+    skipped: int = 0  # finished by an earlier run
     tokens: int = 0
 
     @property
@@ -40,7 +40,7 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingLine:
     """A line with requests in the engine, and the outputs of the finished ones."""
 
     number: int
@@ -49,7 +49,7 @@ class Pending:
     outputs: list[RequestOutput] = field(default_factory=list)
 
 
-class Job:
+class BatchJob:
     """One run over an input. `defaults` are sampling parameters for lines without them.
 
     A bad line becomes an error record. If the job is `strict` it is a ValueError instead, and
@@ -66,7 +66,7 @@ class Job:
         self.strict = strict
         self.tally = Tally()
         self._seen = Seen()
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingLine] = {}
         self._room = QUEUED * llm.config.max_num_seqs
 
     def run(self, lines: Iterable[Line]) -> Iterator[Tally]:
@@ -97,7 +97,7 @@ class Job:
             self.journal.append([error_record(line.number, custom_id, str(error))])
             self.tally.failed += 1
             return
-        pending = Pending(line.number, custom_id, submitted)
+        pending = PendingLine(line.number, custom_id, submitted)
         for request_id in submitted.request_ids:
             self._pending[request_id] = pending
             self._room -= submitted.num_samples

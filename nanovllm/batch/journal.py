@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import BinaryIO, NoReturn
 
 from nanovllm.batch.digests import digest_of
-from nanovllm.batch.records import FIELDS, Record, begins_a_record, parse_record
+from nanovllm.batch.records import FIELDS, JournalRecord, begins_a_record, parse_record
 
-SYNC_SECONDS = 1.0  # the most work that a power failure may lose
+SYNC_SECONDS = 1.0  # a power failure loses at most the work of this time
 HEAD_BYTES = 1 << 16  # if these have no newline and do not begin a record, no more is read
 REMEDIES = {
     errno.ENOSPC: "make room",
@@ -173,7 +173,7 @@ class Journal:
             end, last = place, data
         return end, last.endswith(b"\n")
 
-    def _enter(self, number: int, record: Record) -> None:
+    def _enter(self, number: int, record: JournalRecord) -> None:
         """Enter the record of line `number` of the file."""
         if self.num_lines is not None and record.line > self.num_lines:
             self._refuse_line(number, record.line)
@@ -188,7 +188,7 @@ class Journal:
         self.num_failed += record.failed
 
     def _refuse(self, number: int, end: int) -> NoReturn:
-        """Raise an error: a line is no record. If records `end` before it, the file is a job's."""
+        """Raise an error: a line is not a record. With records up to `end`, the file is a job's."""
         hint = "remove that line, or " if end else ""
         raise ValueError(
             f"{self.path}, line {number}, is not a record of a batch job; {hint}choose another"
@@ -202,7 +202,7 @@ class Journal:
         )
 
     def _write(self, data: bytes) -> None:
-        """Write all of `data`; a full disk takes a part."""
+        """Write all of `data`; a full disk may write only a part."""
         rest = memoryview(data)
         with self._naming_errors():
             while rest:

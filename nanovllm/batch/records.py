@@ -1,7 +1,7 @@
 """The records of a batch's output: OpenAI's batch output, a line of JSON for each request.
 
-A record's `id` holds the number of the input's line. A job that is restarted reads from it which
-lines are done.
+A record's `id` has the number of the input's line. A restarted job reads from it which lines are
+done.
 """
 
 import json
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 ID = "batch_req_"
-NUMBERED = re.compile(f"{ID}([1-9][0-9]{{0,9}})")  # a journal holds 8 bytes for each line
+NUMBERED = re.compile(f"{ID}([1-9][0-9]{{0,9}})")  # limited: a journal has 8 bytes for each line
 FIELDS = ("id", "custom_id", "response", "error")
 FIELD = re.compile(rf'\s*"({"|".join(FIELDS)})"\s*:\s*')
 
 
-class Record(NamedTuple):
+class JournalRecord(NamedTuple):
     """What a job reads of a record: the input's line, its request's id, and whether it failed."""
 
     line: int
@@ -54,7 +54,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def parse_record(data: bytes) -> Record | None:
+def parse_record(data: bytes) -> JournalRecord | None:
     """Read a record in any spacing and order of its fields; None if `data` is something else."""
     try:
         fields = json.loads(data)
@@ -67,13 +67,13 @@ def parse_record(data: bytes) -> Record | None:
     failed = fields["error"] is not None
     if failed == (fields["response"] is not None):
         return None
-    return Record(int(fields["id"].removeprefix(ID)), fields["custom_id"], failed)
+    return JournalRecord(int(fields["id"].removeprefix(ID)), fields["custom_id"], failed)
 
 
 def begins_a_record(data: bytes, names: tuple[str, ...] = FIELDS) -> bool:
     """Whether `data` may be a record that lacks its end; its first field is one of `names`.
 
-    In any spacing and order of fields. A whole JSON object is no such beginning.
+    Fields may have any spacing and order. A whole JSON object is not such a beginning.
     """
     text = data.decode(errors="ignore").lstrip("\ufeff \t\r")
     if not text.startswith("{"):

@@ -10,7 +10,8 @@ class BeamSearchSequence(Record):
 
     `tokens` and `text` begin with the prompt, as in vLLM, and lack the end-of-text token unless
     `include_stop_str_in_output` is true. `token_ids` are the generated tokens, including that.
-    `cum_logprob` is the sum of their log-probabilities, and `score` that with the length penalty.
+    `cum_logprob` is the sum of their log-probabilities, and `score` this sum with the length
+    penalty.
     """
 
     tokens: list[int]

@@ -23,11 +23,11 @@ class FinishedBeam(NamedTuple):
 
 
 class Search:
-    """Keeps `beam_width` running sequences, and as many of those that have ended.
+    """Keeps `beam_width` running sequences, and up to `beam_width` sequences that have ended.
 
-    In each step all running sequences are extended by their most likely tokens. Of the best
-    `num_candidates` of these, the best ones that do not end go on; those that end count if they are
-    among the best `beam_width`. `most_tokens` is the longest output.
+    Each step extends all running sequences by their most likely tokens, and takes the best
+    `num_candidates` extensions. The best of them that do not end go on; those that end count if
+    they are among the best `beam_width`. `most_tokens` is the longest output.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Search:
     ) -> None:
         self.width = params.beam_width
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
-        # So many that enough of them do not end.
+        # Enough candidates that `width` of them do not end.
         self.num_candidates = max(2, 1 + len(self._eos)) * self.width
         self._most_tokens = most_tokens
         self._penalty = params.length_penalty
@@ -47,9 +47,9 @@ class Search:
         self.is_over = False
 
     def advance(self, likely: Iterable[Iterable[tuple[int, float]]]) -> None:
-        """Go on by a token, given each running sequence's most likely ones.
+        """Add a token to each running sequence, given its most likely next tokens.
 
-        That is `num_candidates` token ids with their log-probabilities, or all there are.
+        These are `num_candidates` token ids with their log-probabilities, or all tokens if fewer.
         """
         scored = [
             (beam.logprob + logprob, place, token_id)

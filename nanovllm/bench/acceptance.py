@@ -1,8 +1,9 @@
 """Drafts that are right by chance: the speed of speculation at a given acceptance.
 
 A model with random weights has no text to guess. Here a seeded generator decides which drafts are
-right, whatever the model draws, and the output has no meaning. All else is as in any run: how many
-drafts a sequence gets, what a step with them computes and draws, and what becomes of its blocks.
+right, whatever the model draws, and the output has no meaning. Everything else is as in any run:
+how many drafts a sequence gets, what a step with them computes and draws, and how its blocks are
+managed.
 """
 
 import random
@@ -17,10 +18,10 @@ from nanovllm.llm import LLM
 
 
 class PaddedProposer:
-    """A proposer that always returns as many drafts as the step can take.
+    """A proposer that always returns as many drafts as the step has room for.
 
-    The engine's own proposer is asked first, as its time is a part of what is measured; random
-    tokens fill up the drafts that it does not have.
+    The engine's own proposer is called first, because its time must be measured too; random tokens
+    replace drafts that it does not find.
     """
 
     def __init__(self, proposer: Proposer, vocab_size: int, rng: random.Random) -> None:
@@ -36,7 +37,7 @@ class PaddedProposer:
         ]
 
     def reset(self) -> None:
-        """Drop what an interrupt may have left half done."""
+        """Drop state that an interrupt may have left half done."""
         self._proposer.reset()
 
 
@@ -68,9 +69,9 @@ class AcceptByChance(HostDrafting):
 
 
 def accept_by_chance(llm: LLM, chance: float, seed: int) -> None:
-    """Let this engine accept drafts with the probability `chance`. It must make some.
+    """Make this engine accept drafts with the probability `chance`. It must make drafts.
 
-    Where the device accepts drafts, its table has the chance.
+    If the device accepts drafts, the chance is in its table.
     """
     engines, rows = llm.scheduler.drafting, llm.model_runner.ledger.ahead
     if isinstance(rows, TableRows):

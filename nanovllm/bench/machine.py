@@ -62,7 +62,7 @@ def matmul_rate(placement: Placement, weight_format: WeightFormat = DENSE) -> fl
 
 
 def measure_machine(placement: Placement, weight_format: WeightFormat = DENSE) -> Machine:
-    """Measure both rates, and release the memory that this took.
+    """Measure both rates, and free the memory that was used.
 
     CPU ranks share one machine. Each CUDA rank has a GPU, assumed to be as fast as the first.
     """

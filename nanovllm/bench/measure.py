@@ -97,7 +97,7 @@ def measure(llm: LLM, plan: Plan, repeats: int | None) -> dict[str, Any]:
     before, preemptions = dataclasses.replace(llm.counter), llm.scheduler.num_preemptions
     seconds: list[float] = []
     while repeats is None or len(seconds) < repeats:
-        # Different tokens in each run, so that the prefix cache does not hold its prompts.
+        # Different tokens in each run, so that the prefix cache does not have its prompts.
         prompts = [[(t + len(seconds)) % vocab_size for t in prompt] for prompt in workload.prompts]
         repeat = Workload(prompts, workload.output_lens)
         seconds.append(time_run(llm, repeat, lengths.temperature))
@@ -113,7 +113,9 @@ def measure(llm: LLM, plan: Plan, repeats: int | None) -> dict[str, Any]:
         "prefill_tokens_per_second": (counter.prefill_tokens - before.prefill_tokens)
         / (counter.prefill_seconds - before.prefill_seconds),
         "decode_tokens_per_second": (counter.decode_tokens - before.decode_tokens)
-        / max(counter.decode_seconds - before.decode_seconds, 1e-9),  # no decode: one token each
+        / max(
+            counter.decode_seconds - before.decode_seconds, 1e-9
+        ),  # with one token each: no decode
         "preemptions": llm.scheduler.num_preemptions - preemptions,
         "drafted_tokens": counter.drafted_tokens - before.drafted_tokens,
         "accepted_tokens": counter.accepted_tokens - before.accepted_tokens,

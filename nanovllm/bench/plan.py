@@ -1,4 +1,4 @@
-"""Everything that a benchmark needs: a model or a shape, the engine's options, the requests."""
+"""Plan: everything that a benchmark needs: a model or a shape, engine options, requests."""
 
 import contextlib
 import re
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nanovllm.bench.shapes import SHAPES, write_shape
-from nanovllm.bench.workload import MAX_MODEL_LEN, Lengths, Workload, draw_workload
+from nanovllm.bench.workload import MAX_MODEL_LEN, Workload, WorkloadOptions, draw_workload
 from nanovllm.config import Config
 from nanovllm.drafting.source import find_source
 from nanovllm.engine.requests.tokenizer import load_tokenizer
@@ -26,22 +26,22 @@ class Plan:
     """A benchmark that is ready to run. The model directory of a shape only has a config."""
 
     shape: str | None
-    name: str  # of the shape or the model, in the result
+    name: str  # of the shape or the model, for the result
     config: Config
     model: ModelConfig
     device: torch.device
-    lengths: Lengths
+    lengths: WorkloadOptions
     workload: Workload
 
 
 def make_plan(
-    options: Mapping[str, Any], shape: str | None, lengths: Lengths, scratch: Path
+    options: Mapping[str, Any], shape: str | None, lengths: WorkloadOptions, scratch: Path
 ) -> Plan:
     """Check everything, and draw the requests.
 
     `options` are the engine's. A shape replaces their model, and its files are in `scratch`. The
     default of `max_model_len` is 4096, or the model's if that is less. With a shape, the draft
-    model or the head may be the name of one, too.
+    model or the head may also be the name of a shape.
     """
     if shape is not None:
         path = _directory(scratch, "model", shape)
@@ -80,7 +80,7 @@ def errors_name_shapes(scratch: Path) -> Iterator[None]:
 
 
 def _directory(scratch: Path, use: str, shape: str) -> Path:
-    """A new directory for a shape, which has its name."""
+    """Make a directory for a shape, with the shape's name."""
     path = scratch / use / shape
     path.mkdir(parents=True, exist_ok=True)
     return path

@@ -9,7 +9,7 @@ nothing. All requests run at once. It counts what no engine can avoid:
 - decode: each step reads the weights once, and every running sequence's KV once. Of the experts, it
   reads those that some token uses: their average number if all experts are equally likely.
 
-The head is counted for sampled rows only. Norms, activations, embedding rows, logits and the host
+The head is counted only for sampled rows. Norms, activations, embedding rows, logits and the host
 are not counted: they are small, or can be hidden.
 """
 
@@ -28,7 +28,7 @@ from nanovllm.models.model_size import (
     step_weight_bytes,
 )
 
-HeadBytes = Callable[[int], int]  # of a token's key or value of one head, by its head_dim
+HeadBytes = Callable[[int], int]  # bytes of one head's key or value of a token, by head_dim
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Floor:
 
     @property
     def seconds(self) -> float:
-        """The sum: the parts cannot overlap, as a layer's attention waits for its projections."""
+        """The sum: parts cannot overlap, because a layer's attention waits for its projections."""
         return self.prefill_seconds + self.decode_gemm_seconds + self.decode_kv_seconds
 
 

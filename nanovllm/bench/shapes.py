@@ -17,7 +17,7 @@ SHAPES = {
     "llama-3-8b": (4096, 14336, 32, 32, 8, 128, 128_256, False),
     "qwen2.5-7b": (3584, 18944, 28, 28, 4, 128, 152_064, False),
 }
-# What differs in the config.json of shapes other than dense Qwen3.
+# Differences in the config.json of shapes other than dense Qwen3.
 OTHERS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": dict(
         architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_experts=128,
@@ -34,13 +34,13 @@ OTHERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-HEAD_TOKENS = 32_000  # most that a head knows
+HEAD_TOKENS = 32_000  # the most tokens of a head's vocabulary
 
 
 def write_shape(name: str, path: Path, is_head: bool = False) -> str:
     """Write a shape's `config.json` into the directory `path`, and return the path.
 
-    Or that of an EAGLE-3 head for a model of this shape.
+    If `is_head`, write that of an EAGLE-3 head for a model of this shape.
     """
     hidden, intermediate, layers, heads, kv_heads, head_dim, vocab_size, tied = SHAPES[name]
     config = dict(

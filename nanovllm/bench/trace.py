@@ -36,8 +36,8 @@ def steps_of(llm: LLM, prompts: list[list[int]], temperature: float) -> int:
 def write_trace(llm: LLM, prompts: list[list[int]], temperature: float, file: Path) -> str:
     """Write a trace for chrome://tracing or Perfetto; return a summary to print.
 
-    A first profile is dropped, as it includes the profiler's own start. Prompts are reversed, so
-    that the measured runs have not left them in the prefix cache.
+    A first profile is dropped, because it includes the profiler's own start. Prompts are reversed,
+    so that they are not in the prefix cache from the measured runs.
     """
     activities = [ProfilerActivity.CPU]
     on_cuda = torch.device(llm.config.device).type == "cuda"

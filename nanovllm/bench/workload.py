@@ -1,4 +1,4 @@
-"""Random requests: drawn lengths, and tokens without meaning, which may repeat themselves."""
+"""Random requests: random lengths, and random tokens, which may repeat themselves."""
 
 import random
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from nanovllm.utils.option import (
 )
 
 MAX_TOKEN_ID = 10_000
-MAX_MODEL_LEN = 4096  # where neither the options nor the model set less
+MAX_MODEL_LEN = 4096  # unless the options or the model set less
 TEMPERATURE = 0.6
 PHRASE = 16  # tokens that a repetitive prompt repeats
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """How many requests there are, and the bounds of their lengths."""
+class WorkloadOptions:
+    """The number of requests, and the limits of their lengths."""
 
     num_seqs: int = option(256, "requests", int_range(1))
     min_input_len: int = option(100, "shortest prompt", int_range(1))
@@ -77,7 +77,7 @@ class Workload:
     output_lens: list[int]
 
 
-def draw_workload(lengths: Lengths, vocab_size: int) -> Workload:
+def draw_workload(lengths: WorkloadOptions, vocab_size: int) -> Workload:
     """Draw the requests in the order in which nano-vllm's bench.py draws them."""
     rng = random.Random(lengths.seed)
     high = min(MAX_TOKEN_ID, vocab_size - 1)

@@ -10,7 +10,7 @@ from nanovllm.outputs import RequestOutput
 
 
 class AnswerFormat(NamedTuple):
-    """How an answer is read: without reasoning or tools, None, all of it is content.
+    """How an answer is parsed. If reasoning and tools are None, all of it is content.
 
     The answer may call the tools `offered`.
     """
@@ -20,7 +20,7 @@ class AnswerFormat(NamedTuple):
     offered: tuple[Tool, ...] = ()
 
     def reader(self) -> "AnswerReader":
-        """Reads one answer of this format piece by piece."""
+        """A reader of one answer in this format, piece by piece."""
         return AnswerReader(self)
 
     def message(self, text: str) -> dict[str, Any]:
@@ -46,8 +46,8 @@ PLAIN = AnswerFormat()
 class AnswerReader:
     """Takes an answer in pieces, and makes deltas as OpenAI writes them in streams.
 
-    The deltas join to the same message wherever the pieces are cut, except that with `early` a
-    call which breaks off stays a call (see ToolParser).
+    The deltas add up to the same message for any division into pieces. One exception: with `early`,
+    a call that is cut off stays a call (see ToolParser).
     """
 
     def __init__(self, answer: AnswerFormat, early: bool = True) -> None:
@@ -56,7 +56,7 @@ class AnswerReader:
         self._tools = None if tools is None else ToolParser(tools, offered, early)
 
     def feed(self, text: str, ended: bool = False) -> dict[str, Any]:
-        """What one more piece makes certain, {} if nothing is new; `ended`: no more comes."""
+        """The delta that one more piece makes certain, or {}; `ended`: it is the last piece."""
         delta: dict[str, Any] = {}
         if self._reasoning is not None:
             reasoning, text = self._reasoning.feed(text, ended)

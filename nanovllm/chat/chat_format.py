@@ -1,4 +1,4 @@
-"""ChatFormat: how a model writes reasoning and tool calls, and what a chat asks of its answer."""
+"""ChatFormat: how a model writes reasoning and tool calls, and how a chat constrains its answer."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from nanovllm.structured_outputs import StructuredOutputs
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt of a chat, its parameters with what constrains the answer, and how that is read."""
+    """A chat's prompt, its parameters with the answer's constraint, and the answer's format."""
 
     prompt: TokensPrompt
     params: SamplingParams
@@ -38,7 +38,7 @@ class Turn:
 class ChatFormat:
     """How the model of a tokenizer answers chats.
 
-    `tool_parser` and `reasoning_parser` are names, or None for what the chat template shows.
+    `tool_parser` and `reasoning_parser` are names, or None to read them from the chat template.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ChatFormat:
         add_generation_prompt: bool = True,
         **keywords: Any,
     ) -> list[Turn]:
-        """What to generate for one conversation or several; `keywords` go to the template.
+        """The turns to generate for one or several conversations; `keywords` go to the template.
 
         `params_list(n)` returns the parameters of n prompts.
         """
@@ -110,7 +110,9 @@ class ChatFormat:
         if thinks and asked is not None and asked.after is None:
             asked = dataclasses.replace(asked, after=END)
         if reasoning is not None and asked is not None and asked.after == END:
-            reasoning = dataclasses.replace(reasoning, inside=True)  # all before it is free
+            reasoning = dataclasses.replace(
+                reasoning, inside=True
+            )  # text before the answer is free
         if asked != params.structured_outputs:
             changed["structured_outputs"] = asked
         if changed:
@@ -134,14 +136,14 @@ class ChatFormat:
     def _constraint(
         self, tools: ToolFormat, choice: ToolChoice, asked: StructuredOutputs | None, thinks: bool
     ) -> StructuredOutputs | None:
-        """What the answer must be, if it may be calls, or must."""
+        """The constraint of an answer that may or must be calls."""
         if asked is not None and choice.required:
             raise ValueError(
                 "structured_outputs, or response_format, are for answers that are no calls; with"
                 " them tool_choice must be 'auto' or 'none'"
             )
         if asked is not None and not asked.kind.startswith("json"):
-            return asked  # which leaves no way to write a call
+            return asked  # it does not allow calls
         is_free = choice.several and not any(tool.strict for tool in choice.tools)
         if asked is None and not choice.required and is_free:
             return None
@@ -160,12 +162,12 @@ class ChatFormat:
 
     @functools.cached_property
     def _special(self) -> frozenset[str]:
-        """The texts of special tokens, which are left out of answers unless asked for."""
+        """The texts of special tokens, which answers do not include by default."""
         tokens = self._tokenizer.added_tokens_decoder.values()
         return frozenset(str(token) for token in tokens if token.special)
 
     def _template(self, choice: ToolChoice) -> str:
-        """The tokenizer's chat template; of several by names the one that transformers takes."""
+        """The tokenizer's chat template; if it has several, the one that transformers chooses."""
         template = getattr(self._tokenizer, "chat_template", None) or ""
         if isinstance(template, Mapping):
             names = ("tool_use", "default") if choice.tools else ("default",)

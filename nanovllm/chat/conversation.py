@@ -17,7 +17,7 @@ from nanovllm.utils.checks import (
 from nanovllm.utils.json_text import parse_json
 from nanovllm.utils.option import options_of
 
-# What transformers' `apply_chat_template` takes in addition to the template's own variables.
+# Parameters of transformers' `apply_chat_template` that are not variables of the template.
 TEMPLATE_OPTIONS = ("chat_template", "continue_final_message", "documents")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 CHAT_OPTIONS = (
@@ -36,8 +36,8 @@ def chat_prompts(
 ) -> list[TokensPrompt]:
     """The prompts of one conversation or of several, by the chat template with this text.
 
-    `keywords` go to the template, too. A keyword that the template does not mention is a TypeError,
-    but the keyword `chat_template_kwargs` is a dict that may hold any.
+    `keywords` also go to the template. A keyword that the template does not mention is a TypeError,
+    but the keyword `chat_template_kwargs` is a dict that may have any names.
     """
     check_bool("add_generation_prompt", add_generation_prompt)
     given = dict(keywords)
@@ -89,8 +89,8 @@ def _check_conversation(name: str, conversation: Any, template: str) -> list[Any
 def _for_template(name: str, message: Mapping[str, Any], template: str) -> Mapping[str, Any]:
     """A message as templates expect it: a text as content, and arguments of calls as objects.
 
-    Templates pass over roles that they do not know: the role developer, OpenAI's name of the role
-    system, is written as that, and others are errors.
+    Templates ignore roles that they do not know. So the role developer, OpenAI's name for system,
+    becomes system, and other unknown roles are errors.
     """
     role = message["role"]
     if role not in ROLES and not re.search(rf"""['"]{re.escape(str(role))}['"]""", template):
@@ -131,7 +131,7 @@ def _call(name: str, call: Any) -> Any:
 
 
 def _joined(name: str, parts: list[Any]) -> str:
-    """The text of a content in parts, `{"type": "text", "text": ...}`: a line for each."""
+    """The text of a content in parts `{"type": "text", "text": ...}`: one line for each part."""
     for part in parts:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             raise ValueError(f"{name}: content must be text or parts of text, got {shorten(part)}")
@@ -170,7 +170,7 @@ def _apply_template(
     """The prompt of the conversation at `place`; the template writes the special tokens."""
     try:
         text = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
-    except Exception as error:  # a template is a program, and raises what it likes
+    except Exception as error:  # a template is a program that may raise anything
         raise ValueError(f"{place}: the chat template fails: {error}") from error
     check_text(place, text)
     return TokensPrompt(

@@ -1,4 +1,4 @@
-"""Reasoning: what a model writes between `<think>` and `</think>`, apart from its answer."""
+"""Reasoning: separates the text between `<think>` and `</think>` from the answer."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,7 +9,7 @@ START, END = "<think>", "</think>"
 
 
 class Divided(NamedTuple):
-    """New parts of an answer: reasoning, and what is behind it."""
+    """New parts of an answer: reasoning, and the text after it."""
 
     reasoning: str
     rest: str
@@ -27,20 +27,20 @@ class Reasoning:
 
 
 class ReasoningReader:
-    """Takes an answer in pieces. What the parts join to does not depend on the pieces.
+    """Takes an answer in pieces. The joined parts do not depend on the division into pieces.
 
-    An answer that begins `inside` reasoning may nevertheless begin with `<think>`.
+    An answer that begins `inside` reasoning may still begin with `<think>`.
     White space around the reasoning belongs to neither part. Reasoning that does not end is
     reasoning to the end of the answer.
     """
 
     def __init__(self, inside: bool) -> None:
         self._begun, self._inside = False, inside
-        self._is_blank = True  # nothing but white space since the last marker
+        self._is_blank = True  # only white space since the last marker
         self._held = ""
 
     def feed(self, text: str, ended: bool = False) -> Divided:
-        """The parts that one more piece of the answer makes certain; `ended`: no more comes."""
+        """The parts that one more piece makes certain; `ended`: it is the last piece."""
         self._held += text
         if not self._begun and not self._find_start(ended):
             return Divided("", "")
@@ -55,7 +55,7 @@ class ReasoningReader:
         elif START.startswith(text) and not ended:
             return False
         elif not self._inside:
-            self._is_blank = False  # white space at the start of an answer without reasoning stays
+            self._is_blank = False  # keep white space at the start of an answer without reasoning
         self._begun = True
         return True
 
@@ -85,7 +85,7 @@ class ReasoningReader:
 def reasoning_of(template: str, prompt: str, parser: str | None) -> Reasoning | None:
     """How the answer to a prompt of this chat template begins; None if there is no reasoning.
 
-    `parser` is the option `reasoning_parser`, or None for what the template shows.
+    `parser` is the option `reasoning_parser`, or None to read it from the template.
     """
     if parser == "none" or (parser is None and END not in template):
         return None

@@ -29,9 +29,9 @@ CHOICES = ("auto", "none", "required")
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function's name, and the JSON schema of its arguments, which is that of an object.
+    """A function's name, and the JSON schema of its arguments, which is the schema of an object.
 
-    If it is `strict`, no call of it has other arguments, even if the model decides to call it.
+    If it is `strict`, its arguments always fit the schema, even if the model decides to call it.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Tool:
 class ToolChoice:
     """The tools that may be called. If `required`, the answer is a call, or `several` calls.
 
-    If not `asked`, calls are read only where it is known how the model writes them.
+    If not `asked`, calls are read only if it is known how the model writes them.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -56,7 +56,7 @@ NO_TOOLS = ToolChoice()
 
 
 def described_tools(tools: Any) -> list[Any] | None:
-    """Tools as OpenAI writes them: Python functions become descriptions of themselves."""
+    """Tools in OpenAI's form; Python functions are converted to descriptions."""
     if tools is None:
         return None
     given = as_list("tools", tools, "a list of tools")
@@ -64,7 +64,7 @@ def described_tools(tools: Any) -> list[Any] | None:
 
 
 def _described(place: str, function: Any) -> Any:
-    """A function by its signature and its docstring."""
+    """Describe a function by its signature and its docstring."""
     from transformers.utils import get_json_schema
 
     try:
@@ -144,7 +144,7 @@ def _chosen(choice: Any) -> str:
 
 
 def checked_parameters(tool: Tool) -> Mapping[str, Any]:
-    """A tool's schema, for a constraint; what cannot be honoured is a ValueError."""
+    """A tool's schema, for a constraint; an unsupported schema is a ValueError."""
     try:
         check_schema(tool.parameters)
         error = _schema_error(json.dumps(tool.parameters))

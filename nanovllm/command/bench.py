@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.bench.shapes import SHAPES
-from nanovllm.bench.workload import MAX_MODEL_LEN, Lengths
+from nanovllm.bench.workload import MAX_MODEL_LEN, WorkloadOptions
 from nanovllm.command import interrupts
 from nanovllm.command.field_options import EXAMPLES, add_field_options, given_fields
 from nanovllm.command.options import (
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser, default_shape: str | None = N
         f" (default: {default_shape or 'none'})",
     )  # fmt: skip
     parser.set_defaults(default_shape=default_shape)
-    add_field_options(parser.add_argument_group("workload"), Lengths, {})
+    add_field_options(parser.add_argument_group("workload"), WorkloadOptions, {})
     parser.add_argument(
         "--repeats", type=positive, metavar="N",
         help="runs to take the median of (default: 3, or 1 if a run takes a minute)",
@@ -139,10 +139,10 @@ def _check_writable(path: Path) -> None:
         path.unlink()
 
 
-def _lengths(args: argparse.Namespace, max_model_len: int | None) -> Lengths:
-    """The workload's lengths, checked; None: the model decides what fits."""
+def _lengths(args: argparse.Namespace, max_model_len: int | None) -> WorkloadOptions:
+    """The workload's checked lengths; without `max_model_len`, the model limits them."""
     with usage_errors():
-        lengths = Lengths(**given_fields(args, Lengths))
+        lengths = WorkloadOptions(**given_fields(args, WorkloadOptions))
         if max_model_len is not None:
             lengths.check_fit(max_model_len)
     return lengths

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nanovllm.bench.serve.options import Load
+from nanovllm.bench.serve.options import ServerLoad
 from nanovllm.command.field_options import add_field_options, given_fields, json_reader
 from nanovllm.command.options import UsageError, usage_errors, user_file
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dataset", type=user_file, metavar="FILE",
         help="JSON Lines of prompts (default: random prompts)",
     )  # fmt: skip
-    add_field_options(load, Load, {})
+    add_field_options(load, ServerLoad, {})
     output = parser.add_argument_group("output")
     output.add_argument(
         "--goodput", nargs="+", type=limit, metavar="NAME:MS", default=[],
@@ -84,19 +84,21 @@ def limit(text: str) -> tuple[str, float]:
 def run(args: argparse.Namespace) -> int:
     """Measure the server and print the figures; return 1 if a request has failed."""
     from nanovllm.bench.serve.client import Address
-    from nanovllm.bench.serve.measure import Job, measure
+    from nanovllm.bench.serve.measure import ServerBenchmark, measure
     from nanovllm.bench.serve.plot import check_plot, plot
     from nanovllm.bench.serve.prompts import read_dataset
     from nanovllm.bench.serve.summary import summarize, text
 
     _check(args)
     with usage_errors():
-        load, address = Load(**given_fields(args, Load)), Address.parse(args.base_url)
+        load, address = ServerLoad(**given_fields(args, ServerLoad)), Address.parse(args.base_url)
     if args.plot is not None:
         check_plot(args.plot)
     dataset = None if args.dataset is None else read_dataset(args.dataset, load)
     keys = (args.api_key, *map(os.environ.get, KEY_VARIABLES))
-    job = Job(address, next(filter(None, keys), None), args.model, load, dataset, args.extra_body)
+    job = ServerBenchmark(
+        address, next(filter(None, keys), None), args.model, load, dataset, args.extra_body
+    )
     measured, model = measure(job)
     result = {"base_url": str(address), "model": model, "load": shown(load, args.dataset)}
     result |= summarize(measured, dict(args.goodput))
@@ -115,7 +117,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--goodput has two limits of one kind")
 
 
-def shown(load: Load, dataset: Path | None) -> Mapping[str, Any]:
+def shown(load: ServerLoad, dataset: Path | None) -> Mapping[str, Any]:
     """The load's value for JSON, which has no infinity."""
     rate = None if load.request_rate == float("inf") else load.request_rate
     return {**asdict(load), "request_rate": rate, "dataset": dataset and str(dataset)}

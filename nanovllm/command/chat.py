@@ -113,7 +113,7 @@ class Conversation:
             print(f"no command {command}; /help lists the commands", file=sys.stderr)
 
     def answer(self, text: str) -> None:
-        """Write the model's answer. If Ctrl-C stops it, the conversation keeps its beginning."""
+        """Write the model's answer. If Ctrl-C stops it, the conversation keeps the part so far."""
         messages = [*self.messages, {"role": "user", "content": text}]
         answer, failure = "", None
         try:
@@ -137,5 +137,5 @@ class Conversation:
                 raise
             print(f"{error}; /reset starts a new conversation", file=sys.stderr)
             return
-        message = turn.answer.message(answer)  # reasoning is not content: templates drop it
+        message = turn.answer.message(answer)  # without reasoning in its content: templates drop it
         self.messages = [*messages, {**message, "content": message["content"] or ""}]

@@ -1,7 +1,7 @@
 """Command-line options made from the fields of a dataclass, such as `Config`.
 
-Names, types, defaults and help texts are the fields'. An option that is not given is not in the
-namespace, so the class supplies its default; the class also checks all values.
+Names, types, defaults and help texts are those of the fields. An option that is not given is not in
+the namespace, so the class supplies its default; the class also checks all values.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def biases(text: str) -> dict[int, float]:
 
 
 def json_reader(example: str) -> Callable[[str], Any]:
-    """Parses JSON; the error for other text shows what to write."""
+    """Make a parser of JSON; its error for other text shows an example."""
 
     def read(text: str) -> Any:
         try:
@@ -166,14 +166,14 @@ def _shown(annotation: Any, described: Option, default: Any) -> Any:
 
 
 def _main_type(annotation: Any) -> Any:
-    """The widest type other than None: for a text or a list of texts, the list."""
+    """The most general type other than None: for a text or a list of texts, the list."""
     if not isinstance(annotation, types.UnionType):
         return annotation
     return [part for part in typing.get_args(annotation) if part is not types.NoneType][-1]
 
 
 def _takes_none(annotation: Any) -> bool:
-    """Whether `none` is read as None: only for numbers, as it could be a text itself."""
+    """Whether `none` is read as None: only for numbers, because it could be a text itself."""
     return types.NoneType in typing.get_args(annotation) and _main_type(annotation) in (int, float)
 
 

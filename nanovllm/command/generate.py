@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _status(ended: "CompletionOutput | StreamEvent", name: str = "") -> int:
-    """1 for a sample that ends with an error, which goes to stderr with the prompt's name."""
+    """1 for a sample that ends with an error; prints the error to stderr with the prompt's name."""
     if ended["finish_reason"] != "error":
         return 0
     print(f"nanovllm: error: {name}{ended['stop_reason']}", file=sys.stderr)
@@ -143,7 +143,7 @@ def _stream(events: "Iterator[StreamEvent]") -> int:
                 sys.stdout.write(event["text"])
                 sys.stdout.flush()
     except KeyboardInterrupt:
-        if sys.stdout.isatty():  # where a message would replace the last line of the text
+        if sys.stdout.isatty():  # otherwise a message would replace the last line of the text
             print()
         raise
     print()

@@ -24,7 +24,7 @@ def prepare_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the caller
             setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # instead of failing at some texts
+    if isinstance(sys.stdout, io.TextIOWrapper):  # otherwise some texts would be errors
         sys.stdout.reconfigure(errors="backslashreplace")
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 NAME = "info"
 SUMMARY = "show a model's size, whether it runs here, and the memory it needs"
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
-MEMORIES_GIB = (8, 16, 24, 40, 48, 80, 141)  # of common GPUs
+MEMORIES_GIB = (8, 16, 24, 40, 48, 80, 141)  # memory of common GPUs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

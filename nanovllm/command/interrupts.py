@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 INTERRUPTED = 130  # the exit status
-cleanups: "list[Callable[[], object]]" = []  # what to do before the process ends at once
+cleanups: "list[Callable[[], object]]" = []  # called before the process ends at once
 _is_reported = False
 
 
 def take_over() -> None:
-    """Let Ctrl-C end this process at once from now on, unless the process ignores it."""
+    """Make Ctrl-C end this process at once from now on, unless the process ignores it."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
     # Python's last steps run no handlers, and the command has done its work then.

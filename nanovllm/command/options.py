@@ -25,7 +25,7 @@ class UsageError(Exception):
 
 
 def user_path(text: str) -> str:
-    """A path in which `~` is the user's home, as no shell replaces it in quotes or after `=`."""
+    """A path with the user's home for `~`, which shells do not replace in quotes or after `=`."""
     return os.path.expanduser(text)  # noqa: PTH111 - a Path would turn "" into "."
 
 
@@ -35,7 +35,7 @@ def user_file(text: str) -> Path:
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """Let the model be named without its flag."""
+    """Add an argument to give the model without its flag."""
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
 
 
@@ -77,7 +77,7 @@ def first_messages(system: str | None) -> list[dict[str, str]]:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `Config` that the command line sets, and a model in any case; checked."""
+    """The checked fields of `Config` that the command line sets, always with a model."""
     if getattr(args, "model_name", None) is not None:
         if "model" in args:
             raise UsageError("MODEL and --model exclude each other")
@@ -89,7 +89,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sampling_options(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
-    """The fields of `SamplingParams` that the command line or `defaults` set; checked."""
+    """The checked fields of `SamplingParams` that the command line or `defaults` set."""
     options = defaults | given_fields(args, SamplingParams)
     with usage_errors():
         SamplingParams(**options)

@@ -30,7 +30,7 @@ from nanovllm.command.options import (
 )
 
 if TYPE_CHECKING:
-    from nanovllm.batch.job import Job, Tally
+    from nanovllm.batch.job import BatchJob, Tally
     from nanovllm.batch.journal import Journal
     from nanovllm.llm import LLM
 
@@ -70,19 +70,22 @@ def _run(args: argparse.Namespace) -> int:
     with _open_input(args.input) as file:
         if args.output.exists() and os.path.samestat(args.output.stat(), os.fstat(file.fileno())):
             raise UsageError("the output must not be the input")
-        from nanovllm.batch.job import Job
+        from nanovllm.batch.job import BatchJob
         from nanovllm.batch.lines import count_lines, read_lines
 
         num_lines = count_lines(file) if file.seekable() else None
         with _open_output(args.output, num_lines) as journal, open_llm(options) as llm:
-            job, start = Job(llm, journal, defaults, args.strict), time.perf_counter()
+            job, start = BatchJob(llm, journal, defaults, args.strict), time.perf_counter()
             with _bar(llm, num_lines, job) as bar:
                 for tally in job.run(read_lines(file)):
                     if bar is not None:
-                        bar.n, bar.initial = tally.lines, tally.skipped  # which take no time
+                        bar.n, bar.initial = (
+                            tally.lines,
+                            tally.skipped,
+                        )  # skipped lines take no time
             num_failed = journal.num_failed + job.tally.failed
             print(_summary(job.tally, journal.num_failed, time.perf_counter() - start))
-            journal.check_taken()  # last: nothing that is done is lost
+            journal.check_taken()  # at the end, so that no finished work is lost
     return 1 if num_failed else 0
 
 
@@ -108,7 +111,7 @@ def _open_output(path: Path, num_lines: int | None) -> "Iterator[Journal]":
             interrupts.cleanups.pop()
 
 
-def _bar(llm: "LLM", num_lines: int | None, job: "Job") -> AbstractContextManager[Any]:
+def _bar(llm: "LLM", num_lines: int | None, job: "BatchJob") -> AbstractContextManager[Any]:
     """A bar over the input's lines; None unless stderr is a terminal."""
     if not sys.stderr.isatty():
         return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Before a step with drafts a draft model catches up; and draws that read drafts wait for them."""
+"""Steps in which a draft model catches up; drafts that draws must wait for."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -17,9 +17,9 @@ from nanovllm.kernels.plain.read_table import NO_DRAFT
 def with_catch_ups(
     inputs: StepInputs, missing: list[Missing], block_size: int, budget: int
 ) -> list[StepInputs]:
-    """The step, and before it steps in which the draft model computes what is `missing`.
+    """The step, and before it steps in which the draft model computes the `missing` tokens.
 
-    Each of these has `budget` tokens at most. The first one changes the device table.
+    Each of these steps has at most `budget` tokens. The first one changes the device table.
     """
     steps, changes = [], inputs.changes
     for part in _parts(missing, budget):
@@ -61,15 +61,15 @@ def _catch_up(
 
 
 def warm_up_step(prefill: PrefillInputs, width: int, longest: int) -> StepInputs:
-    """A step in which the draft model computes a prefill's tokens, at positions that it knows."""
+    """A step in which the draft model computes a prefill's tokens, up to its longest position."""
     own = replace(prefill, positions=prefill.positions % longest)
     return StepInputs(0, width, NO_CHANGES, own, catches_up=True)
 
 
 def drafts_read_by_draws(batch: Batch, table: DeviceTable) -> Mapping[Sequence, list[int]]:
-    """The drafts that a step's draws depend on. It waits for them if the device has guessed them.
+    """The drafts that a step's draws depend on. Waits for them if the device has guessed them.
 
-    Most draws do not depend on them, or only on their number.
+    Most draws do not depend on drafts, or only on their number.
     """
     number = batch.num_drafts
     if not number or not any(seq.is_narrowed for seq in batch.seqs):

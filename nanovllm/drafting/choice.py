@@ -1,4 +1,4 @@
-"""Which drafting an engine gets: by its options, and by what its device can do."""
+"""Choose an engine's drafting by its options and its device."""
 
 import logging
 
@@ -13,7 +13,7 @@ from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.speculative_config import MOST_FORCED, SpeculativeConfig
 
-MUCH = 0.6  # as the share of drafts that must be right, with one request
+MUCH = 0.6  # if more than this share of drafts must be right with one request, the engine warns
 
 logger = logging.getLogger("nanovllm")
 
@@ -38,14 +38,14 @@ def forced_drafting(shard: Shard) -> Drafting:
 
 
 def grammar_drafting(most: int) -> Drafting:
-    """Drafts that constraints force, up to `most` of a sequence and step."""
+    """Drafting of tokens that constraints force, up to `most` for a sequence in a step."""
     if not most:
         return Drafting()
     return HostDrafting(None, 0, grammar=GrammarProposer(), most_forced=most)
 
 
 def most_forced(shard: Shard) -> int:
-    """How many forced tokens a sequence may have in a step, if the option does not say it."""
+    """The most forced tokens of a sequence in a step, by default."""
     if not shard.backend.attention.packs_few_queries:
         return 0
     if shard.caches.states is not None:  # a sequence has slots for this many drafts
@@ -54,9 +54,10 @@ def most_forced(shard: Shard) -> int:
 
 
 def costs_of(guesser: Guesser, shard: Shard) -> Costs:
-    """By the times of decode graphs, which guess, or else by the bytes that a draft reads.
+    """The costs by the times of decode graphs with their guesses, or by the bytes that a draft
+    reads.
 
-    A warning if a draft reads too many of them.
+    Warns if a draft reads too many bytes.
     """
     if guesser.times.graphs:
         return GraphCosts(guesser.times.graphs, guesser.times.catch_up)

@@ -1,4 +1,4 @@
-"""Costs: how many drafts are worth the time that a step with them takes."""
+"""Costs: find how many drafts are worth the time that they add to a step."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
@@ -6,15 +6,16 @@ from typing import NamedTuple, Protocol
 from nanovllm.drafting.pace import Pace
 from nanovllm.engine.schedule.step_size import Size
 
-# The tokens that a CPU computes in the time in which it reads the weights: a step of B tokens takes
-# as long as FREE_TOKENS + B. docs/tried/speculation.md has the measurements.
+# The number of tokens that a CPU computes in the time in which it reads the weights: a step of B
+# tokens takes as long as FREE_TOKENS + B tokens. docs/tried/speculation.md has the measurements.
 FREE_TOKENS = 10
-# Where draws depend on drafts, the host waits for the drafts and then prepares the draws. That adds
-# to the device's time: seconds of a step, and of each query in it.
+# If draws depend on drafts, the host waits for the drafts and then prepares the draws. This adds
+# seconds to the device's time: for a step, and for each query in it.
 HOST_SECONDS, HOST_SECONDS_OF_QUERY = 120e-6, 35e-6
-# Where no draft pays, at most this share of the time goes to tries.
+# If no draft pays, at most this share of the time is used to try drafts.
 TRIED_SHARE = 0.02
-# Drafts that begin again must make steps faster by this factor, if a draft model has to catch up.
+# If a draft model has to catch up, drafts begin again only if they make steps faster by this
+# factor.
 WORTH_TO_CATCH_UP = 1.05
 
 
@@ -32,7 +33,7 @@ class Costs(Protocol):
     def worthwhile(
         self, candidates: list[Candidate], num_tokens: int, waits: bool
     ) -> Iterator[int]:
-        """How many drafts each should have in a step that has `num_tokens` tokens without them.
+        """How many drafts each sequence should have in a step of `num_tokens` other tokens.
 
         `waits`: whether the draws of the step wait until the drafts are known.
         """
@@ -43,8 +44,8 @@ class TokenCosts:
 
     So a token takes (FREE_TOKENS + B) / B units and a draft takes 1: a draft pays if it is right
     with a probability of at least B / (FREE_TOKENS + B). With few sequences nearly every draft
-    pays, with many nearly none. `guess` is the time that it takes to guess a draft of each
-    sequence, as a share of a step: it adds to that probability.
+    pays, with many nearly none. `guess` is the time to guess a draft for each sequence, as a share
+    of a step: it is added to that probability.
     """
 
     def __init__(self, guess: float = 0.0) -> None:
@@ -53,7 +54,7 @@ class TokenCosts:
     def worthwhile(
         self, candidates: list[Candidate], num_tokens: int, waits: bool
     ) -> Iterator[int]:
-        """By each sequence's own chance; its drafts make those of the next sequence dearer."""
+        """By each sequence's own chance; its drafts raise the cost of the next one's drafts."""
         del waits  # where the host drafts, all steps wait
         for pace, length, limit in candidates:
             worth = num_tokens / (FREE_TOKENS + num_tokens)
@@ -65,9 +66,9 @@ class TokenCosts:
 class GraphCosts:
     """A step takes as long as the decode graph of its size, which was timed with its guesses.
 
-    All sequences have the number of drafts that gives the most tokens a second, by the chances of
-    all of them. `catch_up` are the seconds in which the guesser sees the tokens of steps without
-    drafts.
+    All sequences have the same number of drafts: the one that gives the most tokens per second, by
+    the chances of all of them. `catch_up` are the seconds that the guesser needs to see the tokens
+    of steps without drafts.
     """
 
     def __init__(self, seconds: Mapping[Size, float], catch_up: float = 0.0) -> None:
@@ -79,7 +80,7 @@ class GraphCosts:
     def worthwhile(
         self, candidates: list[Candidate], num_tokens: int, waits: bool
     ) -> Iterator[int]:
-        """The same number for all, except where a limit is below; none in a step with prompts."""
+        """The same number for all, or a sequence's limit if less; 0 in a step with prompts."""
         has_prompts = num_tokens > len(candidates)
         number = 0 if has_prompts else self._best(candidates, waits)
         return (min(number, candidate.limit) for candidate in candidates)
@@ -107,7 +108,7 @@ class GraphCosts:
         return best
 
     def _tried(self, seconds: dict[int, float]) -> int:
-        """How many drafts to try; 0 if that takes more time than is left for tries."""
+        """How many drafts to try; 0 if this would take more time than is left for tries."""
         fewest = min(number for number in seconds if number)
         cost = seconds[fewest] - seconds[0] + self._catch_up
         if cost > self._credit:

@@ -1,8 +1,8 @@
-"""DraftModelGuesser: drafts of a smaller model with the same tokens.
+"""DraftModelGuesser: a smaller model with the same tokens draws drafts.
 
-In a step with drafts it reads a sequence's last token, and the token before if that was a draft.
-Prompts and the tokens of steps without drafts are missing by then: the host lets it compute them
-first (`catch_up`).
+In a step with drafts it reads a sequence's last token, and the token before it if that was a draft.
+Prompts and the tokens of steps without drafts are missing then: the host lets it compute them first
+(`catch_up`).
 """
 
 import torch
@@ -26,18 +26,19 @@ def step_bytes(config: ModelConfig, placement: Placement) -> float:
 
 
 class RecordedPool(KVPool):
-    """The KV pool, for blocks that the host records: `DraftedBlocks` has what they hold."""
+    """A draft model's KV pool; `DraftedBlocks` records which tokens its blocks have."""
 
     def copy(self, source: int, target: int) -> None:
-        """Do nothing: no record says that a fork's block is a copy, so it is computed."""
+        """Do nothing: a fork's block is not recorded as a copy, so the draft model computes it."""
 
 
 class DraftModelGuesser(ModelGuesser):
     """A draft model and its KV pool.
 
-    It draws only tokens of the large model, which has `vocab_size` tokens. For a token that it does
-    not have itself it reads its own last id. The host asks for no drafts of sequences that are
-    longer than its limit; if other sequences have drafts in the same step, theirs are worthless.
+    It draws only tokens of the large model, which has `vocab_size` tokens. In place of a token that
+    the draft model does not have, it reads its own last id. The host asks for no drafts of
+    sequences that are longer than the draft model's limit; if other sequences have drafts in the
+    same step, the drafts of longer ones are useless.
     """
 
     name = "draft model"

@@ -1,4 +1,4 @@
-"""DraftedBlocks: a record of the blocks that hold a draft model's KV. It knows no tensors."""
+"""DraftedBlocks: a record of the blocks that have a draft model's KV. It knows no tensors."""
 
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,14 +17,15 @@ class Missing(NamedTuple):
 
 
 class DraftedBlocks:
-    """For each block: the hash of the tokens that it holds, or its sequence and its place there.
+    """For each block: the hash of its tokens, or the sequence that owns it and its place there.
 
     The draft model's pool has the block numbers of the model's pool. A block of a cached prefix, of
-    the prompt that a fork shares, or of a preempted sequence may be computed already: it is, if the
-    record has what the sequence would record. The draft model computes the first `longest` tokens.
+    a prompt that forks share, or of a preempted sequence may already be computed: it is, if its
+    record equals what the sequence would record. The draft model computes the first `longest`
+    tokens.
 
     A place in the record does not say how many tokens were computed there. `num_seen` says it for
-    the blocks that the sequence had last; a block that it had there before has fewer.
+    the sequence's latest blocks; an earlier block at the same place has fewer.
     """
 
     def __init__(self, block_size: int, longest: int) -> None:
@@ -36,8 +37,8 @@ class DraftedBlocks:
     def complete(self, seq: Sequence, num_seen: int, end: int) -> int:
         """Record that the first `end` tokens are computed; returns how many already were.
 
-        The first `num_seen` were computed when the sequence last had drafts. All blocks that hold
-        nothing of use become the sequence's own.
+        The first `num_seen` were computed when the sequence last had drafts. All blocks without
+        useful KV become the sequence's own.
         """
         size, table = self._block_size, seq.block_table
         last = self._last_tables.get(seq, [])

@@ -1,7 +1,7 @@
-"""HeadConfig: the `config.json` of an EAGLE-3 head, as it is published for Llama and Qwen3.
+"""HeadConfig: the `config.json` of an EAGLE-3 head, in the forms published for Llama and Qwen3.
 
 The head is one decoder layer of Llama's kind. Its fields are at the top level of the file, or in
-`transformer_layer_config`, where the speculators library has them. It reads only JSON.
+`transformer_layer_config` (in files of the speculators library). This module reads only JSON.
 """
 
 from collections.abc import Mapping
@@ -31,11 +31,10 @@ FIXED: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The shape of a head. Its vocabulary is `draft_vocab_size` tokens of the model's.
+    """The shape of a head. Its vocabulary is `draft_vocab_size` of the model's tokens.
 
-    `layer_ids` are the layers that it reads, as the file has them; None stands for the usual ones.
-    Its own residual starts from the fused residuals, or with `norm_before_residual` from their
-    norm.
+    `layer_ids` are the layers that it reads, as the file gives them; None means the usual ones. Its
+    own residual starts from the fused residuals, or with `norm_before_residual` from their norm.
     """
 
     layer: ModelConfig
@@ -89,14 +88,14 @@ class HeadConfig:
 
     @property
     def needs_embedding(self) -> bool:
-        """Whether the head needs an embedding of its own, as the model's has another size."""
+        """Whether the head needs its own embedding, because the model's has another size."""
         return self.layer.hidden_size != self.target_hidden_size
 
     def taps(self, model: ModelConfig) -> tuple[int, ...]:
         """The layers of the model before which its residual is read.
 
-        Some tools count the outputs of layers instead: then the first number is 1, as the output of
-        layer 0 is hardly of use. A model that the head is not made for is a ValueError.
+        Some tools count the outputs of layers instead. Then the first number is 1, because the
+        output of layer 0 is hardly useful. A model that the head is not made for is a ValueError.
         """
         own = {"target_hidden_size": self.target_hidden_size, "vocab_size": self.layer.vocab_size}
         others = {"target_hidden_size": model.hidden_size, "vocab_size": model.vocab_size}

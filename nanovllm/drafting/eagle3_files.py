@@ -1,4 +1,4 @@
-"""The files of an EAGLE-3 head: safetensors or a `.bin` file, by two schemes of names."""
+"""Read the files of an EAGLE-3 head: safetensors or a `.bin` file, with two schemes of names."""
 
 import contextlib
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def _own_name(name: str) -> str:
 
 @contextlib.contextmanager
 def _errors_name_as_files(path: Path) -> Iterator[None]:
-    """Let errors in the block name tensors as the files do."""
+    """Make errors in the block name tensors by their names in the files."""
     try:
         yield
     except ValueError as error:
@@ -81,7 +81,7 @@ def _unpickled(file: Path) -> Iterator[dict[str, InFile]]:
 def load_head(
     path: Path, config: HeadConfig, max_positions: int, ranks: Ranks = ALONE
 ) -> Eagle3Head:
-    """The head with its weights, in PyTorch's default type, on its default device."""
+    """Load the head, in PyTorch's default type, on its default device."""
     names = {name for tensors in read_head(path) for name in tensors}
     knows_all = config.draft_vocab_size == config.layer.vocab_size and VOCABULARY not in names
     head = Eagle3Head(config, max_positions, ranks, EMBEDDING in names, not knows_all)
@@ -95,7 +95,7 @@ def load_head(
 def random_head(
     config: HeadConfig, max_positions: int, ranks: Ranks = ALONE, seed: int = 0
 ) -> Eagle3Head:
-    """The head with random weights, in PyTorch's default type, on its default device."""
+    """Make the head with random weights, in PyTorch's default type, on its default device."""
     head = Eagle3Head(config, max_positions, ranks, config.needs_embedding)
     with torch.device("meta"):
         whole = Eagle3Head(config, max_positions, own_embedding=config.needs_embedding)

@@ -1,8 +1,8 @@
-"""Eagle3Guesser: drafts of an EAGLE-3 head.
+"""Eagle3Guesser: an EAGLE-3 head draws drafts.
 
-The head's keys and values of position j depend on the token at j + 1. The next step knows that
-token: it stores the keys and values of a sequence's last computed positions when it begins. Until
-then `kept` has what the model has computed at these positions.
+The head's keys and values of position j depend on the token at j + 1. Only the next step knows that
+token: when it begins, it stores the keys and values of a sequence's last computed positions. Until
+then `kept` has the model's states at these positions.
 
 B sequences, Q queries of the model for each.
 """
@@ -26,16 +26,16 @@ from nanovllm.layers.embed_head import VocabParallelEmbedding
 
 
 class PrefillTokens(NamedTuple):
-    """T tokens of B sequences. Samples are drawn after some of them."""
+    """T tokens of B sequences in a prefill. Samples are drawn after some of them."""
 
     rows: torch.Tensor  # [B] in int64, as are the others: the sequences' rows in the table
-    next_ids: torch.Tensor  # [B]: the token after a sequence's last one; any, if it is not known
+    next_ids: torch.Tensor  # [B]: the token after a sequence's last one; any token if unknown
     sampled: torch.Tensor  # [samples]: which of the T tokens
-    sample_rows: torch.Tensor  # [samples]: the rows that the samples go to
+    sample_rows: torch.Tensor  # [samples]: the rows of the samples
 
     @classmethod
     def upload(cls, inputs: StepInputs, device: torch.device) -> "PrefillTokens":
-        """Copies on the device of what a head reads of a prefill. A warm-up has no next tokens."""
+        """Copy a head's inputs for a prefill to the device. A warm-up has no next tokens."""
         prefill = inputs.prefill
         assert prefill is not None
         sampled = prefill.tokens_of_samples()
@@ -48,7 +48,7 @@ class PrefillTokens(NamedTuple):
 
 
 class Eagle3Guesser(ModelGuesser):
-    """A head, its KV pool, and what the model has computed of each table row in the last step."""
+    """A head, its KV pool, and the model's states of each table row in the last step."""
 
     name = "head"
     sees_all_steps = True
@@ -68,7 +68,7 @@ class Eagle3Guesser(ModelGuesser):
         self.most, self.dtype = 1 + placement.most_drafts, placement.dtype
 
     def make_rows(self, num_rows: int) -> None:
-        """Allocate what is kept for `num_rows` table rows."""
+        """Allocate the kept states of `num_rows` table rows."""
         device, hidden_size = self.pool.device, self.head.fc.rank_part.num_rows
         first, counts = torch.zeros(2, num_rows, dtype=torch.int32, device=device)
         states = torch.zeros(num_rows, self.most, hidden_size, dtype=self.dtype, device=device)
@@ -110,7 +110,7 @@ class Eagle3Guesser(ModelGuesser):
         return self.embedding(inputs.next_ids), inputs.positions, fused
 
     def keep(self, table: TableState, size: Size, residuals: list[torch.Tensor]) -> None:
-        """Keep what the model has computed of its queries [B * Q]."""
+        """Keep the model's residuals of its queries [B * Q]."""
         rows = table.batch[: size.num_seqs].long()
         fused = self.head.fuse(residuals).view(size.num_seqs, size.num_queries, -1)
         self.kept.states[rows, : size.num_queries] = fused
@@ -124,10 +124,10 @@ class Eagle3Guesser(ModelGuesser):
         context: Context,
         residuals: list[torch.Tensor],
     ) -> None:
-        """Store the keys of a prefill's tokens, and keep what the samples' first guess reads.
+        """Store the keys of a prefill's tokens, and keep the states that the first guess reads.
 
-        The last token of each prompt has no next one yet: its keys are stored again. A sequence
-        that was decoded before keeps its new positions, and has one more.
+        The next token after each prompt is not known yet: the last token's keys are stored again
+        later. A sequence that was decoded before keeps its new positions, and has one more.
         """
         assert context.cu_seqlens_q is not None
         tokens = PrefillTokens.upload(inputs, input_ids.device)
@@ -140,7 +140,7 @@ class Eagle3Guesser(ModelGuesser):
         gap = here - kept.first[samples]
         is_first = torch.zeros_like(positions, dtype=torch.bool)
         is_first[context.cu_seqlens_q[:-1].long()] = True
-        is_decoded = is_first[tokens.sampled]  # what a row has kept may be another sequence's
+        is_decoded = is_first[tokens.sampled]  # a row's kept states may be another sequence's
         follows = is_decoded & (gap > 0) & (gap <= kept.counts[samples]) & (gap < self.most)
         index = gap.where(follows, 0)
         before = (index - 1).clamp(min=0)

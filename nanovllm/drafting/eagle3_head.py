@@ -1,8 +1,8 @@
 """An EAGLE-3 head: one decoder layer that guesses a model's next tokens from its residuals.
 
-For the token after position j it reads the residuals that the model had at position j before three
-of its layers, fused into one, and the embedding of the token at j + 1. For the tokens after that
-one it reads its own output, as the model has not computed the residuals yet.
+To guess the token at j + 2, it reads the residuals that the model had at position j before three of
+its layers, fused into one, and the embedding of the token at j + 1. For the tokens after that, it
+reads its own output in place of the residuals, which the model has not computed yet.
 """
 
 import torch
@@ -23,7 +23,7 @@ from nanovllm.models.decoder import Model
 
 
 class MidLayer(nn.Module):
-    """The decoder layer: its attention reads the embedding and the fused residuals, both normed."""
+    """The decoder layer; its attention reads the embedding and the fused residuals, both normed."""
 
     def __init__(self, config: HeadConfig, make: Build) -> None:
         super().__init__()

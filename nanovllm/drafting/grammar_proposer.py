@@ -1,4 +1,4 @@
-"""Forced tokens: drafts of a grammar that leaves a sequence only one text to go on with."""
+"""GrammarProposer: forced tokens as drafts, where a grammar allows only one continuation."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ from nanovllm.engine.schedule.sequence import Sequence
 
 
 class Grammar(Protocol):
-    """What a sequence's `constraint` must know to propose tokens."""
+    """A sequence's `constraint` that can propose tokens."""
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
         """The tokens that must come next, up to `most`. All tokens of `seq` are known."""

@@ -1,4 +1,4 @@
-"""Guesser: what makes drafts on the device, at the beginning of the step that verifies them."""
+"""Guesser: makes drafts on the device, at the beginning of the step that verifies them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,9 +22,10 @@ from nanovllm.models.decoder import CausalLM
 
 
 class Guesser(DeviceDrafting):
-    """What all guessers have in common: rank 0 sends what they have not seen, and steps are timed.
+    """The common part of all guessers: rank 0 sends tokens that they have not seen; steps are
+    timed.
 
-    `longest` is the most tokens of a sequence that it computes when it catches up.
+    `longest` is the most tokens of a sequence that the guesser computes when it catches up.
     """
 
     name = "guesser"  # in messages
@@ -44,24 +45,24 @@ class Guesser(DeviceDrafting):
         self.times = StepTimes(time_graphs(shard), time_catch_up(shard, self.longest))
 
     def rows_ahead(self, layout: TableLayout) -> TableRows:
-        """What the ledger of a table records for drafts."""
+        """The records for drafts that the ledger of a table keeps."""
         self._rows = TableRows(layout, self.longest)
         return self._rows
 
     def steps(self, inputs: StepInputs, budget: int) -> list[StepInputs]:
-        """The step, and before it those in which a draft model computes what is missing."""
+        """The step, and before it steps in which a draft model computes missing tokens."""
         if self._rows is None or not self._rows.missing:
             return [inputs]
         missing, self._rows.missing = self._rows.missing, []
         return with_catch_ups(inputs, missing, self._rows.block_size, budget)
 
     def known_drafts(self, batch: Batch, table: DeviceTable) -> Mapping[Sequence, list[int]]:
-        """The drafts that a step's draws depend on. It waits for the device if it needs them."""
+        """The drafts that a step's draws depend on. Waits for the device if there are some."""
         return drafts_read_by_draws(batch, table)
 
 
 class NgramGuesser(Guesser):
-    """Guesses what came after a row's last tokens when they occurred before."""
+    """Guesses the tokens that followed an earlier occurrence of a row's last tokens."""
 
     name = "n-grams"
     reads_history = True
@@ -71,7 +72,7 @@ class NgramGuesser(Guesser):
         self._shortest, self._longest = shortest, longest
 
     def guess(self, table: TableState, size: Size) -> None:
-        """Write drafts for the batch's rows, if the decode step has some."""
+        """Write drafts for the batch's rows, if the decode step has drafts."""
         if size.num_queries > 1:
             self._kernels.guess_ngrams(
                 table, size.num_seqs, size.num_queries - 1, self._shortest, self._longest
@@ -80,13 +81,13 @@ class NgramGuesser(Guesser):
 
 @dataclass(frozen=True)
 class NgramSource:
-    """What every rank needs to guess n-grams of these lengths: there is nothing to load."""
+    """Makes guessers of n-grams of these lengths; there is nothing to load."""
 
     shortest: int
     longest: int
 
     def load(self, config: Config, model: CausalLM, placement: Placement) -> DeviceDrafting:
-        """The guesser; where the host guesses n-grams, none."""
+        """The guesser; None if the host guesses n-grams."""
         del config, model
         if not placement.most_drafts:
             return DeviceDrafting()

@@ -1,4 +1,4 @@
-"""HeadSource: an EAGLE-3 head, found and checked before the ranks load it."""
+"""HeadSource: an EAGLE-3 head that was found and checked, and that ranks can load."""
 
 import logging
 import time
@@ -24,7 +24,7 @@ logger = logging.getLogger("nanovllm")
 
 @dataclass(frozen=True)
 class HeadSource:
-    """What every rank needs to load its part of the head. `taps` are layers of the model."""
+    """Loads a rank's part of the head. `taps` are the layers of the model that the head reads."""
 
     name: str
     path: Path
@@ -34,8 +34,8 @@ class HeadSource:
     def load(self, config: Config, model: CausalLM, placement: Placement) -> Eagle3Guesser:
         """Load this rank's part, for a model with this placement, and let the model tap its layers.
 
-        The head has the model's type and KV blocks of the same size. Its own limit of positions is
-        not used: published heads have a limit below their model's, and other engines ignore it.
+        The head has the model's type, and KV blocks of the same size. Its own limit of positions is
+        not used: published heads have a lower limit than their model, and other engines ignore it.
         """
         start = time.perf_counter()
         with errors_name_model(f"head {self.name!r}"):

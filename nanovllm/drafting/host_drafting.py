@@ -14,10 +14,10 @@ from nanovllm.engine.schedule.sequence import PENDING, Sequence
 
 
 class HostDrafting(PacedDrafting):
-    """Asks a `proposer` for drafts where they are worth their cost, and judges them.
+    """Asks a `proposer` for drafts that are worth their cost, and checks which were right.
 
-    With a `grammar` it also drafts up to `most_forced` tokens that must come. These are no guesses:
-    they always pay, and the pace of their sequence learns nothing from them.
+    With a `grammar` it also drafts up to `most_forced` forced tokens. These are not guesses: they
+    always pay, and the pace of their sequence does not count them.
     """
 
     def __init__(
@@ -66,10 +66,11 @@ class HostDrafting(PacedDrafting):
     def draft(
         self, seqs: list[Sequence], num_tokens: int, budget: int, caches: Caches
     ) -> dict[Sequence, list[int]]:
-        """Drafts for some of `seqs`, `budget` in all at most, in a step of `num_tokens` others.
+        """Drafts for some of `seqs`, at most `budget` in all, in a step of `num_tokens` other
+        tokens.
 
-        They take free blocks that nothing else in the step needs, and no more than there are. A
-        sequence with forced tokens gets no guesses after them.
+        They take only free blocks that nothing else in the step needs. A sequence with forced
+        tokens gets no guesses after them.
         """
         most_each = MOST_DRAFTS // max(1, len(seqs))
         forced = self._force(seqs, most_each, budget, caches) if self.grammar is not None else {}
@@ -94,7 +95,7 @@ class HostDrafting(PacedDrafting):
     def _force(
         self, seqs: list[Sequence], most_each: int, budget: int, caches: Caches
     ) -> dict[Sequence, list[int]]:
-        """The forced tokens of sequences that have some, as far as there is room for them."""
+        """The forced tokens of sequences that have some, as many as there is room for."""
         asked = [s for s in seqs if s.parts.constraint is not None and not s.num_pending_tokens]
         if not asked:
             return {}
@@ -109,9 +110,9 @@ class HostDrafting(PacedDrafting):
         return drafts
 
     def _propose(self, most: dict[Sequence, int], caches: Caches) -> dict[Sequence, list[int]]:
-        """The proposer's drafts, at most as many of each sequence as `most` says.
+        """The proposer's drafts: for each sequence at most the number in `most`.
 
-        Blocks that they do not need are freed.
+        Blocks that the drafts do not need are freed.
         """
         if not most:
             return {}
@@ -148,7 +149,7 @@ class HostDrafting(PacedDrafting):
             before = token_id
 
     def settle(self, batch: Batch, caches: Caches) -> None:
-        """Remove what only wrong drafts had, places and blocks: the tokens that count are known.
+        """Remove the tokens and blocks of wrong drafts, when the accepted tokens are known.
 
         Right drafts count as cached tokens.
         """
@@ -166,7 +167,7 @@ class HostDrafting(PacedDrafting):
         self._forced = set()
 
     def reset(self) -> None:
-        """Drop what an interrupt may have left half done."""
+        """Drop state that an interrupt may have left half done."""
         self._forced = set()
         if self.proposer is not None:
             self.proposer.reset()

@@ -1,8 +1,9 @@
-"""ModelGuesser: drafts that a model draws, one after the other, in the step that verifies them.
+"""ModelGuesser: a model draws drafts one after the other, in the step that verifies them.
 
-It reads the device table and writes drafts into it, without waiting for anything: the same code
-runs in CUDA graphs. The draft model's layers have keys and values of their own, in a pool with the
-block numbers of the large model's. The keys of wrong drafts are overwritten in the next steps.
+It reads the device table and writes drafts into it, without waiting for anything, so that the same
+code runs in CUDA graphs. The draft model's layers have their own keys and values, in a pool with
+the block numbers of the large model's pool. The keys of wrong drafts are overwritten in the next
+steps.
 """
 
 from contextlib import AbstractContextManager
@@ -31,13 +32,13 @@ class Places(NamedTuple):
 
 
 class ModelGuesser(Guesser):
-    """What a draft model and a head have in common.
+    """The common part of draft models and heads.
 
-    Each guess leaves `states` for the next one, which only a head reads.
+    Each guess returns `states` for the next guess, which only a head reads.
     """
 
-    kept: Kept | None = None  # what a head reads
-    sees_all_steps = False  # else only steps with drafts
+    kept: Kept | None = None  # the states that a head reads
+    sees_all_steps = False  # False: it sees only steps with drafts
     make_pool = KVPool
 
     def __init__(self, layers: list[Attention], placement: Placement) -> None:
@@ -96,7 +97,7 @@ class ModelGuesser(Guesser):
         raise NotImplementedError
 
     def attending(self, places: Places, inputs: GuessInputs) -> AbstractContextManager[None]:
-        """A context in which one or more positions of each row are computed."""
+        """A context to compute one or more positions of each row."""
         context = Context(
             is_prefill=False,
             slot_mapping=places.slots,

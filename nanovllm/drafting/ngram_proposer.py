@@ -1,4 +1,4 @@
-"""N-grams: what came after a sequence's last tokens when they occurred before, in its own text."""
+"""N-grams: the tokens that followed an earlier occurrence of a sequence's last tokens."""
 
 from array import array
 from weakref import WeakKeyDictionary
@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 from nanovllm.engine.schedule.sequence import Sequence
 
 ITEM = array("i").itemsize
-MOST_ROUNDS = 16  # of a search that finds bytes in the middle of tokens
+MOST_ROUNDS = 16  # the most rounds of a search that finds bytes in the middle of tokens
 
 
 class NgramText:
@@ -21,7 +21,7 @@ class NgramText:
         self.reset()
 
     def update(self, seq: Sequence) -> None:
-        """Add the tokens that a known token now follows."""
+        """Add the tokens that are now followed by a known token."""
         last = seq.num_known_tokens - 1
         if last < len(self._text) // ITEM:  # a token was taken back
             self.reset()
@@ -32,10 +32,11 @@ class NgramText:
         self._text = bytearray()
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
-        """The tokens after the longest n-gram that ends the sequence and occurred before.
+        """The tokens after the latest earlier occurrence of the longest n-gram that ends the
+        sequence.
 
-        If it occurred several times, the latest counts. Where the sequence's tokens end, the drafts
-        repeat themselves: a text with a period shorter than `most` is guessed to go on with it.
+        If they reach the sequence's end, the drafts repeat themselves: a text with a period shorter
+        than `most` is guessed to continue with this period.
         """
         self.update(seq)
         token_ids = seq.token_ids
@@ -59,7 +60,7 @@ class NgramText:
 
 
 class NgramProposer:
-    """A proposer that looks for n-grams in each sequence's own tokens."""
+    """A proposer that searches for n-grams in each sequence's own tokens."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest, self._longest = shortest, longest

@@ -1,8 +1,8 @@
-"""Pace: how many drafts of a sequence are worth their cost, by how many were right lately."""
+"""Pace: find how many drafts of a sequence are worth their cost, by how many were right lately."""
 
-# A verified step multiplies the weight of earlier drafts by this: a sequence's own, and all.
+# A verified step multiplies the weight of earlier drafts by this: of a sequence's own, and of all.
 MEMORY, OUTLOOK_MEMORY = 0.85, 0.95
-# Before anything is known this share of drafts is right, with the weight of FIRST_WEIGHT drafts.
+# The first estimate of the share of right drafts, with the weight of FIRST_WEIGHT drafts.
 FIRST_CHANCE, FIRST_WEIGHT = 0.8, 1.5
 # The outlook counts as much as this number of a sequence's own drafts.
 OUTLOOK_WEIGHT = 2
@@ -17,7 +17,7 @@ TRIES_UP_TO = 0.5
 class Outlook:
     """The chance that a draft is right if those before it are, from all sequences' latest drafts.
 
-    A new sequence starts from it, as an engine's texts are often alike.
+    A new sequence starts with this estimate, because an engine's texts are often similar.
     """
 
     def __init__(self, chance: float = FIRST_CHANCE) -> None:
@@ -32,11 +32,11 @@ class Outlook:
 
 
 class Pace:
-    """The same chance for one sequence: from its own latest drafts, and the outlook.
+    """The same chance for one sequence, from its own latest drafts and the outlook.
 
-    If the chance is p, the i-th of a step's drafts counts with probability p^i. A draft pays if
-    that is at least `worth`, the least probability that pays for verifying it, plus `guess`, what
-    guessing it adds. If no draft pays, a single one is tried now and then, at growing intervals.
+    If the chance is p, the i-th of a step's drafts is accepted with probability p^i. A draft pays
+    if this is at least `worth` (the least probability that pays for verifying it) plus `guess` (the
+    cost of guessing it). If no draft pays, a single draft is tried at growing intervals.
     """
 
     def __init__(self, outlook: Outlook | None = None) -> None:
@@ -53,7 +53,7 @@ class Pace:
         return (self._right + expected) / (self._weight + OUTLOOK_WEIGHT)
 
     def gains(self, number: int) -> list[float]:
-        """How many of 0, 1, 2, ... drafts are right, on average: up to `number`, or more."""
+        """The mean number of right drafts among 0, 1, 2, ... drafts: up to `number`, or more."""
         gains = self._gains
         if len(gains) <= number:
             chance = self.chance

@@ -1,4 +1,4 @@
-"""PacedDrafting: how many drafts sequences get, by how many were right; and the counts of both."""
+"""PacedDrafting: choose the number of drafts by how many were right lately, and count both."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -13,7 +13,7 @@ from nanovllm.metrics import Metric, draft_metrics
 
 
 class PacedDrafting(Drafting):
-    """What drafting on the host and on the device have in common.
+    """The common part of drafting on the host and on the device.
 
     A sequence gets up to `most_drafts` in a step, if `costs` finds that they save time at its pace.
     Sequences of `longest` tokens get none.
@@ -28,13 +28,13 @@ class PacedDrafting(Drafting):
     ) -> None:
         self.most_drafts, self.longest = most_drafts, longest or sys.maxsize
         self.costs = TokenCosts() if costs is None else costs
-        self.num_drafts = 0  # of sequences and steps
-        self.num_drafted = 0  # tokens
-        self.accepted_at = [0] * most_drafts  # tokens, by place
+        self.num_drafts = 0  # how often a sequence had drafts in a step
+        self.num_drafted = 0  # drafted tokens
+        self.accepted_at = [0] * most_drafts  # accepted tokens, by their place among the drafts
         self._make_pace, self._outlook = make_pace, Outlook()
 
     def metrics(self, model: str) -> list[Metric]:
-        """The counts by vLLM's names: if drafts were asked for, or have been made."""
+        """The counts with vLLM's names, if the option asks for drafts or some have been made."""
         if not self.most_drafts and not self.num_drafts:
             return []
         return draft_metrics(model, self.num_drafts, self.num_drafted, self.accepted_at)
@@ -46,14 +46,14 @@ class PacedDrafting(Drafting):
                 caches.rewind(seq, len(seq.token_ids))
 
     def take_room(self, seq: Sequence, number: int, caches: Caches) -> int:
-        """Give `seq` blocks for `number` drafts; returns for how many of them it has blocks."""
+        """Allocate blocks for `number` drafts of `seq`; returns how many drafts have blocks."""
         if number < 1:
             return 0
         sure = seq.num_tokens + seq.num_possible_tokens
         return caches.grow(seq, min(sure + number, seq.max_num_tokens - 1)) - sure
 
     def candidate(self, seq: Sequence, may_draft: bool = True) -> Candidate:
-        """What decides about the drafts of a sequence; one more token always comes after them."""
+        """The sequence with its limit of drafts; one more token always comes after them."""
         num_tokens, end = len(seq.token_ids), min(seq.max_num_tokens - 1, self.longest)
         limit = min(self.most_drafts, end - num_tokens)
         if limit < 0 or not may_draft:
@@ -73,7 +73,7 @@ class PacedDrafting(Drafting):
         if num_drafts:
             self.num_drafts += 1
         self.num_drafted += num_drafts
-        self.accepted_at += [0] * (num_accepted - len(self.accepted_at))  # forced ones may be more
+        self.accepted_at += [0] * (num_accepted - len(self.accepted_at))  # for many forced tokens
         for place in range(num_accepted):
             self.accepted_at[place] += 1
         judged = num_accepted

@@ -1,4 +1,4 @@
-"""DraftSource: a draft model, found and checked before the ranks load it."""
+"""DraftSource: a draft model that was found and checked, and that ranks can load."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from nanovllm.utils.checks import shorten
 
 @dataclass(frozen=True)
 class DraftSource:
-    """What every rank needs to load its part of the draft model.
+    """Loads a rank's part of the draft model.
 
     The options are those of the engine, except what `speculative_config` says.
     """
@@ -52,7 +52,7 @@ Source = DraftSource | HeadSource | NgramSource
 
 
 def find_source(config: Config, model_config: ModelConfig, tokenizer: Any) -> Source | None:
-    """What makes drafts on the device, if the options ask for that: n-grams, a model or a head.
+    """The source of drafts on the device, if the options ask for one: n-grams, a model or a head.
 
     A model that does not fit is an error.
     """
@@ -90,7 +90,7 @@ def _check_layers(draft: ModelConfig) -> None:
 
 
 def _longest(model: ModelConfig, asked: int | None) -> int:
-    """How many tokens of a sequence the draft model sees: its limit, or less if `asked`."""
+    """The most tokens of a sequence that the draft model sees: its limit, or `asked` if less."""
     longest = model.max_context
     if asked is not None and asked > longest:
         raise ValueError(f"max_model_len must be at most {longest}, its limit, got {asked}")

@@ -2,7 +2,9 @@
 
 from nanovllm.engine.schedule.step_size import Size
 
-MOST_DRAFTS = 256  # of a step: with more, even right ones take longer than they save
+MOST_DRAFTS = (
+    256  # the most drafts of a step: with more, even right ones take longer than they save
+)
 
 
 def numbers_of_drafts(most_drafts: int) -> list[int]:

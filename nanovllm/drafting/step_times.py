@@ -1,6 +1,6 @@
-"""How long decode graphs take, and what a draft model needs to catch up.
+"""Measure how long decode graphs take, and how long a draft model takes to catch up.
 
-Measured when an engine that speculates starts.
+An engine with drafts measures this when it starts.
 """
 
 import logging
@@ -15,15 +15,15 @@ from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.schedule.step_size import Size
 from nanovllm.engine.start.warm_up import warmup_inputs
 
-MOST_LOOKUP = 32  # tokens of an n-gram
-FEW_TOKENS = 8  # with which catching up is timed
-ROUNDS = 4  # of all graphs: what disturbs one of them seldom lasts for all its rounds
+MOST_LOOKUP = 32  # the most tokens of an n-gram
+FEW_TOKENS = 8  # tokens of the step that measures catching up
+ROUNDS = 4  # of all graphs: a disturbance seldom lasts for all rounds of a graph
 
 logger = logging.getLogger("nanovllm")
 
 
 class StepTimes(NamedTuple):
-    """Seconds, if they were measured: of each decode graph, and of a short step to catch up."""
+    """The seconds of each decode graph, and of a short step to catch up, if they were measured."""
 
     graphs: Mapping[Size, float] = {}
     catch_up: float = 0.0

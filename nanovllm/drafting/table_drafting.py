@@ -1,4 +1,4 @@
-"""TableDrafting: drafts that the device guesses and judges, in the rows of its table."""
+"""TableDrafting: drafts that the device guesses and accepts, in the rows of its table."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 
@@ -11,13 +11,13 @@ from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.drafting import NO_DRAFTS, Drafts
 from nanovllm.engine.schedule.sequence import PENDING, Sequence
 
-# If no draft pays in a step of at least MANY sequences, the next QUIET_STEPS have none: to look
-# costs 1 to 3 us a sequence.
+# If no draft pays in a step of at least MANY sequences, the next QUIET_STEPS steps have none:
+# looking again costs 1 to 3 us a sequence.
 QUIET_STEPS, MANY = 3, 9
 
 
 class TableDrafting(PacedDrafting):
-    """Says how many drafts the sequences of a decode step get: the same number for all of them.
+    """Chooses how many drafts the sequences of a decode step get: the same number for all.
 
     Steps that compute prompts have none. If a step `mixes` prompts and decodes, the host must know
     all tokens.
@@ -40,7 +40,7 @@ class TableDrafting(PacedDrafting):
     ) -> Drafts | None:
         """How many drafts each sequence has.
 
-        None if they should have none, and drafts in flight may still be accepted.
+        None if there should be no drafts, but drafts in flight may still be accepted.
         """
         if prompts:
             return NO_DRAFTS
@@ -52,8 +52,8 @@ class TableDrafting(PacedDrafting):
     def draft(self, seqs: list[Sequence], budget: int, caches: Caches) -> int:
         """How many drafts each of `seqs` has in a decode step.
 
-        Sequences take blocks for the most tokens that they may have then, as far as there are free
-        ones; the device uses no more.
+        Sequences take blocks for the most tokens that they may get, as long as there are free
+        blocks; the device uses no others.
         """
         if self._quiet:
             self._quiet -= 1
@@ -78,12 +78,12 @@ class TableDrafting(PacedDrafting):
     ) -> bool:
         """Whether the next step needs to know which drafts of `batch` were right.
 
-        A decode step needs it if it could lack blocks. Else a row has a block for its next token,
-        however many drafts are accepted before it.
+        A decode step needs this if blocks could be missing. Otherwise a row has a block for its
+        next token for any number of accepted drafts.
         """
         if not batch.num_drafts:
             return False
-        most_new = 2 * self.most_drafts + 1  # of a step in flight and of the next one
+        most_new = 2 * self.most_drafts + 1  # in the step in flight and the next one
         return self._mixes or not caches.any_can_grow(len(running), most_new)
 
     def collect(
@@ -99,8 +99,8 @@ class TableDrafting(PacedDrafting):
     ) -> Iterator[tuple[Sequence, int]]:
         """The accepted tokens, from the `outcome` of the device's `accept`.
 
-        When those of a sequence have been taken, its blocks are published. Blocks that only wrong
-        drafts needed are freed, if no later step may need them.
+        When the tokens of a sequence have been added, its blocks are published. Blocks that only
+        wrong drafts needed are freed, if no later step may need them.
         """
         width = batch.num_drafts + 3
         for index, seq in enumerate(batch.seqs):
@@ -126,7 +126,7 @@ class TableDrafting(PacedDrafting):
 
 
 def expect(seq: Sequence, num_tokens: int, num_drafts: int) -> None:
-    """Make room for the tokens that a step with drafts has added, in place of the sure one."""
+    """Make room for the tokens that a step with drafts has added, in place of the certain one."""
     at = seq.num_known_tokens
     seq.token_ids[at : at + 1] = [PENDING] * num_tokens
     seq.num_pending_tokens += num_tokens - 1

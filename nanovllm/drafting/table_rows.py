@@ -1,4 +1,4 @@
-"""TableRows: what rank 0 records and sends for drafts that the device guesses."""
+"""TableRows: rank 0's records, and the data that it sends, for drafts guessed on the device."""
 
 import numpy as np
 
@@ -24,19 +24,21 @@ class TableRows:
         self.reset()
 
     def reset(self) -> None:
-        """Trust nothing: all sequences start over."""
+        """Forget all records: all sequences start over."""
         num_rows = self._layout.num_rows
         self.missing: list[Missing] = []  # in the step that begins
         self._offsets: list[int] = []
         self._words: list[int] = []
         self._history: list[tuple[Array, Array]] = []  # offsets and words, which are many
         self._is_ahead = np.zeros(num_rows, bool)
-        self._num_seen = np.zeros(num_rows, np.int64)  # by the guesser: first tokens, at least
+        self._num_seen = np.zeros(
+            num_rows, np.int64
+        )  # the guesser has seen at least these first tokens
         longest = self._longest
         self._drafted = DraftedBlocks(self.block_size, longest) if longest else None
 
     def set_chance(self, chance: float) -> None:
-        """Let the device accept drafts by chance, right or wrong: for measurements."""
+        """Make the device accept drafts by chance, right or wrong: for measurements."""
         self._change(self._layout.chance, int(chance * 2**CHANCE_BITS))
 
     def give(self, row: int) -> bool:
@@ -46,7 +48,7 @@ class TableRows:
         return was_ahead
 
     def stop(self, seqs: list[Sequence], rows: Array) -> Array:
-        """Let the rows of `seqs` be ahead no longer. Returns the rows that were."""
+        """Mark the rows of `seqs` as no longer ahead. Returns the rows that were ahead."""
         is_ahead = self._is_ahead[rows]
         stopped: Array = rows[is_ahead]
         if len(stopped):
@@ -60,7 +62,7 @@ class TableRows:
             self._drafted.claim(seq, start)
 
     def limit(self, seqs: list[Sequence], rows: Array, indices: list[int]) -> None:
-        """Let the device know for how many tokens the sequences at `indices` have room."""
+        """Send the device the number of tokens for which the sequences at `indices` have room."""
         for index in indices:
             limit = min(seqs[index].room, seqs[index].max_num_tokens - 1)
             self._change(self._layout.limits + int(rows[index]), limit)
@@ -68,7 +70,7 @@ class TableRows:
     def decode(self, seqs: list[Sequence], rows: Array, lengths: Array, num_drafts: int) -> Array:
         """Record a decode step. Returns which rows were not ahead before it.
 
-        With drafts the guesser sees what is missing in these rows.
+        With drafts the guesser sees the missing tokens of these rows.
         """
         is_behind: Array = ~self._is_ahead[rows]
         if not num_drafts and not is_behind.all():
@@ -90,7 +92,7 @@ class TableRows:
         return TableChanges(*map(np.concatenate, columns))
 
     def _fall_behind(self, rows: Array, lengths: Array) -> None:
-        """Record what the guesser has seen of rows that are ahead, by the lengths known now.
+        """Record the tokens that the guesser has seen of rows that are ahead, by the known lengths.
 
         It has seen all tokens except the last one when the last step began, which added at most
         1 + `most_drafts`.
@@ -102,7 +104,7 @@ class TableRows:
     def _let_see(self, seq: Sequence, row: int) -> None:
         """Let the guesser see the tokens of a row that is behind, by a history or a draft model.
 
-        All its tokens are known except the last one, which is in its place.
+        The host knows all its tokens except the last one, for which there is a placeholder.
         """
         self._change(self._layout.counts + row, 1)
         start, end = int(self._num_seen[row]), len(seq.token_ids) - 1

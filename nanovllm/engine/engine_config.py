@@ -42,7 +42,7 @@ class EngineConfig:
     def settle(
         cls, config: Config, num_kvcache_blocks: int, max_model_len: int, has_kv: bool = True
     ) -> "EngineConfig":
-        """Complete a Config of which only the pool's size and the longest sequence are open."""
+        """Complete a Config that lacks only the pool's size and the longest sequence."""
         names = [field.name for field in fields(cls)]
         values: dict[str, Any] = {name: getattr(config, name, None) for name in names}
         # Each takes a token of a step's budget, and a block.

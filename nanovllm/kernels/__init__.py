@@ -1,1 +1,1 @@
-"""The operations below the layers, in three rooms with the same file names; `table` binds them."""
+"""Kernels in plain PyTorch, C++ and Triton, with the same file names. `table` binds them."""

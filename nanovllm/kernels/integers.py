@@ -1,4 +1,4 @@
-"""Integers for launches of kernels. Triton's own functions take 2 to 3 µs a call."""
+"""Integer arithmetic for kernel launches. Triton's own functions take 2 to 3 µs a call."""
 
 
 def cdiv(a: int, b: int) -> int:

@@ -1,4 +1,4 @@
-"""Two computations at the same time on a GPU, one of them on a second stream."""
+"""Run two computations at the same time on a GPU, one of them on a second stream."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ def overlapped(
 ) -> tuple[First, Second]:
     """Call both functions and return both results. In a CUDA graph, their kernels run in parallel.
 
-    Outside of a graph they run one after the other: launches on a second stream would take the
+    Outside of a graph they run one after the other, because launches on a second stream take the
     host longer than the kernels run.
     """
     if device.type != "cuda":

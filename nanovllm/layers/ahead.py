@@ -1,4 +1,4 @@
-"""Compiling ahead: many Triton kernels at the same time, before the calls that launch them."""
+"""Compile many Triton kernels at the same time, before the calls that launch them."""
 
 import os
 from collections.abc import Callable

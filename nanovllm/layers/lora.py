@@ -39,7 +39,7 @@ class AdapterRows:
     ) -> torch.Tensor:
         """The output of `linear`, with the adapters' on rows x added in place.
 
-        Launch `linear` before the adapters' kernels. A kernel may start before the one ahead of it
+        Launch `linear` before the adapters' kernels. A kernel may start before the previous kernel
         has ended, and the adapters' kernels read what `group_rows` wrote, so another kernel must
         run between the two. In a decode graph they run at the same time as `linear`, so another
         kernel must run before both.

@@ -1,4 +1,4 @@
-"""The chunks of a streamed response, as OpenAI's API has them."""
+"""The chunks of a streamed response in OpenAI's API."""
 
 import time
 from typing import Any
@@ -30,11 +30,11 @@ class ChunkWriter:
         self._reader = AnswerReader(request.answer) if is_chat else None
         self._first_id = first_id
         self._begun = self._has_calls = False
-        self._offset = 0  # of the next token's text
+        self._offset = 0  # where the next token's text begins
         self.num_tokens = 0
 
     def chunk(self, event: StreamEvent) -> dict[str, Any] | None:
-        """The chunk of an event; None if nothing of it can be shown yet."""
+        """The chunk of an event; None if there is nothing to send yet."""
         self.num_tokens += len(event["token_ids"])
         write = self._completion_choice if self._reader is None else self._chat_choice
         choice = write(event)

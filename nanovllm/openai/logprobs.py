@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's API writes them, for chats and for completions."""
+"""Log-probabilities in the form of OpenAI's API, for chats and for completions."""
 
 from collections.abc import Sequence
 from typing import Any

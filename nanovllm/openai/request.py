@@ -1,7 +1,8 @@
 """Parse the body of a request to OpenAI's API into a prompt and `SamplingParams`.
 
-Names are checked here, values by `SamplingParams`. Nothing is accepted and then ignored: an unknown
-field is an error, and so is a value that asks for something we do not have. It knows no engine.
+Names are checked here, values by `SamplingParams`. Nothing is accepted and then ignored: unknown
+fields are errors, and so are values that ask for something that is not supported. It knows no
+engine.
 """
 
 from collections.abc import Collection, Mapping
@@ -37,7 +38,7 @@ NOTES = (
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention",
 )  # fmt: skip
-# Fields with a single allowed value, which is what happens in any case.
+# Fields with a single allowed value, which has no effect.
 FIXED: dict[str, Any] = {"best_of": 1}
 KNOWN = {
     url: dict.fromkeys((*names, *SAMPLING, *OPENAI_NAMES, *NOTES, *FIXED))
@@ -47,9 +48,9 @@ KNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class APIRequest:
-    """What a body asks for. If `url` is CHAT, `prompts` is a list of one conversation.
+    """The parsed body of a request. If `url` is CHAT, `prompts` is a list of one conversation.
 
-    `chat_options` are further keywords of `LLM.chat`. `answer` says how a chat's answer is read.
+    `chat_options` are further keywords of `LLM.chat`. `answer` says how a chat's answer is parsed.
     With `echo` a completion's text begins with the prompt.
     """
 

@@ -1,4 +1,4 @@
-"""Make the body that answers a request, as OpenAI's API has it.
+"""Make the body that answers a request, in the form of OpenAI's API.
 
 `stop_reason`, `token_ids` and `prompt_logprobs` are additions, the same as vLLM's.
 """
@@ -68,14 +68,14 @@ def usage(num_prompt_tokens: int, num_tokens: int, num_cached_tokens: int) -> di
 
 
 def finish_reason(reason: str | None, has_calls: bool) -> str | None:
-    """OpenAI's name of an ending."""
+    """OpenAI's name for how a sample has ended."""
     return "tool_calls" if has_calls and reason == "stop" else reason
 
 
 def echoed_text(
     prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, tokenizer: Any
 ) -> str:
-    """The text of a prompt, which may be known as token ids alone, or be cut to its last ones."""
+    """The text of a prompt, which may be given only as token ids, or be cut to its last tokens."""
     if prompt is not None and params.truncate_prompt_tokens is None:
         return prompt
     text: str = tokenizer.decode(prompt_token_ids)

@@ -1,4 +1,4 @@
-"""`response_format`: the text or JSON that a body wants its answer to be."""
+"""`response_format`: whether an answer is text or JSON."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,9 +18,9 @@ SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
 
 def structured_of(given: Any) -> StructuredOutputs | None:
-    """What a `response_format` asks for; None if it is any text.
+    """The constraint of a `response_format`; None for any text.
 
-    A schema holds whether it is `strict` or not.
+    A schema applies whether it is `strict` or not.
     """
     kind = given.get("type") if isinstance(given, Mapping) else None
     if kind not in TYPES:

@@ -1,6 +1,6 @@
 """The bodies of /v1/embeddings, and of vLLM's /score and /rerank: requests and responses.
 
-An unknown field is an error. Values are checked by the calls that they go to. It knows no engine.
+An unknown field is an error. The calls that get the values check them. It knows no engine.
 """
 
 import base64
@@ -23,14 +23,14 @@ EMBED_OPTIONS = (
     "dimensions", "normalize", "pooling", "prompt_name", "instruction", "truncate_prompt_tokens",
 )  # fmt: skip
 SCORE_OPTIONS = ("instruction", "method", "truncate_prompt_tokens")
-OTHER_NAMES = {"text_1": "queries", "text_2": "documents"}  # vLLM's first ones
+OTHER_NAMES = {"text_1": "queries", "text_2": "documents"}  # vLLM's older names
 
 
 @dataclass(frozen=True, slots=True)
 class VectorRequest:
-    """What a body asks for: the arguments of `embed` or `score`, and how to write the answer.
+    """A parsed body: the arguments of `embed` or `score`, and the form of the answer.
 
-    `top_n` is how many documents a ranking has at most; None for what is no ranking.
+    `top_n` is the most documents of a ranking; None if the answer is not a ranking.
     """
 
     arguments: tuple[Any, ...]
@@ -133,7 +133,7 @@ def score_body(
 
 
 def _prompts(name: str, value: Any) -> list[Any]:
-    """The prompts in a value that is not empty."""
+    """The prompts in a value, which must not be empty."""
     prompts = prompts_of(name, value)
     if not value:
         raise ValueError(f"{name} must not be empty, got {shorten_json(value)}")
@@ -151,7 +151,7 @@ def _score_options(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(name: str, document: Any) -> str:
-    """A document is a text, or an object with one."""
+    """The text of a document, which is a text or an object with one."""
     text = document.get("text") if isinstance(document, Mapping) else document
     if not isinstance(text, str):
         raise TypeError(

@@ -36,7 +36,7 @@ ANSWER = ("generated_text", "finish_reason", "response", "error")  # the added c
 Answer = tuple[str | None, str | None, str | None, str | None]  # their values for one row
 
 
-class Pending(NamedTuple):
+class PendingRow(NamedTuple):
     """A row with requests in the engine, and the outputs of the finished ones."""
 
     row: int
@@ -48,11 +48,11 @@ class Pending(NamedTuple):
 class EngineReplica:
     """An engine that answers batches of rows, for `map_batches` with `batch_format="pyarrow"`.
 
-    A row's columns are the fields of its request, except those in `keep`, which only pass through.
-    With `line_column`, requests are the JSON texts of that column, and all others pass through.
-    `sampling` has sampling parameters for rows without them; further options are the engine's. The
-    engine runs empty at the end of each batch, so a batch should have several times as many rows as
-    run at once.
+    A row's columns are the fields of its request, except for those in `keep`, which only pass
+    through. With `line_column`, requests are the JSON texts of that column, and all other columns
+    pass through. `sampling` has sampling parameters for rows without them; further options are the
+    engine's. The engine runs empty at the end of each batch, so a batch should have several times
+    as many rows as run at once.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class EngineReplica:
     def _answer(self, lines: list[Any]) -> list[Answer]:
         """Answers in the order of lines."""
         answers: dict[int, Answer] = {}
-        pending: dict[int, Pending] = {}
+        pending: dict[int, PendingRow] = {}
         try:
             for index, line in enumerate(lines):
                 try:
@@ -111,7 +111,7 @@ class EngineReplica:
                 except (TypeError, ValueError) as error:
                     answers[index] = (None, None, None, str(error))
                 else:
-                    row = Pending(index, custom_id, submitted, [])
+                    row = PendingRow(index, custom_id, submitted, [])
                     pending |= dict.fromkeys(submitted.request_ids, row)
             while pending:
                 for output in self._llm.step():
@@ -190,7 +190,7 @@ def _resources(
 
 
 def _identify(line: Any) -> tuple[str, dict[str, Any]]:
-    """A line's id, on which its samples depend, and its object.
+    """The id of a line, which determines its samples, and its object.
 
     The id of a line without a `custom_id` is a digest of its object.
     """
@@ -216,7 +216,7 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _answered(row: Pending) -> Answer:
+def _answered(row: PendingRow) -> Answer:
     """The first sample's text and finish reason, and the whole response body in JSON."""
     body, first = row.submitted.body(row.custom_id, row.outputs), row.outputs[0]
     return first["text"], first["finish_reason"], json.dumps(body), None

@@ -1,4 +1,4 @@
-"""What a replica needs of a machine: cores, or a GPU for each of its ranks."""
+"""The resources of a replica: cores, or a GPU for each of its ranks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +14,8 @@ DEVICES = ("auto", "cpu", "cuda")  # Ray chooses which GPUs a replica sees
 def is_on_cuda(config: Config, cluster: Mapping[str, float] | None = None) -> bool:
     """Whether replicas compute on GPUs.
 
-    `cluster` has the resources of all machines; by default those of Ray's cluster, which is asked,
-    and started if there is none, only where the device is "auto".
+    `cluster` has the resources of all machines. By default these are read from Ray's cluster, but
+    only if the device is "auto"; Ray is started if there is no cluster.
     """
     if config.device not in DEVICES:
         raise ValueError(f"device must be 'auto', 'cpu' or 'cuda' with Ray, got {config.device!r}")

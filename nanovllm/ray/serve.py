@@ -35,7 +35,7 @@ from nanovllm.utils.option import options_of
 
 logger = logging.getLogger("nanovllm.server")
 
-# Options of `nanovllm serve` that Ray's proxies have, and what to use instead.
+# Options of `nanovllm serve` that belong to Ray's proxies, and what to use instead.
 OF_PROXIES = {
     **dict.fromkeys(
         ("host", "port", "ssl_certfile", "ssl_keyfile"), "serve.start(http_options={...}) sets it"
@@ -50,7 +50,7 @@ OF_DEPLOYMENTS = tuple(
 )
 UNLIMITED = 1_000_000_000  # requests at a replica; its engine counts them, and says when it is full
 CLOSE_SECONDS = 10.0  # for an engine to end
-LAST_SECONDS = 0.5  # for responses to leave when the engine has ended
+LAST_SECONDS = 0.5  # the time to send responses when the engine has ended
 
 
 class ServerReplica:
@@ -159,7 +159,7 @@ def _check_autoscaling(config: Any) -> None:
 
 
 def _actor_options(config: Config, given: Any) -> tuple[dict[str, Any], str]:
-    """What Ray reserves for a replica, and the device of its engine."""
+    """The resources that Ray reserves for a replica, and the device of its engine."""
     if given is not None and not isinstance(given, Mapping):
         raise TypeError(f"ray_actor_options must be a dict, got {shorten(given)}")
     options, ranks = dict(given or {}), config.tensor_parallel_size

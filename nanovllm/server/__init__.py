@@ -1,4 +1,4 @@
-"""An HTTP server that speaks OpenAI's API: Starlette in front of an AsyncLLM.
+"""An HTTP server with OpenAI's API: Starlette in front of an AsyncLLM.
 
 options.py   what the command line can set
 app.py       the routes, and what is common to all of them

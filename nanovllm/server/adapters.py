@@ -46,7 +46,7 @@ class ServedModels:
         return [self.description(name) for name in (*self.names, *self._adapters)]
 
     def description(self, name: str) -> dict[str, Any]:
-        """What is known of a model."""
+        """The description of a model."""
         adapter = self.adapter(name)
         return {
             "id": name,
@@ -71,7 +71,7 @@ class ServedModels:
         return PlainTextResponse(f"the adapter {adapter.name!r} is loaded")
 
     async def unload(self, request: Request) -> Response:
-        """Offer an adapter no longer. Requests that use it go on."""
+        """Stop offering an adapter. Requests that use it go on."""
         body = await self._body(request, UNLOAD_FIELDS)
         name = _text(body, "lora_name")
         if name not in self._adapters:

@@ -1,4 +1,4 @@
-"""Answering chats and completions: whole, or as server-sent events while tokens come."""
+"""Answer chats and completions: whole, or as server-sent events while tokens come."""
 
 import asyncio
 import contextlib
@@ -28,9 +28,9 @@ from nanovllm.server.options import ServerOptions
 from nanovllm.utils.tasks import Stop, all_of, cancel
 
 T = TypeVar("T")
-LAST_SECONDS = 1.0  # for an error to leave
+LAST_SECONDS = 1.0  # the time to send an error
 DONE = b"data: [DONE]\n\n"
-Part = tuple[bytes, bool]  # of a streamed response: events, and whether they are the last
+Part = tuple[bytes, bool]  # a part of a stream: events, and whether they are the last
 Work = Response | Coroutine[Any, Any, dict[str, Any]]  # a response, or the body of one
 
 
@@ -87,7 +87,7 @@ class Answering:
             raise APIError(400, "prompt_logprobs must not be streamed")
 
     async def _prepare(self, asked: APIRequest) -> tuple[APIRequest, list[Any]]:
-        """The prompts of a request; those of chats are made by the chat template."""
+        """The prompts of a request; for chats, the chat template makes them."""
         if asked.url != CHAT:
             return asked, asked.prompts
         (messages,) = asked.prompts
@@ -136,7 +136,7 @@ class Answering:
                 begun.add(index)
                 chunk = writers[index].chunk(event)
                 num_open -= event["finish_reason"] is not None
-                if not num_open and requests[place].is_over:  # the end leaves with the last event
+                if not num_open and requests[place].is_over:  # the end is sent with the last event
                     last = b"" if chunk is None else _sse(chunk)
                 elif chunk is not None:
                     yield _sse(chunk), False
@@ -197,9 +197,9 @@ def refuse_templates(asked: APIRequest) -> None:
 
 
 class EventStream(Response):
-    """A response that sends events as they come, and ends when the client leaves.
+    """A response that sends events as they come, and ends when the client disconnects.
 
-    Its status is sent with the first event, so that an error before it can have another one.
+    Its status is sent with the first event, so that an error before this can have another status.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class EventStream(Response):
             if not await unless_gone(receive, self._pump(send), self._timeout):
                 self._line.status = CLIENT_LEFT
         except Exception as error:
-            if not self._begun:  # then the response is that of the error
+            if not self._begun:  # then the error becomes the response
                 raise
             with contextlib.suppress(asyncio.TimeoutError):  # the client does not read
                 await asyncio.wait_for(self._end_with(as_api_error(error), send), LAST_SECONDS)
@@ -285,9 +285,9 @@ async def answered(
     options: ServerOptions,
     work: Callable[[RequestLine, Mapping[str, Any]], Work],
 ) -> Response:
-    """Answer a request by what `work` makes of its body.
+    """Answer a request with the result of `work` for its body.
 
-    If the client leaves before it is complete, the work is cancelled.
+    If the client disconnects before it is complete, the work is cancelled.
     """
     found = work(request.scope["line"], await read_object(request, options.max_body_mib))
     if isinstance(found, Response):
@@ -304,10 +304,10 @@ def json_response(value: Any) -> Response:
 async def unless_gone(
     receive: Receive, work: Coroutine[Any, Any, T], timeout: float | None
 ) -> T | None:
-    """What `work` returns; None, and it is cancelled, if the client leaves before.
+    """The result of `work`. If the client disconnects first, work is cancelled; returns None.
 
-    The work runs in this task. A new task would begin after all other tasks that are ready: of many
-    requests that come at once, the engine would get the first when all have been read.
+    The work runs in this task. A new task would begin after all other tasks that are ready: if many
+    requests come at once, the engine would get the first one only after all have been read.
     """
     stop = Stop()
     gone = asyncio.ensure_future(_disconnected(receive))
@@ -316,7 +316,7 @@ async def unless_gone(
     try:
         return await work
     except asyncio.CancelledError:
-        if not stop.is_ours():  # but of what runs the application
+        if not stop.is_ours():  # the program that runs the application has cancelled it
             raise
         if stop.reason == "late":
             raise asyncio.TimeoutError from None
@@ -329,6 +329,6 @@ async def unless_gone(
 
 
 async def _disconnected(receive: Receive) -> None:
-    """Wait until the client has left."""
+    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

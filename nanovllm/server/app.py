@@ -1,4 +1,4 @@
-"""The application: its routes, and what is common to all of them."""
+"""The application: its routes, and the handling that they share."""
 
 import asyncio
 import contextlib
@@ -99,13 +99,13 @@ class ServerEndpoints:
         return Response(status_code=200)
 
     async def start_profile(self, _: Request) -> Response:
-        """Begin to record what the engine does."""
+        """Start the engine's profiler."""
         with self._refusals():
             await self._llm.start_profile()
         return Response(status_code=200)
 
     async def stop_profile(self, _: Request) -> JSONResponse:
-        """End the recording; the answer has the names of the traces."""
+        """Stop the profiler; the answer has the names of the traces."""
         with self._refusals():
             return JSONResponse({"traces": [str(p) for p in await self._llm.stop_profile()]})
 
@@ -129,5 +129,5 @@ class ServerEndpoints:
         return Response(text, media_type=PROMETHEUS)
 
     async def page(self, _: Request) -> Response:
-        """A page to chat, and to watch the engine."""
+        """The page for chats that also shows the state of the engine."""
         return FileResponse(PAGE, media_type="text/html")

@@ -1,4 +1,4 @@
-"""Reading the body of a request: JSON, of bounded size."""
+"""Read the body of a request: JSON of limited size."""
 
 from typing import Any
 

@@ -11,15 +11,15 @@ from nanovllm.server.errors import APIError, as_api_error, error_response
 from nanovllm.server.log import CLIENT_LEFT, RequestLine
 from nanovllm.utils.checks import shorten
 
-OPEN_PATHS = ("/", "/health", "/version", "/metrics")  # without a key, and polled
+OPEN_PATHS = ("/", "/health", "/version", "/metrics")  # need no key, and are polled
 DRAINING_PATHS = ("/metrics", "/version")  # answered while the server drains
 
 
 class Guard:
     """Passes requests on to an application, or refuses them.
 
-    Each request has an id, in a header of the response, and a line in the log. What the application
-    raises becomes the response here. Web pages of these `origins` may use the server.
+    Each request has an id, in a header of the response, and a line in the log. Exceptions of the
+    application become responses here. Web pages of these `origins` may use the server.
     """
 
     def __init__(self, keys: Sequence[str], origins: Sequence[str]) -> None:
@@ -69,7 +69,7 @@ class Guard:
             finally:
                 self.num_active -= 1
         except Exception as error:
-            if line.status is not None:  # the response has begun, and breaks off
+            if line.status is not None:  # the response has begun, and is cut off
                 raise
             found = as_api_error(error)
             line.fail(found.status, str(found), found.code)

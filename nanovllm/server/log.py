@@ -1,4 +1,4 @@
-"""RequestLine: the line that the log gets for each request, without prompts and answers."""
+"""RequestLine: the line in the log for each request, without prompts and answers."""
 
 import logging
 import re
@@ -10,14 +10,14 @@ from typing import Any
 from starlette.types import Scope
 
 logger = logging.getLogger("nanovllm.server")
-CLIENT_LEFT = 499  # the status if the client has left, as in nginx's logs
-# What follows one of these in a message may be part of a prompt.
+CLIENT_LEFT = 499  # the status if the client has disconnected, as in nginx's logs
+# The text after one of these in a message may be part of a prompt.
 VALUE = re.compile(r"\n|, got |['\"{]|(?<=template fails): ")
 MOST_SHOWN = 200  # characters
 
 
 class RequestLine:
-    """What is logged of a request: its path and id, how it ended, its tokens and times.
+    """The logged values of a request: its path and id, how it ended, its tokens and times.
 
     Guard makes it, as `scope["line"]`, and writes it when the request has ended.
     """

@@ -15,7 +15,7 @@ from nanovllm.metrics import Counter, Gauge, Histogram, Metric, Vector
 
 
 class Collected(Collector):
-    """Metrics that were read at one time, with the model's name that clients know."""
+    """Metrics that were read at one time, with the model's name for clients."""
 
     def __init__(self, metrics: Iterable[Metric], model_name: str) -> None:
         self._metrics, self._model_name = list(metrics), model_name
@@ -29,7 +29,7 @@ class Collected(Collector):
 
 
 def metrics_text(metrics: Iterable[Metric], model_name: str) -> bytes:
-    """What Prometheus reads; the label `model_name` is the given one, as in vLLM's server."""
+    """The text for Prometheus; the label `model_name` is the given one, as in vLLM's server."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(Collected(metrics, model_name))
     return generate_latest(registry)

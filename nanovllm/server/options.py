@@ -1,4 +1,4 @@
-"""ServerOptions: what `nanovllm serve` takes in addition to the engine's options."""
+"""ServerOptions: the options of `nanovllm serve` in addition to those of the engine."""
 
 import os
 import re

@@ -27,9 +27,9 @@ from nanovllm.utils.option import options_of
 logger = logging.getLogger("nanovllm.server")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CHECK_SECONDS = 0.05  # between checks for requests that still run
-LAST_SECONDS = 1.0  # for responses to leave when the engine has ended
+LAST_SECONDS = 1.0  # the time to send responses when the engine has ended
 BACKLOG = 4096  # connections that wait to be accepted
-KEEP_ALIVE_SECONDS = 75  # longer than a proxy's: it must not reuse a connection as that closes
+KEEP_ALIVE_SECONDS = 75  # longer than a proxy's, which must not reuse a connection that closes
 MAX_TOKENS = {CHAT: None, COMPLETIONS: 16}  # of bodies that do not set it, as in OpenAI's API
 
 
@@ -77,7 +77,7 @@ def default_params(llm: AsyncLLM, given: Mapping[str, Any]) -> dict[str, dict[st
 
 
 def _run(work: Any) -> int:
-    """Run on uvloop where it is installed."""
+    """Run on uvloop if it is installed."""
     try:
         from uvloop import run
     except ImportError:
@@ -98,7 +98,7 @@ def _check_certificate(options: ServerOptions) -> None:
 
 @contextlib.contextmanager
 def _listening(options: ServerOptions) -> Iterator[socket.socket]:
-    """A socket that listens already: one that is only bound could share its port with another."""
+    """A listening socket; a socket that is only bound could share its port with another."""
     if options.uds is not None:
         place: Any = options.uds
         _remove_unused(options.uds)
@@ -144,7 +144,7 @@ def _shown(options: ServerOptions, port: int | None = None) -> str:
 
 @contextlib.contextmanager
 def _signals_call(take: Callable[[], None]) -> Iterator[None]:
-    """Let the signals call `take` in the block, and change nothing after its good end."""
+    """Make the signals call `take` in the block; ignore them after it, if it has not failed."""
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, take)
@@ -190,8 +190,8 @@ class _Life:
         return 1 if has_failed else 0
 
     async def _serve(self, listener: socket.socket, announce: Callable[[str], None]) -> bool:
-        """Serve until a signal or the end of the engine; whether it was the engine's end."""
-        await self._llm.stats()  # from here on its end is heard
+        """Serve until a signal or the end of the engine; returns whether the engine has ended."""
+        await self._llm.stats()  # from here on its end is noticed
         serving = asyncio.ensure_future(self._server.serve(sockets=[listener]))
         ended = asyncio.ensure_future(self._llm.wait_for_failure())
         asked = asyncio.ensure_future(self._asked.wait())
@@ -227,4 +227,4 @@ class _Life:
         while self._guard.num_active and self._signals == 1 and loop.time() < deadline:
             await asyncio.sleep(CHECK_SECONDS)
         self._llm.end_all(APIError(503, "the server has ended before the answer", "draining"))
-        await asyncio.sleep(2 * CHECK_SECONDS)  # for responses to leave
+        await asyncio.sleep(2 * CHECK_SECONDS)  # to send responses

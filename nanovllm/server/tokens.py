@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: texts as token ids, and back."""
+"""/tokenize and /detokenize: convert texts to token ids, and back."""
 
 import asyncio
 from collections.abc import Collection, Mapping

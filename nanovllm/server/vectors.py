@@ -1,4 +1,4 @@
-"""Answering /v1/embeddings, /score and /rerank: vectors of prompts, and scores of documents."""
+"""Answer /v1/embeddings, /score and /rerank: vectors of prompts, and scores of documents."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ class VectorAnswering:
         return answer
 
     def _settings(self, asked: VectorRequest) -> dict[str, Any]:
-        """The options of a call, with its adapter; raises if they cannot be."""
+        """The options of a call, with its adapter; raises if they are not valid."""
         self._check_number(asked)
         return dict(asked.options, lora_request=self._models.adapter(asked.model))
 

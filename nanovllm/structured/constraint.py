@@ -1,4 +1,4 @@
-"""Constraint: which tokens may come next, by a grammar that llguidance follows."""
+"""GrammarConstraint: which tokens may come next, by a grammar that llguidance follows."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
@@ -20,9 +20,10 @@ NO_TOKEN = (
 class FreeText:
     """The free text before a constraint: it ends with the token that completes `marker`.
 
-    That token may have more text: the constraint begins with it, or behind it if it is white space
-    that the constraint does not take. `beyond` are tokens that have other text, by how much of the
-    marker they need before them: where they would complete it, they may not come.
+    That token may have more text after the marker. The constraint begins with this text, or after
+    it if it is white space that the constraint does not allow. `beyond` are tokens with other text
+    after the marker, by how much of the marker must come before them: they are not allowed where
+    they would complete the marker.
     """
 
     def __init__(
@@ -37,9 +38,9 @@ class FreeText:
         self._last = b""
 
     def ends(self, token_ids: Iterable[int]) -> tuple[int, bytes] | None:
-        """After how many of these tokens it ends, which it then has, and the text behind it.
+        """Read these tokens until the marker is complete.
 
-        None if it goes on.
+        Returns the number of tokens that complete it, and the text after it; None if it goes on.
         """
         for number, token_id in enumerate(token_ids, start=1):
             self._last += self._bytes_of(token_id)
@@ -50,7 +51,7 @@ class FreeText:
         return None
 
     def begin(self, matcher: "LLMatcher", rest: bytes) -> "LLMatcher | None":
-        """A copy of the matcher behind the rest of a token; None if that may not come."""
+        """A copy of the matcher after the rest of a token; None if the grammar forbids it."""
         for text in (rest, rest.lstrip()):
             begun, ids = matcher.deep_copy(), self._tokens_of(text) if text else []
             if begun.try_consume_tokens(ids) == len(ids) and not begun.is_error():
@@ -58,7 +59,7 @@ class FreeText:
         return None
 
     def barred(self, drafts: Iterable[int]) -> list[int]:
-        """The tokens that may not come after these ones."""
+        """The tokens that are not allowed after these drafts."""
         free = self
         if drafts:
             free = self.copy()
@@ -71,20 +72,20 @@ class FreeText:
         ]
 
     def copy(self) -> "FreeText":
-        """Another one that has read the same."""
+        """A copy that has read the same text."""
         other = FreeText(self._marker, self._bytes_of, self._tokens_of, self._beyond)
         other._last = self._last
         return other
 
 
-class Constraint:
+class GrammarConstraint:
     """A follower that allows the tokens that continue the output by a grammar.
 
-    The sequence ends when nothing but its end can follow. `matcher` is at the start of the grammar,
-    over `num_tokens` tokens; `excluded` are some that may not come although it allows them. `free`
-    is the text before the constraint begins, if there is one, in which `ends` may not come.
-    `dead_ends` are the indices at which no token was left to draw: whichever was drawn there ends
-    the sequence with an error.
+    The sequence ends when the grammar allows only its end. `matcher` is at the start of the
+    grammar, over `num_tokens` tokens; `excluded` are tokens that are forbidden although it allows
+    them. `free` is the free text before the constraint, if there is one; the tokens `ends` are
+    forbidden in it. `dead_ends` are the indices at which no token was left to draw: the token that
+    was drawn there ends the sequence with an error.
     """
 
     __slots__ = (
@@ -101,8 +102,8 @@ class Constraint:
     )
     masks_of = staticmethod(masks_of)
     matcher: "LLMatcher"
-    free: FreeText | None  # that has not ended
-    num_followed: int  # of the tokens, the prompt included
+    free: FreeText | None  # None after its end
+    num_followed: int  # tokens that were read, including the prompt
 
     def __init__(
         self,
@@ -118,10 +119,10 @@ class Constraint:
         self.dead_ends: set[int] = set()
         self.reset()
 
-    def copy(self) -> "Constraint":
-        """Another one at its start."""
+    def copy(self) -> "GrammarConstraint":
+        """A new constraint at its start."""
         start, free = self._start, self._start_text
-        return Constraint(start, self.num_tokens, self.excluded, free, self.ends)
+        return GrammarConstraint(start, self.num_tokens, self.excluded, free, self.ends)
 
     def reset(self) -> None:
         """Start over: the next `update` follows every token of the output."""
@@ -130,11 +131,11 @@ class Constraint:
         self.num_followed = 0
 
     def update(self, seq: Sequence) -> End | None:
-        """Follow the tokens that are new. Returns the end that they bring, if any."""
+        """Follow new tokens. Returns the end of the sequence if they bring it."""
         end = len(seq.token_ids) - seq.num_pending_tokens
         if end == self.num_followed:
             return None
-        if end < self.num_followed:  # one was taken back
+        if end < self.num_followed:  # a token was removed again
             self.reset()
         indices = range(max(self.num_followed, seq.num_prompt_tokens), end)
         self.num_followed = end
@@ -164,11 +165,11 @@ class Constraint:
         return End("error", reason)
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
-        """The tokens that must come after those of `seq`, which are known: `most` at most.
+        """The tokens that must come next, at most `most`. All tokens of `seq` are known.
 
-        Those that the tokenizer makes of the only text that can follow, as far as what comes after
-        it cannot change them. None in free text, nor where the grammar has failed. A token that
-        ends the output is left out: nothing is to be computed after it.
+        These are the tokens that the tokenizer makes of the only text that can follow, up to the
+        last token that later text cannot change. There are none in free text, or if the grammar has
+        failed. A token that ends the output is left out, because nothing is computed after it.
         """
         if self.update(seq) is not None or self.free is not None:
             return []
@@ -180,8 +181,8 @@ class Constraint:
         return tokens
 
     def after(self, drafts: list[int]) -> "LLMatcher | None":
-        """The matcher after the drafts, which may be wrong; None if all tokens may come then."""
-        if not drafts and self.free is None:  # most often
+        """The matcher after the drafts, which may be wrong; None if all tokens are allowed then."""
+        if not drafts and self.free is None:  # the usual case
             return self.matcher
         if self.free is not None:
             ended = self.free.copy().ends(drafts)
@@ -195,10 +196,10 @@ class Constraint:
         return matcher if matcher.try_consume_tokens(drafts) == len(drafts) else None
 
     def barred(self, drafts: list[int]) -> tuple[int, ...]:
-        """The tokens that may not come after the drafts where `after` is None."""
+        """The tokens that are not allowed after the drafts, if `after` is None."""
         return (*self.ends, *(self.free.barred(drafts) if self.free is not None else ()))
 
 
 def reason_of(matcher: "LLMatcher") -> str:
-    """Why a matcher has failed, in a line or a few."""
+    """Why a matcher has failed, in one or a few lines."""
     return str(matcher.get_error()).split("\n<state>")[0].strip()

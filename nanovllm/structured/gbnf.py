@@ -1,5 +1,7 @@
-"""GBNF as llguidance's converter to Lark takes it: what that would change in silence is written
-in another way, or refused with its place.
+"""Prepare GBNF for llguidance's converter to Lark.
+
+Parts that the converter would change silently are written in another way, or refused with their
+place.
 """
 
 import re
@@ -23,12 +25,12 @@ def gbnf_to_lark(grammar: str) -> str:
     plain = PARTS.sub(lambda part: _plain(part, grammar), grammar)
     try:
         return str(convert(plain))
-    except Exception as error:  # the parser raises plain ones, too
+    except Exception as error:  # the parser also raises plain ones
         raise ValueError(str(error)) from None
 
 
 def _plain(part: "re.Match[str]", grammar: str) -> str:
-    """A text or a class in which numbers of characters are the characters; comments as they are.
+    """A text or a class with characters in place of their numbers; comments do not change.
 
     The converter drops the zeros at the start of a number, and Rust's classes have operators.
     """
@@ -61,7 +63,7 @@ def _in_class(char: str) -> str:
 
 
 def _in_text(char: str) -> str:
-    """A character in a text. Lark's have no control characters: a class stands for one."""
+    """A character in a text. Lark's texts have no control characters: a class replaces them."""
     if char in '"\\':
         return "\\" + char
     if char in LETTERS:

@@ -1,4 +1,4 @@
-"""Grammars: compiles what `structured_outputs` ask for, and makes constraints of it."""
+"""Grammars: compiles the grammars of `structured_outputs`, and makes constraints of them."""
 
 import functools
 import json
@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.structured.compiled import CompiledGrammars
-from nanovllm.structured.constraint import Constraint, FreeText, reason_of
+from nanovllm.structured.constraint import FreeText, GrammarConstraint, reason_of
 from nanovllm.structured.lark import (
     JSON_OPTIONS,
     lark_of,
@@ -26,22 +26,22 @@ from nanovllm.utils.checks import shorten
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MOST_REFUSED, MOST_MARKERS = 16, 32  # that are kept
+MOST_REFUSED, MOST_MARKERS = 16, 32  # refused grammars and markers that are kept
 MOST_SHOWN = 1_000  # characters of an error
 TRIAL_TOKENS, TRIAL_WAYS = 32, 8
 PLACE_IN_LARK = re.compile(r"^at \d+\(\d+\): ")
-# llguidance looks at all tokens of such a kind at once where a mask may allow all of them; of other
-# tokens, at each. Its own kinds are those of JSON's strings.
+# If a mask may allow all tokens of such a kind, llguidance checks them together; it checks other
+# tokens one by one. Its own kinds are those of JSON's strings.
 LETTERS = ("[a-zA-Z]{1,10}", "[a-zA-Z]+", "[a-z]+")
-HIDDEN = "\ufdd0"  # no character: begins no text
+HIDDEN = "\ufdd0"  # not a character, so no text begins with it
 
 
 class Grammars:
     """Grammars over a model's vocabulary, compiled once each. For use by several threads.
 
-    Compiling blocks the thread that asks, for milliseconds with schemas of usual size; other
-    threads go on. The first constraint blocks all threads for the second that llguidance takes to
-    read a large vocabulary: it does not release Python's lock.
+    Compiling blocks the calling thread, for milliseconds with schemas of usual size; other threads
+    go on. The first constraint blocks all threads while llguidance reads the vocabulary, for a
+    second if it is large, because llguidance does not release Python's lock.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int] = ()) -> None:
@@ -56,14 +56,14 @@ class Grammars:
 
     def constraint(
         self, asked: StructuredOutputs, eos_token_ids: Iterable[int] | None = None
-    ) -> Constraint:
-        """A constraint at its start, which may end with these tokens, by default with all of EOS.
+    ) -> GrammarConstraint:
+        """A constraint at its start. It may end with these tokens, by default with any EOS token.
 
         A grammar that llguidance refuses is a ValueError.
         """
         if (error := self._refused.get(asked)) is not None:
             raise ValueError(error)
-        tokenizer = self._tokenizer()  # first: reading it is no part of compiling
+        tokenizer = self._tokenizer()  # before the rest: reading it does not count as compiling
         matcher = self._compiled.matcher(asked)
         ends = self._eos_token_ids if eos_token_ids is None else eos_token_ids
         free = None
@@ -71,11 +71,13 @@ class Grammars:
             marker, tokens_of = asked.after.encode(), tokenizer.tokenize_bytes
             free = FreeText(marker, self._bytes_of, tokens_of, self._beyond(asked))
         excluded = set(tokenizer.eos_tokens).difference(ends)
-        return Constraint(matcher, tokenizer.vocab_size, excluded, free, tokenizer.eos_tokens)
+        return GrammarConstraint(
+            matcher, tokenizer.vocab_size, excluded, free, tokenizer.eos_tokens
+        )
 
     @functools.cached_property
     def _added(self) -> dict[str, int]:
-        """The added tokens by their texts: read when they are needed, as the tokenizer is."""
+        """The added tokens by their texts; read when they are first needed, as the tokenizer is."""
         added: dict[str, int] = self._source.get_added_vocab()
         return added
 
@@ -95,9 +97,9 @@ class Grammars:
         return frozenset(self._source.get_vocab().values())
 
     def _find_reaching(self, marker: bytes) -> dict[int, list[tuple[int, bytes]]]:
-        """The tokens that have text behind the marker, with that text.
+        """The tokens that complete the marker and have more text, with this text.
 
-        They are listed by how much of the marker must be there before them.
+        They are listed by how much of the marker must come before them.
         """
         found: dict[int, list[tuple[int, bytes]]] = {}
         rests = [(length, marker[length:]) for length in range(1, len(marker))]
@@ -112,7 +114,7 @@ class Grammars:
         return found
 
     def _find_beyond(self, asked: StructuredOutputs) -> dict[int, tuple[int, ...]]:
-        """Those of them whose text behind the marker the grammar does not take."""
+        """Those of them with text after the marker that the grammar does not allow."""
         assert asked.after is not None
         marker, matcher = asked.after.encode(), self._compiled.matcher(asked)
         free = FreeText(marker, self._bytes_of, self._tokenizer().tokenize_bytes, {})
@@ -151,7 +153,7 @@ class Grammars:
 
 
 def _read(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> "LLTokenizer":
-    """The tokenizer with as many tokens as the model's masks have, or more if it has more."""
+    """Read the tokenizer with as many tokens as the model's masks have, or more if it has more."""
     from llguidance import LLTokenizer
 
     if tokenizer is None:
@@ -173,12 +175,13 @@ def _read(tokenizer: Any, vocab_size: int, eos_token_ids: list[int]) -> "LLToken
 
 
 def _described(backend: Any, eos_token_ids: Container[int] = ()) -> dict[str, Any]:
-    """A tokenizer.json for llguidance: no text contains a special token or one that ends outputs.
+    """Make a tokenizer.json for llguidance, in which special tokens and EOS tokens are not text.
 
-    Else a text such as "<|im_end|>" within a grammar would be that token, which is no text. Other
-    added tokens, such as Qwen3's "</think>", are text. They become tokens of the model's own:
-    llguidance takes all added ones in angle brackets for special. Where a vocabulary has no room
-    for one, or a normalizer changes its text, it becomes special, and only its letters are text.
+    Otherwise a text such as "<|im_end|>" in a grammar would match that token. Other added tokens,
+    such as Qwen3's "</think>", are text. They become ordinary tokens of the vocabulary, because
+    llguidance treats all added tokens in angle brackets as special. If a vocabulary has no room for
+    such a token, or a normalizer changes its text, it becomes special, and only its letters are
+    text.
     """
     described = json.loads(backend.to_str())
     model, added = described["model"], described["added_tokens"]
@@ -207,7 +210,7 @@ def _described(backend: Any, eos_token_ids: Container[int] = ()) -> dict[str, An
 
 
 def _own_name(text: str, is_byte_level: bool) -> str:
-    """The name of a text in the vocabulary of a tokenizer's model."""
+    """The name that a text has in the vocabulary of a tokenizer's model."""
     if not is_byte_level:
         return text.replace(" ", "\u2581")
     from tokenizers.pre_tokenizers import ByteLevel
@@ -217,12 +220,12 @@ def _own_name(text: str, is_byte_level: bool) -> str:
 
 
 def _error(matcher: "LLMatcher", tokenizer: "LLTokenizer", asked: StructuredOutputs) -> str:
-    """Why the matcher is of no use, or ""."""
+    """The error of the matcher, or ""."""
     if matcher.is_error():
         error = reason_of(matcher)
         if error.startswith("panic: "):
             return "it has too many parts"
-        if asked.grammar is None:  # it shows a grammar that we have written
+        if asked.grammar is None:  # the error shows a grammar that we have written
             error = PLACE_IN_LARK.sub("", error).partition("\n   1 | ")[0]
         return explained(error, _schemas(asked))
     return _trial(matcher, tokenizer)
@@ -231,7 +234,7 @@ def _error(matcher: "LLMatcher", tokenizer: "LLTokenizer", asked: StructuredOutp
 def _trial(matcher: "LLMatcher", tokenizer: "LLTokenizer") -> str:
     """Why masks cannot be computed for the first tokens of some text; "" if they can.
 
-    llguidance's limits show only then. What it computes here is not computed again.
+    llguidance checks its limits only then. Results are kept, so nothing is computed twice.
     """
     trial, text = matcher.deep_copy(), b""
     for _ in range(TRIAL_TOKENS):
@@ -241,7 +244,9 @@ def _trial(matcher: "LLMatcher", tokenizer: "LLTokenizer") -> str:
         few = [(one, tokenizer.decode_bytes([one])) for one in _first_tokens(mask, TRIAL_WAYS)]
         if not few:
             break
-        token_id, token = next(((i, t) for i, t in few if t.strip()), few[0])  # space says little
+        token_id, token = next(
+            ((i, t) for i, t in few if t.strip()), few[0]
+        )  # rather not white space
         text += token
         trial.consume_token(token_id)
     if trial.is_error() and "NoExtension" not in reason_of(trial):
@@ -264,7 +269,7 @@ def _first_tokens(mask: bytes, most: int) -> list[int]:
 
 
 def _schemas(asked: StructuredOutputs) -> Iterable[tuple[str, Any]]:
-    """All schemas that are asked for, with their places."""
+    """All schemas of a request, with their places."""
     found = [("#", json.loads(asked.json))] if asked.json is not None else []
     if asked.grammar is not None:
         found += schemas_in_lark(asked.grammar)
@@ -300,7 +305,7 @@ def _grammar(asked: StructuredOutputs, tokenizer: "LLTokenizer", added: Mapping[
 
 
 def _check_whitespace(pattern: str, tokenizer: "LLTokenizer") -> None:
-    """Refuse a pattern that matches anything else: the output would not be JSON."""
+    """Refuse a pattern that matches anything but white space: the output would not be JSON."""
     from llguidance import LLMatcher
 
     try:

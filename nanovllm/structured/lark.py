@@ -11,23 +11,23 @@ from nanovllm.structured.schemas import check_schema, without_neutral
 from nanovllm.utils.checks import shorten
 from nanovllm.utils.json_text import parse_json_at
 
-MOST_LINES = 1_000  # of a grammar: rules that each need the next one overflow llguidance's stack
-# For all schemas. Escapes such as \u0061 could write the name of a property, or of one that a
-# pattern is for, as one that has any value: no string is written with them.
+MOST_LINES = 1_000  # of a grammar: longer chains of rules overflow llguidance's stack
+# Options for all schemas. With escapes such as \u0061, the name of a property could be written so
+# that its schema does not apply; so no string has such escapes.
 JSON_OPTIONS = {"coerce_one_of": False, "lenient": False, "json_allowed_escapes": '"\\bfnrt'}
 
 SPACING = {"item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern"}
-# What may have %json within it without meaning it, and %json itself.
+# %json, and texts, comments and patterns, which may contain "%json" with no meaning.
 LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|%json(?!\w)')
 
 
 def literal(text: str) -> str:
-    """A text in Lark, which has JSON's escapes but takes no DEL as it is."""
+    """A text as a literal of Lark, which has JSON's escapes but does not allow a plain DEL."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def pattern_literal(pattern: str) -> str:
-    """A regular expression in Lark; one that is not valid is a ValueError with the place in it."""
+    """A regular expression in Lark; an invalid one is a ValueError with the place of the error."""
     from llguidance import LLMatcher
 
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
@@ -48,7 +48,7 @@ def _escaped(pattern: str) -> str:
 def reason_in_pattern(pattern: str, error: str) -> str:
     """Why a pattern is not valid: the parser's reason, and the character that it underlines.
 
-    Without a pattern, it is the one that the parser shows.
+    Without `pattern`, the pattern is read from the parser's error.
     """
     found = re.search(r"regex parse error:\n {4}(.*)\n {4}( *)\^.*\nerror: (.*)", error)
     if found is None:
@@ -64,7 +64,7 @@ def reason_in_pattern(pattern: str, error: str) -> str:
 
 
 def lark_of(grammar: str) -> str:
-    """Lark of Lark or GBNF, with schemas that are checked, for which our options hold."""
+    """Convert Lark or GBNF to Lark. Schemas in it are checked, and get our options."""
     if grammar.lstrip().startswith("{"):
         raise ValueError("it must be Lark or GBNF, got JSON")
     lark = grammar
@@ -89,7 +89,7 @@ def schemas_in_lark(lark: str) -> list[tuple[str, Any]]:
 
 
 def _schemas_in(lark: str) -> Iterator[tuple[str, Any, int, int]]:
-    """For each %json its place, the schema, and where this starts and ends."""
+    """For each %json: its place, the schema, and where the schema starts and ends."""
     at = 0
     while found := LARK_TOKEN.search(lark, at):
         at = found.end()
@@ -101,7 +101,7 @@ def _schemas_in(lark: str) -> Iterator[tuple[str, Any, int, int]]:
         try:
             schema, end = parse_json_at(lark, at)
         except json.JSONDecodeError:
-            continue  # llguidance says what is wrong
+            continue  # llguidance reports the error
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
         yield place, schema, at, end
@@ -109,7 +109,7 @@ def _schemas_in(lark: str) -> Iterator[tuple[str, Any, int, int]]:
 
 
 def _with_options(place: str, schema: Any) -> Any:
-    """A schema for llguidance. Of its own options, those of white space may be chosen."""
+    """Add our options to a schema. It may set only llguidance's options of white space."""
     if not isinstance(schema, dict):
         return schema
     given = schema.get("x-guidance", {})

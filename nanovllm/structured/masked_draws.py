@@ -1,7 +1,7 @@
-"""MaskedDraws: draws a decode graph's tokens again where masks apply.
+"""MaskedDraws: draws the tokens of a decode graph again for rows with masks.
 
-Such a draw is a graph as well: launching its few kernels one by one takes the host longer than the
-device takes to run them.
+Such a draw is also a graph: launching its few kernels one by one takes the host longer than the
+device needs to run them.
 """
 
 from collections.abc import Callable
@@ -22,9 +22,9 @@ Draw = Callable[[Computed, torch.Tensor, torch.Tensor], Computed]
 class MaskedDraws:
     """Draws for steps of up to `num_rows` rows.
 
-    `draw(computed, rows, masks)` draws the tokens of `rows` [B] with masks [B, W], except where a
-    row is -1, and stores all tokens of the step for the next one. A draw that was not captured is
-    called, as all are without CUDA.
+    `draw(computed, rows, masks)` draws the tokens of `rows` [B] with masks [B, W], except for rows
+    of -1, and stores all tokens of the step for the next one. A draw that was not captured is
+    called, as are all draws without CUDA.
     """
 
     def __init__(self, draw: Draw, num_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -33,11 +33,13 @@ class MaskedDraws:
         num_words = cdiv(vocab_size, WORD)
         self._masks = torch.zeros(num_rows, num_words, dtype=torch.int32, device=device)
         self._rows_on_host: list[int] | None = []
-        self._captured: dict[torch.Tensor, Captured] = {}  # by the tokens that are drawn again
+        self._captured: dict[
+            torch.Tensor, Captured
+        ] = {}  # by the tensor of tokens that it replaces
         self._drawn: torch.cuda.Event | None = None  # after the last draw
 
     def takes(self, filters: list[Filters]) -> bool:
-        """Whether nothing but masks narrows the rows, and these are as wide as the vocabulary."""
+        """Whether rows have masks and no other filters, and masks cover the vocabulary."""
         if len(filters) != 1 or (masks := filters[0].sole_masks) is None:
             return False
         return masks.shape[1] == self._masks.shape[1]
@@ -80,7 +82,7 @@ class MaskedDraws:
             padded = np.full(len(self._rows), -1)
             padded[: len(rows)] = rows
             (uploaded,) = upload_ahead(self._device, padded)
-            self._rows_on_host = None  # if an interrupt comes
+            self._rows_on_host = None  # in case of an interrupt
             self._rows.copy_(uploaded)
             self._rows_on_host = rows
         with uploading(self._device, after=self._drawn):

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 WORD = 32  # bits
-ALONE = 4  # matchers with which one thread is done sooner than several
+ALONE = 4  # up to this many matchers, one thread is faster than several
 
 Jobs = list[tuple["LLMatcher", int]]  # matchers, each with its row
 
 
 class Masked(Protocol):
-    """A constraint, as masks are made of it."""
+    """The part of a constraint from which masks are made."""
 
     excluded: tuple[int, ...]
     num_words: int
@@ -46,9 +46,10 @@ def masks_of(
     vocab_size: int,
     pinned: bool,
 ) -> torch.Tensor:
-    """The bitmaps of the tokens that may come after each sequence's drafts.
+    """The bitmaps of the tokens that are allowed after each sequence's drafts.
 
-    All sequences have constraints. `allowed` and `forbidden` are lists of their other parameters.
+    All sequences have constraints. `allowed` and `forbidden` are token lists of their other
+    parameters.
     """
     asked = []
     for seq, drafts in draws:
@@ -71,7 +72,7 @@ def masks_of(
 class Masks:
     """The bitmaps [n, W] of the tokens that each constraint allows after its drafts.
 
-    Bit i % 32 of word i // 32 is set if token i may come. W is the constraints' `num_words`.
+    Bit i % 32 of word i // 32 is set if token i is allowed. W is the constraints' `num_words`.
     """
 
     def __init__(self, asked: list[tuple[Masked, list[int]]], pinned: bool = False) -> None:
@@ -81,9 +82,9 @@ class Masks:
         self.array: npt.NDArray[np.int32] = self.tensor.numpy()
 
     def fill(self) -> set[int]:
-        """Write all rows. Returns those that have failed, which allow nothing."""
+        """Write all rows. Returns the rows that have failed, which allow nothing."""
         jobs, free = self._jobs()
-        # Rows after fewer drafts than others are alike. Each matcher is used by one thread.
+        # A sequence with fewer drafts repeats rows. Only one thread may use each matcher.
         if len(dict(jobs)) < len(jobs):
             jobs = [(matcher.deep_copy(), row) for matcher, row in jobs]
         address, stride = self.tensor.data_ptr(), self.array.strides[0]
@@ -93,26 +94,26 @@ class Masks:
             for matcher, row in jobs:
                 matcher.unsafe_compute_mask_ptr(address + row * stride, stride)
         failed = {row for matcher, row in jobs if matcher.is_error()}
-        for row in failed:  # llguidance lets the text end where it cannot go on
+        for row in failed:  # where the text cannot continue, llguidance lets it end
             self.array[row] = 0
         self._bar(free)
         return failed
 
     def _jobs(self) -> tuple[Jobs, list[int]]:
-        """The matchers with their rows, and the rows in which all tokens may come."""
+        """The matchers with their rows, and the rows in which all tokens are allowed."""
         jobs = [
             (constraint.matcher, row)
             for row, (constraint, drafts) in enumerate(self._asked)
             if not drafts and constraint.free is None
         ]
-        if len(jobs) == len(self._asked):  # most often
+        if len(jobs) == len(self._asked):  # the usual case
             return jobs, []
         matchers = [constraint.after(drafts) for constraint, drafts in self._asked]
         jobs = [(matcher, row) for row, matcher in enumerate(matchers) if matcher is not None]
         return jobs, [row for row, matcher in enumerate(matchers) if matcher is None]
 
     def _bar(self, free: list[int]) -> None:
-        """Clear the tokens that may not come although matchers, or the `free` rows, allow them."""
+        """Clear the forbidden tokens that matchers, or the `free` rows, allow."""
         without = [constraint.excluded for constraint, _ in self._asked]
         for row in free:
             constraint, drafts = self._asked[row]
@@ -150,9 +151,9 @@ class Masks:
 def mark_dead_ends(
     draws: list[tuple[Sequence, list[int]]], masks: Masks, doubtful: set[int], vocab_size: int
 ) -> None:
-    """Record the indices at which constraints leave no token; only `doubtful` rows can.
+    """Record the indices at which constraints leave no token; this is possible in `doubtful` rows.
 
-    A token that stops nothing is drawn there.
+    There a token is drawn that does not stop the request.
     """
     marked = [row for row, (seq, _) in enumerate(draws) if seq.parts.constraint.dead_ends]
     for row in doubtful.union(marked):

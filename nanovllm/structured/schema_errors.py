@@ -1,4 +1,4 @@
-"""Errors of schemas and of tokens: llguidance's reason in words for users, and its place."""
+"""Explain errors of schemas and of tokens: llguidance's reason in users' words, and its place."""
 
 import json
 import re
@@ -9,8 +9,8 @@ from typing import Any
 from nanovllm.structured.lark import JSON_OPTIONS, reason_in_pattern
 from nanovllm.structured.schemas import children
 
-# To look for a place, as each try compiles the schema. It is the thread's own time: what is found
-# does not depend on the machine's other work.
+# The most seconds to search for a place, because each try compiles the schema. This is the thread's
+# own time, so that results do not depend on the machine's other work.
 MOST_SECONDS = 0.5
 EXPLAINED = (
     (
@@ -30,7 +30,7 @@ TOKENS_EXPLAINED = (
 
 
 def explained(error: str, schemas: Iterable[tuple[str, Any]]) -> str:
-    """The error of one of these schemas, with the place in it. They are given with their places."""
+    """The error of one of these schemas, with its place. Schemas are given with their places."""
     for root, schema in schemas:
         reason = _error_of(schema)
         if reason:
@@ -57,14 +57,14 @@ def _error_of(schema: Any) -> str:
 
 
 def _find(root: str, schema: dict[str, Any], error: str) -> tuple[str, Any]:
-    """The innermost part without which the error is another one or none, and its place.
+    """The innermost part that causes the error, and its place: without it, the error changes.
 
-    `schema` is changed meanwhile.
+    `schema` is changed during the search, and restored.
     """
     until = time.thread_time() + MOST_SECONDS
 
     def is_another() -> bool:
-        """Whether the schema, as it is now, has another error or none."""
+        """Whether the changed schema has another error or none."""
         return time.thread_time() < until and _error_of(schema) != error
 
     place, node = root, schema
@@ -93,6 +93,6 @@ def _find(root: str, schema: dict[str, Any], error: str) -> tuple[str, Any]:
 
 
 def _definitions_first(place: str, node: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The schemas within a schema; definitions before what refers to them."""
+    """The schemas within a schema; definitions come before the schemas that refer to them."""
     definitions = (f"{place}/$defs/", f"{place}/definitions/")
     return sorted(children(node, place), key=lambda one: not one[0].startswith(definitions))

@@ -1,4 +1,4 @@
-"""Checks of JSON schemas: what llguidance would pass over in silence is refused, with its place."""
+"""Check JSON schemas: refuse what llguidance would silently ignore, with its place."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm.utils.checks import did_you_mean, shorten
 
-# Keywords whose values are a schema or a list of schemas; schemas by names.
+# Keywords with a schema or a list of schemas; keywords with schemas by names.
 PARTS = (
     "additionalItems", "additionalProperties", "allOf", "anyOf", "contains", "else", "if", "items",
     "not", "oneOf", "prefixItems", "propertyNames", "then", "unevaluatedItems",
@@ -33,15 +33,15 @@ REFUSED = {
     "extends": "the keyword of draft 3 is not supported; see allOf",
     "x-guidance": "it is not supported; see the whitespace options of structured_outputs",
 }
-# Values at which keywords that llguidance does not know ask nothing.
+# For keywords that llguidance does not know: values with which they have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "dependencies": ({},), "dependentRequired": ({},), "dependentSchemas": ({},), "not": (False,),
     "propertyNames": (True, {}, {"type": "string"}), "unevaluatedItems": (True, {}),
     "unevaluatedProperties": (True, {}), "uniqueItems": (False,),
 }  # fmt: skip
-# Of control characters, strings have those that JSON has a letter for, and no others.
+# Strings may have only those control characters for which JSON has a letter.
 CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:[01].|7f)")
-# llguidance takes stack for each level, and overflows it with two to three times as many.
+# llguidance uses stack for each level, and overflows at two to three times this number.
 MOST_LEVELS = 1_000
 HOME = re.compile(r"#.*?/(?:\$defs|definitions)/[^/]*|#")
 KNOWN = (*PARTS, *NAMED_PARTS, *VALUES, *NOTES)
@@ -59,7 +59,7 @@ def subschemas(schema: Any, path: str = "#") -> Iterator[tuple[str, dict[str, An
 
 
 def children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any, Any]]:
-    """The schemas directly within a schema: for each its place, what holds it, its key there."""
+    """The schemas directly within a schema: for each its place, its container, and its key."""
     for name in PARTS:
         part = schema.get(name)
         if isinstance(part, list):
@@ -73,7 +73,7 @@ def children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any, Any]
 
 
 def without_neutral(schema: Any) -> Any:
-    """The schema without keywords that llguidance does not know at values that ask nothing."""
+    """The schema without keywords that llguidance does not know, if they have no effect."""
     if not any(_neutral(part) for _, part in subschemas(schema)):
         return schema
     schema = json.loads(json.dumps(schema))  # a copy
@@ -84,7 +84,7 @@ def without_neutral(schema: Any) -> Any:
 
 
 def _neutral(part: dict[str, Any]) -> list[str]:
-    """The names of such keywords. Those of a pair have no meaning without the other one."""
+    """The names of such keywords. A keyword of a pair has no meaning without the other one."""
     names = [
         name
         for name, values in NEUTRAL.items()
@@ -104,7 +104,7 @@ def _neutral(part: dict[str, Any]) -> list[str]:
 def check_schema(schema: Any, root: str = "#") -> None:
     """Refuse keywords that would have no effect, and numbers of properties that it cannot count.
 
-    Other names that JSON Schema does not know are notes, as it says, unless they look like slips.
+    Other names that JSON Schema does not know are annotations, unless they look like typing errors.
     """
     if _levels(schema) > MOST_LEVELS:
         raise ValueError(f"{root}: its definitions have more than {MOST_LEVELS} levels")
@@ -129,7 +129,7 @@ def check_schema(schema: Any, root: str = "#") -> None:
 
 
 def _levels(schema: Any) -> int:
-    """A bound of how deep schemas are within each other, if definitions refer to the next ones."""
+    """An upper bound of the depth of nested schemas, if definitions refer to the next ones."""
     deepest: dict[str, int] = {}
     others = set()
     for path, part in subschemas(schema):

@@ -17,7 +17,7 @@ from nanovllm.vectors.kept_states import Pooling
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 POOLING_OF: Mapping[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}
-OLD_FLAGS = {  # of older files, by the present name
+OLD_FLAGS = {  # names in older files, by the present name
     "cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens",
     "lasttoken": "pooling_mode_lasttoken", "max": "pooling_mode_max_tokens",
     "weightedmean": "pooling_mode_weightedmean_tokens",
@@ -30,7 +30,7 @@ class Conventions:
     """What the files of a model say. Without files: the last token's state, normalized.
 
     `labels` are the tokens for a relevant and for an irrelevant document, in models that rank.
-    `pools_prompt`: whether the tokens of a named prompt are pooled, too.
+    `pools_prompt`: whether the tokens of a named prompt are pooled too.
     """
 
     pooling: Pooling = "last"
@@ -84,7 +84,7 @@ def _modules(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _module(path: Path, module: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
-    """What a module adds to the conventions."""
+    """The conventions that a module sets."""
     kind = module["type"].rpartition(".")[2]
     if kind == "Transformer":
         return {}

@@ -1,4 +1,4 @@
-"""States: the hidden states that a request asks for in addition to its tokens."""
+"""GeneratedStates: the hidden states that a request asks for in addition to its tokens."""
 
 import numpy as np
 import torch
@@ -9,12 +9,12 @@ from nanovllm.vectors.kept_states import KeptStates
 
 
 class GeneratedStates(KeptStates):
-    """The states of a prompt, as of a pool of all tokens, and one for each generated token.
+    """The states of all tokens of a prompt, and one state for each generated token.
 
-    The state of a generated token is the one that it was drawn from: that of the token before it.
-    So that of the prompt's last token comes with the first generated one. A token that is taken
-    back leaves its state, which is not read: the next token at its index replaces it. Only a
-    request's first sample keeps the prompt's.
+    The state of a generated token is the one that it was drawn from, which is the state of the
+    token before it. So the state of the prompt's last token belongs to the first generated token.
+    If a token is removed again, its state stays but is not read: the next token at its index
+    replaces it. Only a request's first sample keeps the prompt's states.
     """
 
     generates = True
@@ -30,7 +30,7 @@ class GeneratedStates(KeptStates):
 
     @property
     def prompt(self) -> torch.Tensor:
-        """The states of the prompt's tokens [tokens, hidden], as far as they were computed."""
+        """The states [tokens, hidden] of those of the prompt's tokens that were computed."""
         parts = [self._parts[start] for start in sorted(self._parts)]
         if not self.wanted and self.num_tokens in self._drawn:
             parts.append(self._drawn[self.num_tokens])

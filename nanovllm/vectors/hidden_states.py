@@ -1,4 +1,4 @@
-"""HiddenStates: takes hidden states from steps to the sequences that keep them."""
+"""HiddenStates: copies hidden states from steps to the sequences that keep them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -17,12 +17,12 @@ class Pooled(NamedTuple):
     """A sequence that waits for the states of these tokens of its prompt, or for their sum."""
 
     seq: Sequence
-    pool: Any  # its pool, or its states
+    pool: Any  # the `KeptStates` or `GeneratedStates` that they go to
     tokens: range
 
 
 def pooled_of(batch: Batch) -> list[Pooled]:
-    """What a step reports to sequences that want states, in the order of `pooled_tokens`."""
+    """The sequences that want states of a step's tokens, in the order of `pooled_tokens`."""
     if not batch.is_prefill:
         return []
     keepers = ((seq, seq.parts.keeper) for seq in batch.seqs[batch.num_decodes :])
@@ -31,7 +31,7 @@ def pooled_of(batch: Batch) -> list[Pooled]:
 
 
 def pooled_tokens(batch: Batch, pooled: list[Pooled], q_ends: Array) -> Array:
-    """The tokens of a step whose states are asked for."""
+    """The tokens of a step that some sequence wants the states of."""
     starts = dict(zip(batch.seqs, q_ends.tolist(), strict=False))
     firsts = (starts[each.seq] - each.seq.num_cached_tokens for each in pooled)
     places = [
@@ -49,7 +49,7 @@ class InFlight(NamedTuple):
 
 
 def states_in_flight(pooled: list[Pooled], states: torch.Tensor | None) -> InFlight | None:
-    """The states, or their sums in float32 where these are enough; None if none are pooled."""
+    """The states, or their sums in float32 if sums are enough; None if no sequence wants any."""
     if not pooled or states is None:
         return None
     if not any(pool.adds_up for _, pool, _ in pooled):
@@ -72,9 +72,9 @@ def deliver_states(states: InFlight | None) -> None:
 
 
 def _copies(states: torch.Tensor, sizes: list[int]) -> Iterable[Array]:
-    """Copies of the parts of states [N, hidden] in float32: later steps download to this memory.
+    """Copy the parts of states [N, hidden] in float32, because later steps write to this memory.
 
-    Rows become float32 together: PyTorch takes longer to call for each than NumPy to copy it.
+    All rows are converted together: calling PyTorch for each row takes longer than copying it.
     """
     if len(states) > len(sizes):
         parts = torch.split(states, sizes)
@@ -84,9 +84,9 @@ def _copies(states: torch.Tensor, sizes: list[int]) -> Iterable[Array]:
 
 
 class DrawnStates(NamedTuple):
-    """States [N, hidden], in flight, that tokens are drawn from, and the token that each is for.
+    """States [N, hidden] in flight that tokens are drawn from, and the token of each state.
 
-    A token is known by its sequence and its index in `token_ids`.
+    A token is identified by its sequence and its index in `token_ids`.
     """
 
     tokens: list[tuple[Sequence, int]]
@@ -96,7 +96,7 @@ class DrawnStates(NamedTuple):
 def drawn_states(
     seqs: list[Sequence], offsets: list[int], hidden: torch.Tensor | None
 ) -> DrawnStates | None:
-    """The states of the next tokens of those `seqs` that keep them, out of the `hidden` of all."""
+    """The states of the next tokens, for those of `seqs` that keep them; `hidden` has all."""
     if hidden is None:
         return None
     rows = [row for row, seq in enumerate(seqs) if seq.parts.keeper is not None and seq.generates]
@@ -123,7 +123,7 @@ class HiddenStates:
         return pooled_of(batch)
 
     def tokens(self, batch: Batch, asked: list[Pooled], q_ends: Array) -> Array:
-        """The tokens of the step whose states are asked for."""
+        """The tokens of the step that some sequence wants the states of."""
         return pooled_tokens(batch, asked, q_ends)
 
     def keeps_drawn(self, seqs: list[Sequence]) -> bool:
@@ -133,7 +133,7 @@ class HiddenStates:
     def launch(
         self, asked: list[Pooled], seqs: list[Sequence], offsets: list[int], computed: Computed
     ) -> Callable[[], None]:
-        """Start the copies to the host; what is returned hands them to the sequences."""
+        """Start the copies to the host; returns a function that gives them to the sequences."""
         states = states_in_flight(asked, computed.taken.get(TakenHidden.name))
         drawn = drawn_states(seqs, offsets, computed.hidden)
 

@@ -1,7 +1,7 @@
-"""KeptStates: what a request keeps of its prompt's hidden states, instead of sampling tokens.
+"""KeptStates: the hidden states of a prompt that a request keeps instead of sampling tokens.
 
-They are those after the final norm. A request with labels keeps no states, but how likely each of
-these tokens is after the prompt.
+These are the states after the final norm. A request with labels keeps no states: it keeps how
+likely each of these tokens is after the prompt.
 """
 
 from typing import Literal, NamedTuple
@@ -17,23 +17,23 @@ VECTOR_POOLINGS: tuple[Pooling, ...] = ("last", "cls", "mean")
 POOLINGS: tuple[Pooling, ...] = (*VECTOR_POOLINGS, "all")
 
 
-class Wanted(NamedTuple):
-    """What a request without generated tokens is for: states, or how likely labels are."""
+class PoolingTask(NamedTuple):
+    """The purpose of a request without generated tokens: states, or how likely labels are."""
 
     pooling: Pooling
     labels: tuple[int, ...] = ()
 
     def keeper(self, num_tokens: int) -> "KeptStates":
-        """What keeps it for a prompt of this length."""
+        """Make the object that keeps the states of a prompt of this length."""
         return KeptStates(self.pooling, num_tokens, self.labels)
 
 
 class KeptStates:
     """The states of the last, the first ("cls") or all tokens, or their mean, as they arrive.
 
-    `wanted` are the prompt's tokens whose states have not arrived; the request ends when there are
-    none. States arrive in order. What a preempted sequence has is not sent again. They are kept as
-    NumPy's arrays: a tensor takes ten times as long to send to another process.
+    `wanted` are the prompt's tokens that have no states yet; the request ends when there are none.
+    States arrive in order. States that a preempted sequence has are not sent again. They are kept
+    as NumPy arrays: a tensor takes ten times as long to send to another process.
     """
 
     generates = False  # whether the request samples tokens
@@ -46,9 +46,9 @@ class KeptStates:
         self._parts: dict[int, Array] = {}  # by first token: states, or their sum
 
     @property
-    def asked(self) -> Wanted:
-        """What it was made for."""
-        return Wanted(self.pooling, self.labels)
+    def asked(self) -> PoolingTask:
+        """The task that it was made for."""
+        return PoolingTask(self.pooling, self.labels)
 
     @property
     def adds_up(self) -> bool:
@@ -56,7 +56,7 @@ class KeptStates:
         return self.pooling == "mean"
 
     def scheduled(self, seq: Sequence) -> range:
-        """The wanted ones of the tokens that a step computes."""
+        """Those of the tokens that a step computes that are wanted."""
         return seq.scheduled_of(self.wanted)
 
     def add_states(self, tokens: range, states: Array) -> None:
@@ -72,7 +72,7 @@ class KeptStates:
 
     @property
     def result(self) -> Array:
-        """The states [hidden] in float32, and [tokens, hidden] of "all"; nothing is wanted."""
+        """The states in float32, [hidden] or [tokens, hidden] for "all", when nothing is wanted."""
         parts = [self._parts[start] for start in sorted(self._parts)]
         states = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if self.adds_up:

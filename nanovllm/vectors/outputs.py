@@ -1,4 +1,4 @@
-"""What `embed`, `encode` and `score` return: records with vLLM's names."""
+"""The outputs of `embed`, `encode` and `score`: records with vLLM's names."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class PooledOutput(Record):
-    """What the outputs of prompts without generated tokens have in common.
+    """The common fields of outputs for prompts without generated tokens.
 
     `num_cached_tokens` counts the prompt tokens found in the prefix cache on first admission.
     """
@@ -41,7 +41,7 @@ class EmbeddingRequestOutput(PooledOutput):
 
 
 class PoolingOutput(Record):
-    """Hidden states in float32: [hidden], and [tokens, hidden] of all tokens."""
+    """Hidden states in float32: [hidden], or [tokens, hidden] for all tokens."""
 
     data: "torch.Tensor"
 
@@ -61,8 +61,8 @@ class ScoringOutput(Record):
 class ScoringRequestOutput(PooledOutput):
     """The result of `score` for a query and a document.
 
-    Where these are computed on their own, the tokens are the query's and then the document's, also
-    in their number, and the other fields are the document's.
+    If query and document are computed separately, the tokens are the query's and then the
+    document's, and so is their number; the other fields are the document's.
     """
 
     score: float

@@ -1,6 +1,6 @@
-"""Planner: from prompts to requests for hidden states, and from these to vectors and scores.
+"""Planner: turns prompts into requests for hidden states, and these into vectors and scores.
 
-It runs nothing: `LLM` and `AsyncLLM` compute the requests of a plan, each in its way.
+It runs nothing: `LLM` and `AsyncLLM` compute the requests of a plan, each in its own way.
 """
 
 import inspect

@@ -1,6 +1,6 @@
 """Preparer: checks and encodes the prompts of calls that want hidden states.
 
-A plan has what they become, and what makes outputs of the requests when these have ended.
+A plan has the requests, and the function that makes outputs of them when they have ended.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +20,7 @@ from nanovllm.prompts import Prompt, prompt_list, split_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_choice, check_text, shorten
 from nanovllm.vectors.conventions import Conventions, read_conventions
-from nanovllm.vectors.kept_states import Pooling, Wanted
+from nanovllm.vectors.kept_states import Pooling, PoolingTask
 from nanovllm.vectors.rerank import query_prefix
 
 PROMPT_ONLY = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -29,9 +29,9 @@ Output = TypeVar("Output")
 
 
 class VectorPlan(NamedTuple, Generic[Output]):
-    """Requests to compute, and what makes outputs of them when they are complete, in order.
+    """Requests to compute, and a function that makes outputs of complete requests, in order.
 
-    `is_by_one`: whether an output is that of one request, so that a part of them can be made.
+    `is_by_one`: whether each output belongs to one request, so that a part of them can be made.
     """
 
     accepted: list[Accepted]
@@ -46,7 +46,7 @@ class VectorPlan(NamedTuple, Generic[Output]):
 
 
 def check_complete(request: Request) -> None:
-    """Raise if a request has ended before all that it wanted was computed."""
+    """Raise if a request has ended before all its states were computed."""
     seq = request.seqs[0]
     check_no_error(seq)
     if seq.finish_reason != "stop":
@@ -54,7 +54,7 @@ def check_complete(request: Request) -> None:
 
 
 class PromptPrefix(NamedTuple):
-    """A text before prompts. It is an error for token ids, if the caller asked for it."""
+    """A text before prompts. If the caller asked for it, prompts of token ids are an error."""
 
     text: str
     is_asked: bool
@@ -92,7 +92,7 @@ class Preparer:
         return asked  # type: ignore[no-any-return]
 
     def prefix(self, prompt_name: Any, instruction: Any) -> PromptPrefix:
-        """What comes before texts: the model's prompt of this name, or an instruction."""
+        """The text before prompts: the model's prompt of this name, or an instruction."""
         if instruction is None:
             return PromptPrefix(self.conventions.prefix(prompt_name), prompt_name is not None)
         if prompt_name is not None:
@@ -109,7 +109,7 @@ class Preparer:
     ) -> list[Accepted]:
         """Check and encode all prompts, before anything is queued."""
         return [
-            self.accept(f"{name}[{index}]", prompt, Wanted(pooling), prefix, params)
+            self.accept(f"{name}[{index}]", prompt, PoolingTask(pooling), prefix, params)
             for index, prompt in enumerate(prompt_list(name, prompts))
         ]
 
@@ -117,7 +117,7 @@ class Preparer:
         self,
         name: str,
         prompt: Prompt,
-        wanted: Wanted,
+        wanted: PoolingTask,
         prefix: PromptPrefix | None = None,
         params: SamplingParams = PROMPT_ONLY,
     ) -> Accepted:
@@ -148,7 +148,7 @@ def text_of(name: str, value: Any) -> str:
 def vectors_of(requests: list[Request], dimensions: int | None, normalizes: bool) -> Array:
     """The requests' pooled states, cut and then normalized: [requests, dimensions].
 
-    By NumPy: PyTorch takes milliseconds to wake its threads.
+    This uses NumPy, because PyTorch takes milliseconds to wake its threads.
     """
     if not requests:
         return np.empty((0, 0), np.float32)

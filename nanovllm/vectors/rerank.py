@@ -12,14 +12,14 @@ AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 def query_prefix(instruction: str) -> str:
-    """What comes before a query that is embedded. Documents are embedded as they are."""
+    """The text before a query that is embedded. Documents are embedded as they are."""
     return f"Instruct: {instruction}\nQuery:"
 
 
 def rerank_prompt(tokenizer: Any, instruction: str, query: str, document: str) -> list[int]:
     """The token ids of a prompt after which the model says yes or no.
 
-    Its three parts are encoded on their own, so that tokens do not cross from one to another.
+    Its three parts are encoded separately, so that no token has text of two parts.
     """
     content = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
     parts = (

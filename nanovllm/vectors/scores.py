@@ -9,7 +9,7 @@ from nanovllm.models.config import NO_HEAD
 from nanovllm.prompts import prompt_list
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_choice, check_int
-from nanovllm.vectors.kept_states import Wanted
+from nanovllm.vectors.kept_states import PoolingTask
 from nanovllm.vectors.outputs import ScoringOutput, ScoringRequestOutput, common_fields
 from nanovllm.vectors.preparer import (
     Preparer,
@@ -77,7 +77,9 @@ class Scores:
         for index, (query, document) in enumerate(zip(queries, documents, strict=True)):
             texts = text_of(f"queries[{index}]", query), text_of(f"documents[{index}]", document)
             prompt = rerank_prompt(tokenizer, task, *texts)
-            accepted.append(preparer.accept(f"documents[{index}]", prompt, Wanted("last", labels)))
+            accepted.append(
+                preparer.accept(f"documents[{index}]", prompt, PoolingTask("last", labels))
+            )
         return VectorPlan(accepted, _answers)
 
     def _by_cosine(

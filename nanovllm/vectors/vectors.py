@@ -26,7 +26,7 @@ class Vectors:
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
-        # It makes requests of prompts, and outputs of finished requests.
+        # Makes requests from prompts, and outputs from finished requests.
         self.planner = Planner(
             engine.intake, engine.model_config, engine.model_path, str(engine.asked.model)
         )
@@ -78,7 +78,7 @@ class Vectors:
     def _compute(
         self, plan: VectorPlan[Output], accepted: list[Accepted], use_tqdm: bool
     ) -> list[Output]:
-        """Compute the prompts and make the outputs: of a step's prompts during the next step."""
+        """Compute the prompts; the outputs of a step are made during the next step."""
         requests = self.engine.requests
         ids = [self.engine.enqueue(one) for one in accepted]
         made: dict[int, Output] = {}

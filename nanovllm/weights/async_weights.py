@@ -9,7 +9,7 @@ from nanovllm.engine.remote.connection import EngineConnection
 from nanovllm.weights.update import pairs, sendable_weight
 from nanovllm.weights.weights import NamedTensors, Running
 
-TENSORS_SENT = 8  # in a message, as they are copied for it
+TENSORS_SENT = 8  # tensors in a message, which are copied for it
 
 
 class AsyncWeights:
@@ -57,6 +57,6 @@ class AsyncWeights:
         await self._connection.ask("wake_up", tags)
 
     async def is_sleeping(self) -> bool:
-        """Whether memory is freed that `wake_up` gets back."""
+        """Whether memory is freed that `wake_up` restores."""
         sleeps: bool = await self._connection.ask("is_sleeping")
         return sleeps

@@ -1,4 +1,4 @@
-"""Blank models: a rank's model as it was before loading, and how its layers get memory."""
+"""Blank models: a rank's model before loading, without memory; memory for its layers."""
 
 import copy
 from dataclasses import replace
@@ -15,7 +15,7 @@ from nanovllm.models.decoder import CausalLM
 
 
 def blank_model(shard: Shard, ranks: Ranks | None = None) -> CausalLM:
-    """The model as it is before loading, without memory; of other `ranks` than the shard's."""
+    """The model before loading, without memory, for the shard's ranks or for other `ranks`."""
     live, before = shard.model, torch.get_default_dtype()
     torch.set_default_dtype(shard.placement.dtype)
     try:
@@ -26,7 +26,7 @@ def blank_model(shard: Shard, ranks: Ranks | None = None) -> CausalLM:
 
 
 def with_memory(layer: Layer, device: torch.device) -> Layer:
-    """A copy of a blank layer whose parameters and buffers have memory, not filled."""
+    """Copy a blank layer; the copy's parameters and buffers have memory, without values."""
     filled = copy.copy(layer)
 
     def memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""Copies of tensors into a rank's memory: small ones wait for each other, and are copied together.
+"""Copies of tensors into a rank's memory: small ones are collected, and copied together.
 
-To launch a copy takes the host about as long as a GPU needs for 10 MB. PyTorch copies a group of
-tensors by a few kernels, which do not reach the memory's bandwidth, but are far ahead for such.
+Launching a copy takes the host about as long as a GPU needs to copy 10 MB. PyTorch copies a group
+of tensors by a few kernels. These do not reach the memory's bandwidth, but they are much faster for
+small tensors.
 """
 
 from collections.abc import Iterable
@@ -12,12 +13,12 @@ from nanovllm.formats.stored import Loaded
 from nanovllm.utils.memory import MIB
 from nanovllm.weights.places import Place
 
-SMALL = 4 * MIB  # copies that wait have fewer bytes
+SMALL = 4 * MIB  # copies with fewer bytes are collected
 MOST_WAITING = 64 * MIB
 
 
 class Copies:
-    """Copies that are made later, by `make`; what fills the same memory twice is in order.
+    """Copies that `make` makes later; two copies to the same memory stay in order.
 
     A group has tensors of one device and type, for memory of one type, all dense: others would keep
     PyTorch from copying them together.
@@ -25,7 +26,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[object, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._parts: set[str] = set()  # of weights, which the groups fill
+        self._parts: set[str] = set()  # parts of weights that the groups fill
         self._bytes = 0
 
     def add(self, parts: Iterable[str], places: Iterable[Place], tensor: Loaded) -> None:
@@ -49,7 +50,7 @@ class Copies:
             self.make()
 
     def make(self) -> None:
-        """Make the copies that wait."""
+        """Make the collected copies."""
         for targets, sources in self._groups.values():
             torch._foreach_copy_(targets, sources, non_blocking=True)
         self._groups.clear()

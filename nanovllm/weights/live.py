@@ -1,8 +1,8 @@
 """HeldWeights: a rank's weights by the checkpoint's names, when kernels have their own layouts.
 
-A weight that kernels read as it is stored is replaced in place. For others a layer is filled anew,
-and bound; then its matrix replaces the old one. On a GPU all values keep their addresses, so that
-decode graphs stay valid.
+A weight that kernels read in the checkpoint's layout is replaced in place. For other weights, a new
+copy of the layer is filled and bound; then its matrix replaces the old one. On a GPU all values
+keep their addresses, so that decode graphs stay valid.
 """
 
 import copy
@@ -24,16 +24,16 @@ from nanovllm.weights.places import Place, Shape, places_of
 from nanovllm.weights.tensors import BOUND, replace_values
 
 EMBEDDING = "model.embed_tokens.weight"
-MOST_STAGED = 2  # layers that are filled at the same time, unless parts of them cannot be restored
+MOST_STAGED = 2  # copies of layers at the same time, unless parts of layers cannot be restored
 
 
 class Stage:
-    """A layer that is being filled, beside the one that it will replace."""
+    """A copy of a layer that receives new weights while the old layer still serves."""
 
     def __init__(self, layer: Layer, parts: Iterable[str]) -> None:
         self.layer = layer
         self.missing = set(parts)
-        self.waits = False  # from one update to another: then it may be given what it has
+        self.waits = False  # whether it waits for another update, which may give parts again
 
 
 class HeldWeights:
@@ -46,9 +46,9 @@ class HeldWeights:
         self.in_place = shard.device.type == "cuda"  # graphs have addresses of all weights
         self._places: dict[str, list[Place]] = {}
         self._staged: dict[str, Stage] = {}
-        self._head_is_old = False  # whether its copy of the embedding is
+        self._head_is_old = False  # whether the copy of the embedding is outdated
         self._parts: dict[str, set[str]] = defaultdict(set)
-        self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # and their bytes
+        self._dropped: list[tuple[torch.UntypedStorage, int]] = []  # storages and their bytes
         self._find()
 
     def check_together(self, names: Iterable[str], missing: Collection[str]) -> None:
@@ -84,7 +84,7 @@ class HeldWeights:
         copies.make()
 
     def are_held(self, tensors: Iterable[tuple[str, Loaded]]) -> bool:
-        """Whether this rank holds these values, in its type. It takes all: ranks share them."""
+        """Whether this rank has these values, in its type. Reads all tensors: ranks share them."""
         equal = [
             torch.equal(place.memory, place.part(tensor).to(place.memory))
             for name, tensor in tensors
@@ -93,9 +93,9 @@ class HeldWeights:
         return all(equal)
 
     def finish(self, missing: Collection[str] = ()) -> None:
-        """Replace what is staged, and the head's copy of the embedding.
+        """Replace the staged layers, and the head's copy of the embedding.
 
-        A layer that lacks parts that are `missing` stays staged until another update has them.
+        If a layer lacks parts that are `missing`, it stays staged until another update has them.
         """
         for layer, stage in [*self._staged.items()]:
             if stage.missing.isdisjoint(missing) or self._can_unpack(layer):
@@ -105,7 +105,7 @@ class HeldWeights:
         self._refresh_head()
 
     def drop_staged(self) -> None:
-        """Drop what is staged: an update has failed, or all weights are dropped."""
+        """Drop the staged layers: an update has failed, or all weights are dropped."""
         self._staged.clear()
 
     def drop(self) -> None:
@@ -122,7 +122,7 @@ class HeldWeights:
         self._head_is_old = True
 
     def regain(self) -> None:
-        """Have memory again for what was dropped, without values."""
+        """Allocate the dropped weights again, without values."""
         for storage, size in self._dropped:
             storage.resize_(size)
         self._dropped.clear()
@@ -130,19 +130,19 @@ class HeldWeights:
     def _find(self) -> None:
         """Find where the weights are."""
         self._places.clear()
-        self._parts.clear()  # of each layer that is not kept
+        self._parts.clear()  # of each layer that is not stored in the checkpoint's layout
         for target in self.known.targets.values():
             if not self.is_kept(target):
                 self._parts[layer_name(target)].update(target.parts)
 
     def read(self, name: str) -> tuple[tuple[int, ...], list[tuple[Any, torch.Tensor]]]:
-        """The shape of a checkpoint's tensor, and what this rank has of it: indices and values."""
+        """The shape of a checkpoint's tensor, and this rank's parts of it: indices and values."""
         known = self.known[name]
         places = self._places_of(known.name)
         return known.shape, [(place.index, place.memory.detach().cpu().clone()) for place in places]
 
     def is_kept(self, target: Target) -> bool:
-        """Whether this rank's memory of a tensor is as it is stored."""
+        """Whether this rank stores a tensor in the checkpoint's layout."""
         return self._memory(target) is not None
 
     def _memory(self, target: Target) -> torch.Tensor | None:
@@ -206,7 +206,7 @@ class HeldWeights:
             self._replace(layer)
 
     def _replace(self, layer: str) -> None:
-        """Bind a staged layer, with old values of what was not given, and take its matrix."""
+        """Bind a staged layer, with old values for missing parts, and take its matrix."""
         stage = self._staged.pop(layer)
         self._keep_old(layer, stage)
         stage.layer.bind(self.shard.backend)
@@ -238,7 +238,7 @@ class HeldWeights:
                 place.memory.copy_(source.memory)
 
     def _refresh_head(self) -> None:
-        """Make a head that has a copy of the embedding's table anew."""
+        """Renew the head if it has a copy of the embedding's table."""
         live, table = self.shard.model.lm_head, self.shard.model.model.embed_tokens.weight
         if not self._head_is_old or not live.is_tied:
             return
@@ -253,7 +253,7 @@ class HeldWeights:
         self._replace("lm_head")
 
 
-_of_shards: dict[Shard, HeldWeights] = {}  # of open shards, if they were asked for
+_of_shards: dict[Shard, HeldWeights] = {}  # by open shards, once they were needed
 
 
 def held_weights(shard: Shard) -> HeldWeights:

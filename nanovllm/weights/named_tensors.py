@@ -1,6 +1,7 @@
-"""KnownTensors: which tensors a checkpoint of the model has, and whether given ones are such.
+"""KnownTensors: the tensors that a checkpoint of the model has; checks given tensors.
 
-Names are resolved once: a trainer sends the same ones again. It knows no values of the engine's.
+Names are resolved once, because a trainer sends the same names again. It knows no values of the
+engine's weights.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # conver
 
 
 class Known(NamedTuple):
-    """A tensor of checkpoints. `name` is its usual one; `types` are those that it may have."""
+    """A tensor of checkpoints: its usual `name`, and the `types` that it may have."""
 
     name: str
     target: Target
@@ -38,7 +39,7 @@ class KnownTensors:
 
     @property
     def parts(self) -> set[str]:
-        """The names of all tensors that can change, of a checkpoint that has nothing fused."""
+        """The names of all tensors that can change, in a checkpoint without fused tensors."""
         return {
             part for target in self.targets.values() if can_change(target) for part in target.parts
         }
@@ -49,7 +50,7 @@ class KnownTensors:
         return {name: self[name].shape for name in sorted(self.parts)}
 
     def __getitem__(self, name: str) -> Known:
-        """The tensor of this name, be it the usual one; a ValueError if there is none."""
+        """The tensor of this usual or other name; a ValueError if there is none."""
         if (known := self._known.get(name)) is None:
             known = self._known[name] = self._find(name)
         return known
@@ -81,7 +82,7 @@ class KnownTensors:
             raise ValueError(f"tensor {name!r} has type {got}, a model needs one of {types}")
 
     def check_once(self, names: Iterable[str]) -> None:
-        """Raise a ValueError if a tensor is given twice, be it by two names."""
+        """Raise a ValueError if a tensor is given twice, also by two names."""
         seen: dict[str, str] = {}
         for name in names:
             usual = self[name].name

@@ -1,4 +1,4 @@
-"""Places: which part of a checkpoint's tensor a rank holds, and in which memory."""
+"""Places: the parts of a checkpoint's tensor that a rank has, and their memory."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ INDEX = "_nanovllm_index"  # an attribute of tensors without values
 
 
 class Place(NamedTuple):
-    """A part of a rank's memory, and the index of what it holds in the checkpoint's tensor."""
+    """A part of a rank's memory, and the index of its values in the checkpoint's tensor."""
 
     memory: torch.Tensor
     index: Any  # `...` for the whole tensor
@@ -27,7 +27,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A checkpoint's tensor without values: what is copied of it says from where it comes."""
+    """A checkpoint's tensor without values: copies of its parts record their indices."""
 
     shape: tuple[int, ...]
 
@@ -40,7 +40,7 @@ class Shape:
 
 
 class _Copies(TorchFunctionMode):
-    """Notes the copies of tensors without values, instead of making them."""
+    """Records the copies of tensors without values, instead of making them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""SleepMemory: where a GPU's weights, adapters' slots and KV pool are, if the engine may sleep."""
+"""SleepMemory: memory for a GPU's weights, slots and KV pool, if the engine may sleep."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -28,7 +28,7 @@ class Region(Protocol):
 
 
 class SleepMemory:
-    """The regions of a rank: its weights, those of what guesses tokens, slots and KV pools."""
+    """The regions of a rank: its weights, weights of draft models, slots and KV pools."""
 
     def __init__(self, make: Callable[[int], Region]) -> None:
         self._make = make
@@ -43,7 +43,7 @@ class SleepMemory:
         return cls(lambda num_bytes: VirtualMemory(num_bytes, device))
 
     def take_over(self, models: list[tuple[ModelConfig, CausalLM]]) -> None:
-        """Move the weights of the model, the first one, and of others, with adapters' slots."""
+        """Move the weights of the model (the first) and of draft models, and adapters' slots."""
         own, *others = (weights_of(model) for _, model in models)
         self.move_weights(own, [tensor for each in others for tensor in each])
         self.move_slots(slots_of(models[0][1]))
@@ -60,14 +60,14 @@ class SleepMemory:
         self._slots = self._moved([*slots])
 
     def pool(self, num_bytes: int) -> torch.Tensor:
-        """Memory of a KV pool, zeroed. That of an earlier call is not used any more."""
+        """Zeroed memory for a KV pool. The memory of an earlier call must not be used any more."""
         region = self._make(num_bytes)
         region.map()
         self._pools.append(region)
         return region.bytes[:num_bytes].zero_()
 
     def save(self, keeps_weights: bool) -> None:
-        """Copy the weights to the host, or only those of drafts. Nothing is freed yet.
+        """Copy the weights to the host, or only those of draft models. Nothing is freed yet.
 
         If the host has no memory for them, nothing stays saved.
         """
@@ -80,17 +80,17 @@ class SleepMemory:
             raise
 
     def drop_saved(self) -> None:
-        """Free what was saved."""
+        """Free the saved copies."""
         for region in (*self._weights, *self._drafts):
             region.drop_saved()
 
     def release(self) -> None:
-        """Return all memory to the device. What was not saved is lost."""
+        """Return all memory to the device. Values that were not saved are lost."""
         for region in (*self._weights, *self._drafts, *self._slots, *self._pools):
             region.unmap()
 
     def restore(self, memories: Sequence[str]) -> None:
-        """Get "weights", with slots, or the "kv_cache" back: what was saved, or zeros."""
+        """Restore the memory of "weights" (with slots) or "kv_cache": saved values, or zeros."""
         if "weights" in memories:
             for region in (*self._weights, *self._drafts, *self._slots):
                 region.restore()
@@ -99,7 +99,7 @@ class SleepMemory:
                 region.restore()
 
     def close(self) -> None:
-        """Free everything; no tensor may be used that is in here."""
+        """Free everything; tensors in this memory must not be used any more."""
         for region in (*self._weights, *self._drafts, *self._slots, *self._pools):
             region.close()
 

@@ -7,7 +7,7 @@ from nanovllm.weights.weights import Running, Weights
 
 
 class SleepMode:
-    """`sleep` and `wake_up`. What an engine lacks meanwhile is in the state of its weights."""
+    """`sleep` and `wake_up`. The state of the weights records what is missing meanwhile."""
 
     def __init__(self, weights: Weights) -> None:
         self.engine, self.weights = weights.engine, weights
@@ -15,7 +15,7 @@ class SleepMode:
     def sleep(self, level: int = 1, *, running: Running = "refuse") -> None:
         """Free the device's memory: see `LLM.sleep`.
 
-        If freeing fails in the middle, the engine counts as asleep: `wake_up` gets back what was
+        If freeing fails in the middle, the engine counts as asleep: `wake_up` restores what was
         freed.
         """
         self.engine.check_alive()
@@ -39,7 +39,7 @@ class SleepMode:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether memory is freed that `wake_up` gets back."""
+        """Whether memory is freed that `wake_up` restores."""
         return bool(self.weights.state.asleep)
 
     @exclusive
@@ -48,7 +48,7 @@ class SleepMode:
         self._save(level)
         dropped = self.weights.held.known.parts if level == 2 else ()
         self.weights.state.fall_asleep(MEMORIES, dropped)
-        self.weights.settle()  # before: no adapter is compared with weights while they go
+        self.weights.settle()  # first, so that no adapter is compared with weights that are freed
         self.engine.model_runner.everywhere(Sleep(level))
 
     def _save(self, level: int) -> None:

@@ -14,7 +14,7 @@ MEMORIES: tuple[Memory, ...] = ("weights", "kv_cache")
 
 
 class Save(NamedTuple):
-    """Copies what `Sleep` must not lose to the host. Nothing is freed: a rank may fail."""
+    """Copies to the host what `Sleep` must keep. Nothing is freed yet, because a rank may fail."""
 
     level: int
 
@@ -24,7 +24,7 @@ class Save(NamedTuple):
 
 
 class DropSaved(NamedTuple):
-    """Frees what was saved, if another rank could not save."""
+    """Frees the saved copies, if another rank could not save."""
 
     def run(self, shard: Shard) -> None:
         if (memory := memory_of(shard)) is not None:

@@ -1,4 +1,4 @@
-"""The tensors inside objects: those of a model's modules, matrices and operands."""
+"""Find the tensors inside objects: in a model's modules, matrices and operands."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def weights_of(model: nn.Module) -> list[torch.Tensor]:
-    """What loading fills: the layers' parameters, and what is bound of them."""
+    """The tensors that loading fills: the layers' parameters, and what `bind` makes of them."""
     found: list[torch.Tensor] = [*model.parameters()]
     for layer in model.modules():
         if isinstance(layer, Layer):

@@ -24,7 +24,7 @@ Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 
 
 class Spec(NamedTuple):
-    """What is known of a tensor before its values are."""
+    """A tensor's name, shape and type, which are known before its values."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class Spec(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A named tensor of the caller's, and the handle by which each process opens it."""
+    """A named tensor from the caller, and the handle by which each process opens it."""
 
     name: str
     tensor: torch.Tensor
@@ -40,12 +40,12 @@ class Given(NamedTuple):
 
     @property
     def spec(self) -> Spec:
-        """What the other ranks need to know."""
+        """The description for other ranks."""
         return Spec(self.name, tuple(self.tensor.shape), self.tensor.dtype)
 
 
 def given(item: Any) -> Given:
-    """An item of the caller's iterable, checked; a handle is opened."""
+    """Check an item of the caller's iterable; a handle is opened."""
     if not isinstance(item, tuple | list) or len(item) != 2 or not isinstance(item[0], str):
         raise TypeError(f"weights must be pairs of a name and a tensor, got {shorten(item)}")
     name, value = item
@@ -66,7 +66,7 @@ def given(item: Any) -> Given:
 
 
 def kind_of(tensor: torch.Tensor) -> str:
-    """What a tensor is that is not dense."""
+    """The kind of a tensor that is not dense."""
     if tensor.is_meta:
         return "one on the meta device"
     return "a nested one" if tensor.is_nested else f"one of layout {tensor.layout}"
@@ -93,7 +93,7 @@ def sendable_weight(item: Any) -> Any:
     return item
 
 
-class Load:
+class LoadWeights:
     """Replaces weights. Rank 0 has the tensors; the others open handles, or are sent the tensors.
 
     Peak memory: on other ranks, one whole tensor, and small ones that wait to be copied.
@@ -126,7 +126,7 @@ class Load:
                 yield name, _broadcast(shard, shape, dtype)
 
 
-class AreHeld(Load):
+class AreHeld(LoadWeights):
     """Finds whether all ranks hold the values of tensors."""
 
     def run(self, shard: Shard) -> Any:
@@ -136,7 +136,7 @@ class AreHeld(Load):
 def _broadcast(
     shard: Shard, shape: tuple[int, ...], dtype: torch.dtype, own: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A tensor that rank 0 has."""
+    """Send a tensor from rank 0 to all ranks."""
     size = math.prod(shape) * dtype.itemsize
     data = torch.empty(size, dtype=torch.uint8, device=shard.device)
     whole = data.view(dtype).view(shape)
@@ -148,9 +148,9 @@ def _broadcast(
 
 
 class Finish(NamedTuple):
-    """Ends an update: what is staged replaces the old weights, or is dropped.
+    """Ends an update: staged layers replace the old ones, or are dropped.
 
-    What lacks parts that are `missing` in the engine waits for another update.
+    A layer that lacks parts that are `missing` in the engine waits for another update.
     """
 
     succeeds: bool
@@ -190,7 +190,7 @@ class Apply(NamedTuple):
 def assembled(
     parts: Sequence[tuple[tuple[int, ...], list[tuple[Any, torch.Tensor]]]],
 ) -> torch.Tensor:
-    """The whole tensor, of what the ranks have of it."""
+    """Assemble a whole tensor from the ranks' parts."""
     shape = parts[0][0]
     pieces = [piece for _, held in parts for piece in held]
     whole = torch.empty(shape, dtype=pieces[0][1].dtype)
@@ -200,7 +200,7 @@ def assembled(
 
 
 def batches(weights: Iterable[Any]) -> Iterator[list[Given]]:
-    """What one command loads: all of a list, or so many of another iterable as have BATCH_BYTES."""
+    """The tensors of each command: a whole list, or about BATCH_BYTES of another iterable."""
     if isinstance(weights, list | tuple):
         yield [given(item) for item in weights]
         return
@@ -241,7 +241,7 @@ class Reload(NamedTuple):
 
 
 def dummy_weights(shard: Shard, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The random weights of `load_dummy`, and the initial values of what that leaves."""
+    """The random weights of `load_dummy`, and initial values of the other parameters."""
     whole = blank_model(shard, ALONE)
     for name, param, values in dummy_values(whole, seed, shard.device):
         if values is None:

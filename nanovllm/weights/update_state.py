@@ -1,4 +1,4 @@
-"""WeightsState: whether an engine's weights are whole and awake, and what is refused meanwhile."""
+"""WeightsState: whether an engine's weights are complete and in memory; refuses calls if not."""
 
 from collections.abc import Iterable
 
@@ -11,11 +11,11 @@ WAY_OUT = "update all of them with update_weights(), or call reload_weights()"
 
 
 class WeightsState:
-    """What `LLM` knows of its weights. `refusal` says why no request can be computed."""
+    """The state of an engine's weights. `refusal` says why no request can be computed."""
 
     def __init__(self) -> None:
         self.asleep: tuple[Memory, ...] = ()
-        self.missing: frozenset[str] = frozenset()  # must be loaded before requests run
+        self.missing: frozenset[str] = frozenset()  # weights to load before requests can run
         self.is_updating = False
         self.has_changed = False  # whether the open update has changed a weight
         self.loaded_tied: set[str] = set()  # the tied tensors that it has loaded
@@ -63,7 +63,7 @@ class WeightsState:
             raise NotReadyError(self._lack)
 
     def check_can_sleep(self, level: int) -> None:
-        """Raise if the engine sleeps, or has nothing whole to keep."""
+        """Raise if the engine sleeps, or if its weights are not complete and must be kept."""
         if self.asleep:
             raise AsleepError("this LLM sleeps already")
         self.check_closed("sleep")
@@ -71,12 +71,12 @@ class WeightsState:
             raise NotReadyError(f"{self._lack}, or sleep with level=2")
 
     def begin(self) -> None:
-        """An update begins."""
+        """Record that an update begins."""
         self.is_updating, self.has_changed = True, False
         self.loaded_tied.clear()
 
     def end(self) -> None:
-        """The update has ended; what it has not loaded of the missing weights stays missing."""
+        """Record the end of the update; missing weights that it has not loaded stay missing."""
         self.is_updating = False
 
     def give_up(self, parts: Iterable[str]) -> None:
@@ -86,7 +86,7 @@ class WeightsState:
             self.missing, self._why_missing = frozenset(parts), TORN
 
     def fall_asleep(self, memories: tuple[Memory, ...], dropped: Iterable[str]) -> None:
-        """Memory is freed, and the weights `dropped` with it."""
+        """Record that memory is freed, and that the weights `dropped` are lost."""
         self.asleep = memories
         if lost := frozenset(dropped):
             self.missing, self._why_missing = lost, DROPPED

@@ -1,7 +1,7 @@
-"""VirtualMemory: memory of a GPU at fixed addresses, which can be freed and got back.
+"""VirtualMemory: memory of a GPU at fixed addresses, which can be freed and mapped again.
 
 Addresses are reserved once. Physical memory is mapped there in chunks, and unmapped while the
-engine sleeps, so that decode graphs find everything where it was.
+engine sleeps. So addresses do not change, and decode graphs stay valid.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from nanovllm.engine.ranks.driver import call, driver
 from nanovllm.utils.memory import MIB
 
 CHUNK = 256 * MIB  # a multiple of the driver's granularity, and a size in which the host pins pages
-DEVICE, PINNED, READ_AND_WRITE = 1, 1, 3  # as the driver numbers them
+DEVICE, PINNED, READ_AND_WRITE = 1, 1, 3  # the driver's numbers
 Address = ctypes.c_uint64
 
 
@@ -48,7 +48,7 @@ class VirtualMemory:
         self.num_bytes = max(1, -(-num_bytes // CHUNK)) * CHUNK
         self.mapped = 0
         self._location = Location(DEVICE, device.index)
-        self._host: list[torch.Tensor] = []  # what was saved
+        self._host: list[torch.Tensor] = []  # saved copies
         self._start = Address()
         with self._context():
             call(
@@ -58,20 +58,20 @@ class VirtualMemory:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """How PyTorch finds the memory; the start of it must be mapped."""
+        """The interface by which PyTorch reads the memory; its start must be mapped."""
         data = (self._start.value, False)
         return {"shape": (self.num_bytes,), "typestr": "|u1", "data": data, "version": 3}
 
     @property
     def bytes(self) -> torch.Tensor:
-        """All of it as a tensor, of which the mapped part may be used."""
+        """The whole range as a tensor; only the mapped part may be used."""
         self.map(1)
         return torch.as_tensor(self, device=self.device)
 
     def map(self, num_bytes: int | None = None) -> None:
-        """Map memory up to so many bytes, or all. Values are not defined.
+        """Map the first `num_bytes` bytes, or all. Values are not defined.
 
-        It does not wait for the device.
+        Does not wait for the device.
         """
         needed = self.num_bytes if num_bytes is None else num_bytes
         if self.mapped < needed:
@@ -83,8 +83,8 @@ class VirtualMemory:
     def _context(self) -> Iterator[None]:
         """The device's context in this thread, which the driver's calls need. Does not wait.
 
-        PyTorch does not set a thread's device to the one that it is already. CUDA makes a context
-        current in the first call that needs one, such as this question about a stream.
+        PyTorch does not set a thread's device if it is already the current one. CUDA makes a
+        context current in the first call that needs one, such as this query of a stream.
         """
         with torch.cuda.device(self.device):
             torch.cuda.current_stream().query()
@@ -111,12 +111,12 @@ class VirtualMemory:
                 raise
             self.mapped += CHUNK
         finally:
-            call("cuMemRelease", handle)  # mapped memory lives until it is unmapped
+            call("cuMemRelease", handle)  # mapped memory is freed when it is unmapped
 
     def unmap(self) -> None:
-        """Return the memory to the device, without its values. Nothing may use it meanwhile.
+        """Return the memory to the device; its values are lost. Nothing may use it meanwhile.
 
-        If it fails, `mapped` is what is left, and another call goes on.
+        If this fails, `mapped` is the rest, and another call continues.
         """
         with self._context():
             torch.cuda.synchronize()
@@ -126,7 +126,7 @@ class VirtualMemory:
                 self.mapped -= CHUNK
 
     def save(self) -> None:
-        """Copy all that is mapped to pinned memory of the host, in place of what was saved."""
+        """Copy the mapped memory to pinned memory of the host, in place of earlier copies."""
         memory, parts = self.bytes, []
         self._host = []
         for start in range(0, self.mapped, CHUNK):
@@ -136,14 +136,14 @@ class VirtualMemory:
         self._host = parts
 
     def drop_saved(self) -> None:
-        """Free what was saved."""
+        """Free the saved copies."""
         self._host = []
 
     def restore(self) -> None:
-        """Map all, with the values that were saved, or else zeros. Does not wait for the device.
+        """Map everything, with the saved values or zeros. Does not wait for the device.
 
-        A chunk is copied while the next ones are mapped, also those of other memory. If memory is
-        short, another call goes on.
+        A chunk is copied while the next chunks are mapped, also those of other regions. If there is
+        not enough memory, another call continues.
         """
         saved = self._host
         while self.mapped < self.num_bytes:
@@ -157,7 +157,7 @@ class VirtualMemory:
         self._host = []
 
     def close(self) -> None:
-        """Free memory and addresses; no tensor may be used that is in here."""
+        """Free memory and addresses; tensors in this memory must not be used any more."""
         self.unmap()
         with self._context():
             driver().cuMemAddressFree(self._start, ctypes.c_size_t(self.num_bytes))

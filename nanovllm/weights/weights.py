@@ -1,4 +1,4 @@
-"""Weights: what callers of an engine do with its weights."""
+"""Weights: reads, replaces and frees an engine's weights for callers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from nanovllm.weights.update import (
     AreHeld,
     Finish,
     Given,
-    Load,
+    LoadWeights,
     Read,
     Reload,
     assembled,
@@ -33,7 +33,7 @@ RUNNING: tuple[Running, ...] = ("refuse", "abort")
 class Weights:
     """Reads, replaces and frees the weights of an engine.
 
-    While some are missing, or the engine sleeps, it refuses requests, as `state` says.
+    While weights are missing or the engine sleeps, the engine refuses requests, as `state` says.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
@@ -117,11 +117,11 @@ class Weights:
         for name in wanted:
             if not isinstance(name, str):
                 raise TypeError(f"names must be names of tensors, got {shorten(name)}")
-            held.known[name]  # or it is a ValueError
+            held.known[name]  # raises a ValueError for an unknown name
         return {name: self._read(name) for name in wanted}
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The names and shapes of all tensors that an update may have, with nothing fused."""
+        """The names and shapes of all tensors that an update may have, without fused tensors."""
         self.engine.check_alive()
         return self.held.known.shapes
 
@@ -171,14 +171,14 @@ class Weights:
             )
 
     def _begun_requests(self) -> list[Request]:
-        """Those that have been computed in part, also if they wait again: they were preempted."""
+        """Requests that were computed in part, including preempted ones, which wait again."""
         unfinished = self.engine.requests.unfinished.values()
         return [request for request in unfinished if request.times.scheduled is not None]
 
     def stop_all(self) -> None:
-        """Abort what has begun, and start over with what waits; nothing is cached.
+        """Abort requests that have begun, and restart those that wait; empty the prefix cache.
 
-        Aborted requests are returned as finished ones are.
+        Aborted requests are returned like finished ones.
         """
         begun, requests = self._begun_requests(), self.engine.requests
         self.engine.recover(requests.all)
@@ -197,7 +197,7 @@ class Weights:
             return
         self._check_tied(weights)
         self.state.has_changed = True
-        self.engine.model_runner.everywhere(Load(weights))
+        self.engine.model_runner.everywhere(LoadWeights(weights))
         if self.state.missing:
             self.state.missing -= self.held.known.parts_of(one.name for one in weights)
 
@@ -225,11 +225,11 @@ class Weights:
         self.state.missing = frozenset()
 
     def _give_up(self) -> None:
-        """After an update that failed: if a weight has changed, all must be updated."""
+        """End a failed update: if a weight has changed, all weights must be updated."""
         if not self.state.is_updating:
             return
         if self.engine.model_runner.failure is not None or not self.engine.is_open:
-            return  # a rank has ended, and so has the engine
+            return  # a rank has ended, and the engine with it
         self.state.give_up(self.held.known.parts)
         self.settle()
         if self.state.has_changed:
@@ -244,5 +244,5 @@ class Weights:
         return self.engine.model_runner.everywhere(Apply(function))
 
     def settle(self) -> None:
-        """Let the engine refuse requests, or take them again."""
+        """Make the engine refuse requests, or accept them again."""
         self.engine.refuse(self.state.refusal)

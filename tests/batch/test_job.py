@@ -21,7 +21,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.batch import lines as batch_lines
 from nanovllm.batch.digests import Seen, digest_of
 from nanovllm.batch.envelope import parse_line, parse_request
-from nanovllm.batch.job import Job
+from nanovllm.batch.job import BatchJob
 from nanovllm.batch.journal import Journal
 from nanovllm.batch.lines import Line, count_lines, read_lines
 from nanovllm.batch.records import result_record
@@ -62,7 +62,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """The records of a job, in the order of its lines."""
     with Journal(output) as journal:
-        job = Job(llm, journal, {**GREEDY, **defaults}, strict)
+        job = BatchJob(llm, journal, {**GREEDY, **defaults}, strict)
         tallies = list(job.run(read_lines(io.BytesIO(data))))
     records = [json.loads(line) for line in output.read_bytes().splitlines()]
     assert llm.is_finished()
@@ -312,7 +312,7 @@ def test_lines_are_read_as_there_is_room(llm: LLM, tmp_path: Path) -> None:
             yield Line(taken, jsonl({"prompt": f"{taken % 10}+2=", "n": 1 + taken % 3}))
 
     with Journal(tmp_path / "out") as journal:
-        job = Job(llm, journal, GREEDY)
+        job = BatchJob(llm, journal, GREEDY)
         for tally in job.run(endless()):
             assert taken - tally.lines <= 2 * llm.config.max_num_seqs
             assert sum(p.submitted.num_samples for p in job._pending.values()) <= 16 + 2
@@ -498,7 +498,9 @@ def test_a_record_of_no_request_is_an_error_after_the_work(
     run(llm, output, lines)
     output.write_bytes(output.read_bytes().splitlines(keepends=True)[1])
     with Journal(output) as journal:
-        list(Job(llm, journal, GREEDY).run(read_lines(io.BytesIO(lines.splitlines()[0] + end))))
+        list(
+            BatchJob(llm, journal, GREEDY).run(read_lines(io.BytesIO(lines.splitlines()[0] + end)))
+        )
         with pytest.raises(ValueError, match="line 1, is a record of line 2, where the input"):
             journal.check_taken()
     assert b'"custom_id": "a"' in output.read_bytes()
@@ -509,7 +511,7 @@ def test_all_records_of_an_input_are_taken(llm: LLM, tmp_path: Path) -> None:
     output, data = tmp_path / "out", jsonl(completion("a"), {}, completion("b"))
     run(llm, output, data)
     with Journal(output, 3) as journal:
-        list(Job(llm, journal, GREEDY).run(read_lines(io.BytesIO(data))))
+        list(BatchJob(llm, journal, GREEDY).run(read_lines(io.BytesIO(data))))
         journal.check_taken()
 
 

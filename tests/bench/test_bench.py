@@ -24,7 +24,7 @@ from nanovllm.bench import machine, measure, roofline, trace
 from nanovllm.bench.plan import make_plan
 from nanovllm.bench.roofline import Machine
 from nanovllm.bench.shapes import SHAPES, write_shape
-from nanovllm.bench.workload import Lengths, draw_workload
+from nanovllm.bench.workload import WorkloadOptions, draw_workload
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.engine.start.placement import Placement, resolve_placement
 from nanovllm.formats.choice import format_of
@@ -60,7 +60,7 @@ def shape(name: str, tmp_path: Path) -> ModelConfig:
 
 
 def draw(vocab_size: int = 151_936, **lengths: int) -> tuple[list[list[int]], list[int]]:
-    workload = draw_workload(Lengths(**lengths), vocab_size)
+    workload = draw_workload(WorkloadOptions(**lengths), vocab_size)
     return workload.prompts, workload.output_lens
 
 
@@ -233,7 +233,10 @@ class TestWorkload:
         assert any(len(prompt) > 32 for prompt in repetitive)
         for prompt in repetitive:
             assert all(prompt[i] == prompt[i - 16] for i in range(16, len(prompt)))
-        assert (Lengths().temperature, Lengths(repetitive=True).temperature) == (0.6, 0.0)
+        assert (WorkloadOptions().temperature, WorkloadOptions(repetitive=True).temperature) == (
+            0.6,
+            0.0,
+        )
 
     @pytest.mark.parametrize(
         ("name", "seconds", "tokens_per_second"),
@@ -322,7 +325,7 @@ class TestMatmulRate:
             return H200
 
         monkeypatch.setattr(measure, "measure_machine", measure_machine)
-        lengths = Lengths(max_input_len=100, max_output_len=100)
+        lengths = WorkloadOptions(max_input_len=100, max_output_len=100)
         measure.describe(make_plan({"model": path, "device": "cpu"}, None, lengths, tmp_path))
         assert [each.scheme and each.scheme.storage for each in measured] == [storage]
 
@@ -333,7 +336,7 @@ class TestMatmulRate:
         monkeypatch.setitem(machine.MATMUL_SIZES, "cpu", 64)
         plan = make_plan(
             {"device": "cpu", "dtype": "float16", "quantization": "int8"}, "qwen3-42m",
-            Lengths(), tmp_path,
+            WorkloadOptions(), tmp_path,
         )  # fmt: skip
         placement = resolve_placement(plan.config, plan.model, ALONE)
         assert machine.matmul_rate(placement, format_of(INT8)) > 0
@@ -535,12 +538,12 @@ class TestCommandLine:
     ) -> None:
         monkeypatch.setattr(measure, "measure_machine", lambda *_: Machine(1e10, 1e11))
         options = {"device": "cpu", "dtype": "bfloat16"}
-        plan = make_plan(options, bench.SHAPE, Lengths(), tmp_path)
+        plan = make_plan(options, bench.SHAPE, WorkloadOptions(), tmp_path)
         measure.print_floor(measure.describe(plan))
         out = capsys.readouterr().out
         assert "a run takes 72 minutes or more" in out and "--shape qwen3-42m" in out
         assert "--num-seqs 16 --max-input-len 128 --max-output-len 128\n" in out
-        few = dataclasses.replace(Lengths(), num_seqs=4)
+        few = dataclasses.replace(WorkloadOptions(), num_seqs=4)
         measure.print_floor(measure.describe(make_plan(options, bench.SHAPE, few, tmp_path)))
         assert "--num-seqs 4 --max-input-len 128" in capsys.readouterr().out  # not more than asked
 
@@ -549,7 +552,9 @@ class TestCommandLine:
     ) -> None:
         monkeypatch.setattr(measure, "measure_machine", lambda *_: Machine(1e10, 1e11))
         options = {"device": "cpu", "dtype": "bfloat16", "quantization": "int8"}
-        plan = make_plan(options | {"kv_cache_dtype": "fp8"}, bench.SHAPE, Lengths(), tmp_path)
+        plan = make_plan(
+            options | {"kv_cache_dtype": "fp8"}, bench.SHAPE, WorkloadOptions(), tmp_path
+        )
         measure.print_floor(measure.describe(plan))
         out = capsys.readouterr().out
         assert "bfloat16; 8-bit, a scale for each output; KV in float8_e4m3fn, on " in out
@@ -653,10 +658,10 @@ def test_whole_experts_need_no_divisible_width(tmp_path: Path) -> None:
     write_shape("qwen3-30b-a3b", tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"moe_intermediate_size": 770}))
-    plan = make_plan({**options, "model": str(tmp_path)}, None, Lengths(), tmp_path)
+    plan = make_plan({**options, "model": str(tmp_path)}, None, WorkloadOptions(), tmp_path)
     assert plan.config.enable_expert_parallel
     with pytest.raises(ValueError, match="this model has no experts"):
-        make_plan(options, "qwen3-42m", Lengths(), tmp_path)
+        make_plan(options, "qwen3-42m", WorkloadOptions(), tmp_path)
 
 
 def test_the_scripts_default_is_the_classic_shape(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from nanovllm import SamplingParams, StructuredOutputs
 from nanovllm.engine.run.draw_inputs import draw_inputs
 from nanovllm.engine.schedule.sequence import End, Sequence, SequenceParts
 from nanovllm.kernels.plain.mask import mask
-from nanovllm.structured.constraint import Constraint
+from nanovllm.structured.constraint import GrammarConstraint
 from nanovllm.structured.masks import Masks, mark_dead_ends
 from tests.grammar_words import (
     BYTES,
@@ -353,7 +353,7 @@ def test_threads_may_follow_at_the_same_time() -> None:
 
 def test_copies_of_a_constraint_are_not_needed_to_look_ahead() -> None:
     """`after` leaves the constraint as it is, also if the caller consumes more."""
-    constraint: Constraint = constrain(GRAMMARS, choice=["abc"])
+    constraint: GrammarConstraint = constrain(GRAMMARS, choice=["abc"])
     matcher = constraint.after([ord("a")])
     assert matcher is not None
     assert matcher.consume_token(ord("b"))

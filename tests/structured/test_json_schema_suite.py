@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nanovllm import StructuredOutputs
-from nanovllm.structured.constraint import Constraint
+from nanovllm.structured.constraint import GrammarConstraint
 from tests.grammar_words import accepts, words_grammars
 
 SUITE = Path(__file__).parents[1] / "data" / "json_schema_suite.jsonl"
@@ -96,7 +96,7 @@ STRICT = {
 }  # fmt: skip
 
 
-def _compile(schema: Any) -> Constraint | None:
+def _compile(schema: Any) -> GrammarConstraint | None:
     try:
         return GRAMMARS.constraint(StructuredOutputs(json=schema))
     except ValueError:

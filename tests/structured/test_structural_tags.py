@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from selection import examples
 
 from nanovllm import StructuredOutputs
-from nanovllm.structured.constraint import Constraint
+from nanovllm.structured.constraint import GrammarConstraint
 from nanovllm.structured.structural_tags import formats, grammar
 from tests.grammar_words import (
     BYTES,
@@ -35,7 +35,7 @@ ENDS = {EOS, OTHER_EOS}
 TEXT = {"type": "any_text"}
 
 
-def compiled(node: Any) -> Constraint:
+def compiled(node: Any) -> GrammarConstraint:
     tag = {"type": "structural_tag", "format": node}
     return GRAMMARS.constraint(StructuredOutputs(structural_tag=tag))
 
@@ -230,7 +230,7 @@ def test_formats_take_their_texts_alone(name: str) -> None:
     assert [text for text in others if accepts(constraint, text)] == []
 
 
-def takes(constraint: Constraint, ids: list[int]) -> bool:
+def takes(constraint: GrammarConstraint, ids: list[int]) -> bool:
     matcher = constraint.after(ids)
     return matcher is not None and matcher.is_accepting()
 
@@ -397,7 +397,7 @@ CLOSED = st.recursive(LEAVES, _nested, max_leaves=6)
 PAIRS = CLOSED | st.builds(_triggered, st.sampled_from(["<", "ab"]), CLOSED, SHORT, st.booleans())
 
 
-def _walk(constraint: Constraint, seed: int, most: int = 60) -> str | None:
+def _walk(constraint: GrammarConstraint, seed: int, most: int = 60) -> str | None:
     """Random allowed tokens to an end; None if it is not reached."""
     rng, ids = random.Random(seed), []
     for _ in range(most):

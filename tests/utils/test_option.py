@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.bench.serve.options import Load
+from nanovllm.bench.serve.options import ServerLoad
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import ServerOptions
@@ -15,7 +15,7 @@ from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.option import options_of
 
 KINDS = [
-    Config, Load, SamplingParams, ServerOptions, SpeculativeConfig, StructuredOutputs,
+    Config, ServerLoad, SamplingParams, ServerOptions, SpeculativeConfig, StructuredOutputs,
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Answer: what is measured of one request, while the chunks of its stream arrive."""
+"""Answer: the measured times and tokens of one request, while the chunks of its stream arrive."""
 
 import json
 from array import array
@@ -30,12 +30,12 @@ class Answer:
         self.num_chunks = 0
         self.usage: Mapping[str, Any] = {}
         self.error: str | None = None
-        self._is_over = False  # the server has said that the answer is whole
+        self._is_over = False  # the server has reported the end of the answer
         self._events = EventReader()
         self._body = b""  # of an answer that is not a stream
 
     def receive(self, now: float, head: Head, data: bytes) -> None:
-        """Take a part of the body: of a stream, or of an error's description."""
+        """Receive a part of the body: of a stream, or of an error's description."""
         if head.status != 200 or _media_type(head) != "text/event-stream":
             self._body += data
             return
@@ -100,7 +100,7 @@ class Answer:
         self._is_over |= is_end
         if not self.first:
             if not has_text and not is_end:
-                return  # a role alone: no token yet
+                return  # only a role: no token yet
             self.first = now
         elif has_text or not is_end:  # without text: a token that ends within a character
             self.gaps.append(now - self.last)

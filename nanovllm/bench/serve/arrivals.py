@@ -1,17 +1,17 @@
-"""When requests are sent."""
+"""Draw the times at which requests are sent."""
 
 import math
 import random
 from itertools import accumulate
 
-from nanovllm.bench.serve.options import Load
+from nanovllm.bench.serve.options import ServerLoad
 
 
-def arrival_times(load: Load, number: int) -> list[float]:
+def arrival_times(load: ServerLoad, number: int) -> list[float]:
     """Seconds from the start at which requests are sent; the first one is sent at once.
 
-    The times between them are drawn from a gamma distribution and then scaled, so that the rate of
-    every run is exactly the one that was asked for.
+    The times between them are drawn from a gamma distribution and then scaled, so that every run
+    has exactly the requested rate.
     """
     if load.request_rate == math.inf or number == 1:
         return [0.0] * number

@@ -1,7 +1,7 @@
 """Client: requests to one server, on connections that are kept.
 
-asyncio's protocols rather than its streams or a library: a piece of an answer is read, parsed and
-dated in one callback, without a task that must be woken first. docs/serving.md has figures.
+It uses asyncio's protocols, not its streams or a library: one callback reads and parses a piece of
+an answer and takes its time, without a task that must be woken first. docs/serving.md has figures.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class Address:
-    """Where the server is. `path` is what its paths begin with, without a slash at the end."""
+    """The server's address. Its paths begin with `path`, which has no slash at the end."""
 
     scheme: str
     host: str
@@ -54,10 +54,10 @@ class Address:
 
 
 class Receiver(Protocol):
-    """What takes an answer: `receive` is called with the clock whenever a part of it arrives."""
+    """Receives an answer: `receive` is called with the time whenever a part of it arrives."""
 
     def receive(self, now: float, head: Head, data: bytes) -> None:
-        """Take a part of the body. What this raises ends the request."""
+        """Receive a part of the body. An exception ends the request."""
 
 
 class Body:
@@ -100,7 +100,7 @@ class Connection(asyncio.Protocol):
         return self._reader.head is not None
 
     def close(self) -> None:
-        """Close the connection; an answer that is not whole is dropped."""
+        """Close the connection; an incomplete answer is dropped."""
         self.is_open = False
         if self._transport is not None:
             self._transport.abort()
@@ -111,7 +111,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
         if self._done is None or self._done.done() or self._receiver is None:
-            self.close()  # nothing was asked
+            self.close()  # data without a request
             return
         reader = self._reader
         try:
@@ -144,7 +144,7 @@ class Connection(asyncio.Protocol):
 
 
 class Client:
-    """Requests to one server. A connection is used again when its answer is whole."""
+    """Requests to one server. A connection is used again when its answer is complete."""
 
     def __init__(self, address: Address, api_key: str | None = None) -> None:
         self.address = address

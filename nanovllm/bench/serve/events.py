@@ -2,11 +2,11 @@
 
 
 class EventReader:
-    """Reads a stream of events. Bytes are kept until a line is whole, so characters are, too."""
+    """Reads a stream of events. Bytes are kept until a line, and so each character, is complete."""
 
     def __init__(self) -> None:
-        self._buffer = b""  # a line that is not whole
-        self._data: list[bytes] = []  # the lines of data of an event that is not whole
+        self._buffer = b""  # an incomplete line
+        self._data: list[bytes] = []  # the lines of data of an incomplete event
 
     def feed(self, data: bytes) -> list[bytes]:
         """The data of the events that `data` completes."""

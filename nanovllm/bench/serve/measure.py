@@ -11,7 +11,7 @@ from typing import Any
 from nanovllm.bench.serve.answer import AnswerError
 from nanovllm.bench.serve.arrivals import arrival_times
 from nanovllm.bench.serve.client import Address, Client
-from nanovllm.bench.serve.options import NUM_PROMPTS, Load
+from nanovllm.bench.serve.options import NUM_PROMPTS, ServerLoad
 from nanovllm.bench.serve.prompts import RandomPrompts
 from nanovllm.bench.serve.run import Run, run_load, send
 from nanovllm.bench.serve.server import Server
@@ -23,21 +23,21 @@ SPARE_FILES = 64  # files that a process opens in addition to its connections
 
 
 @dataclass(frozen=True)
-class Job:
-    """Which server is measured, and with which requests; without a dataset they are random."""
+class ServerBenchmark:
+    """The server to measure, and the requests to send; they are random without a dataset."""
 
     address: Address
     api_key: str | None
     model: str | None
-    load: Load
+    load: ServerLoad
     dataset: Sequence[Mapping[str, Any]] | None
     extra_body: Mapping[str, Any]
 
 
-def measure(job: Job) -> tuple[Run, str]:
+def measure(job: ServerBenchmark) -> tuple[Run, str]:
     """Run the job; return what was measured, and the model's name.
 
-    uvloop is used where it is installed: it takes half of asyncio's time for a chunk.
+    uvloop is used if it is installed: it takes half of asyncio's time for a chunk.
     """
     try:
         import uvloop
@@ -47,7 +47,7 @@ def measure(job: Job) -> tuple[Run, str]:
     return measured
 
 
-async def _measure(job: Job) -> tuple[Run, str]:
+async def _measure(job: ServerBenchmark) -> tuple[Run, str]:
     load, client = job.load, Client(job.address, job.api_key)
     try:
         server = Server(client, load, job.extra_body)
@@ -60,7 +60,7 @@ async def _measure(job: Job) -> tuple[Run, str]:
         await _warm_up(server, [prompts.draw() for _ in range(load.num_warmups)], load)
         run, times = Run(), arrival_times(load, len(requests))
         gc.collect()
-        gc.freeze()  # what lives now is not searched for garbage while times are taken
+        gc.freeze()  # present objects are not searched for garbage during the measurement
         async with _bar(run, len(requests)):
             await run_load(client, requests, times, load.max_concurrency, load.timeout, run)
     finally:
@@ -69,7 +69,7 @@ async def _measure(job: Job) -> tuple[Run, str]:
     return run, server.model
 
 
-async def _warm_up(server: Server, dataset: Sequence[Mapping[str, Any]], load: Load) -> None:
+async def _warm_up(server: Server, dataset: Sequence[Mapping[str, Any]], load: ServerLoad) -> None:
     """Send requests that are not measured, as many at a time as later; raise if one fails."""
     slots = asyncio.Semaphore(load.max_concurrency or max(len(dataset), 1))
 
@@ -85,7 +85,7 @@ async def _warm_up(server: Server, dataset: Sequence[Mapping[str, Any]], load: L
 
 
 def allow_connections(number: int) -> None:
-    """Let this process open `number` connections at a time; a ValueError if it must not."""
+    """Allow this process `number` open connections; a ValueError if the system forbids it."""
     try:
         import resource
     except ImportError:  # no such limits here

@@ -1,4 +1,4 @@
-"""Load: which requests are sent to the server, and when. All values are checked here."""
+"""ServerLoad: which requests are sent to the server, and when. All values are checked here."""
 
 import math
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ RATE = Rule(_check_rate, f"{allowed_range(0, None, above=True)}; inf sends all a
 
 
 @dataclass(frozen=True)
-class Load:
-    """The requests of a run. Lengths are those of random prompts and of all answers."""
+class ServerLoad:
+    """The requests of a run. The lengths apply to random prompts and to all answers."""
 
     num_prompts: int | None = option(
         None, "requests that are measured", int_range(1),

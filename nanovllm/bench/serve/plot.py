@@ -1,4 +1,4 @@
-"""Draw a run as a picture: the distributions of its times, and its course."""
+"""Draw a picture of a run: the distributions of its times, and the run over time."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from nanovllm.bench.serve.summary import METRICS, percentile
 
 COLORS = {"ttft": "#1f77b4", "tpot": "#2ca02c", "itl": "#9467bd", "e2el": "#d62728"}
 MAX_POINTS = 2000  # of a curve
-NUM_BINS = 100  # of the course
+NUM_BINS = 100  # of the curves over time
 
 
 def check_plot(path: Path) -> None:
@@ -27,7 +27,7 @@ def check_plot(path: Path) -> None:
 
 
 def plot(run: Run, title: str, path: Path) -> None:
-    """Write the picture. Only answers that are whole are in it."""
+    """Write the picture. It shows only complete answers."""
     from matplotlib.figure import Figure
 
     whole = [answer for answer in run.answers if answer.error is None]
@@ -68,7 +68,7 @@ def _distribution(axis: Any, name: str, values: Sequence[float]) -> None:
 
 
 def _tokens(axis: Any, run: Run, whole: Sequence[Answer]) -> None:
-    """Output tokens per second over the time of the run; a chunk's tokens are taken as equal."""
+    """Output tokens per second over the time of the run; all chunks of an answer count equally."""
     width = max(run.seconds, 1e-9) / NUM_BINS
     rates = [0.0] * NUM_BINS
     for answer in whole:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm.bench.serve.options import CHAT, Load
+from nanovllm.bench.serve.options import CHAT, ServerLoad
 from nanovllm.utils.checks import check_int, check_name, shorten
 from nanovllm.utils.json_text import parse_json
 
@@ -36,9 +36,9 @@ class Vocabulary:
 
 
 class RandomPrompts:
-    """Draws requests with random prompts; the same ones for the same seed."""
+    """Draws requests with random prompts; the same requests for the same seed."""
 
-    def __init__(self, load: Load, vocabulary: Vocabulary) -> None:
+    def __init__(self, load: ServerLoad, vocabulary: Vocabulary) -> None:
         self._load, self._vocabulary = load, vocabulary
         self._rng = random.Random(load.seed)
 
@@ -60,7 +60,7 @@ class RandomPrompts:
         return self._rng.randint(max(1, low), max(1, high))
 
 
-def read_dataset(path: Path, load: Load) -> list[dict[str, Any]]:
+def read_dataset(path: Path, load: ServerLoad) -> list[dict[str, Any]]:
     """The requests of a JSON Lines file, from its beginning and as often as they are needed.
 
     A line has a `prompt` or `messages`, and may have `max_tokens`.
@@ -76,13 +76,13 @@ def read_dataset(path: Path, load: Load) -> list[dict[str, Any]]:
     return list(itertools.islice(itertools.cycle(requests), wanted))
 
 
-def with_length(load: Load, fields: Mapping[str, Any], output_len: int) -> dict[str, Any]:
-    """The fields of a body with the most tokens to generate, by the endpoint's name of it."""
+def with_length(load: ServerLoad, fields: Mapping[str, Any], output_len: int) -> dict[str, Any]:
+    """Add the most tokens to generate to a body's fields, by the endpoint's name for it."""
     name = "max_completion_tokens" if load.endpoint == CHAT else "max_tokens"
     return {**fields, name: output_len}
 
 
-def _read_line(place: str, line: str, load: Load) -> dict[str, Any]:
+def _read_line(place: str, line: str, load: ServerLoad) -> dict[str, Any]:
     """The fields of one request; a ValueError names the line."""
     try:
         value = parse_json(line)
@@ -103,7 +103,7 @@ def _read_line(place: str, line: str, load: Load) -> dict[str, Any]:
     return with_length(load, _line_input(place, prompt, messages, load), output_len)
 
 
-def _line_input(place: str, prompt: Any, messages: Any, load: Load) -> dict[str, Any]:
+def _line_input(place: str, prompt: Any, messages: Any, load: ServerLoad) -> dict[str, Any]:
     if isinstance(messages, list):
         if load.endpoint != CHAT:
             raise ValueError(f"{place}: messages need --endpoint chat")
@@ -119,7 +119,7 @@ def _line_input(place: str, prompt: Any, messages: Any, load: Load) -> dict[str,
     raise ValueError(f"{place}: {name} must be {allowed}, got {shorten(value)}")
 
 
-def _text_input(load: Load, text: str) -> dict[str, Any]:
+def _text_input(load: ServerLoad, text: str) -> dict[str, Any]:
     if load.endpoint == CHAT:
         return {"messages": [{"role": "user", "content": text}]}
     return {"prompt": text}

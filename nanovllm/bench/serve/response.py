@@ -9,7 +9,7 @@ WITHOUT_BODY = (204, 304)
 
 
 class BadResponseError(ValueError):
-    """What the server sent is not a response of HTTP/1.1, or ends too early."""
+    """The server's data is not a response of HTTP/1.1, or ends too early."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ def parse_head(data: bytes) -> Head:
 
 
 class ResponseReader:
-    """Reads one response. `head` is None until it has arrived; `is_done` says that all has."""
+    """Reads one response. `head` is None until it has arrived; `is_done` after the end."""
 
     def __init__(self) -> None:
         self.head: Head | None = None
         self.is_done = False
-        self._buffer = b""  # what has arrived and is not read yet
+        self._buffer = b""  # data that has arrived and is not read yet
         self._left = 0  # bytes of a body with a known length that have not arrived
         self._read: Callable[[bytes], bytes] = self._read_head
 
@@ -61,7 +61,7 @@ class ResponseReader:
         return self._read(data)
 
     def end(self) -> None:
-        """The server has closed the connection: raise unless that ends the response."""
+        """The server has closed the connection: raise unless this ends the response."""
         if self.head is None:
             raise BadResponseError("the server closed the connection before its answer")
         if not self.is_done and self._read != self._read_rest:
@@ -82,7 +82,7 @@ class ResponseReader:
         return b"" if self.is_done else self._read(data)
 
     def _body_reader(self, head: Head) -> Callable[[bytes], bytes]:
-        """What reads the body, by the headers that say where it ends."""
+        """The function that reads the body, by the headers that say where it ends."""
         if head.status in WITHOUT_BODY:
             self.is_done = True
         if head.headers.get("transfer-encoding", "").lower() == "chunked":
@@ -105,7 +105,7 @@ class ResponseReader:
         return data  # until the connection is closed
 
     def _read_chunks(self, data: bytes) -> bytes:
-        """The bodies of all chunks that are whole."""
+        """The bodies of all complete chunks."""
         bodies, at = [], 0
         while (line_end := data.find(b"\r\n", at)) >= 0:
             size, start = _chunk_size(data[at:line_end]), line_end + 2

@@ -1,4 +1,4 @@
-"""Send the requests of a run, and date their answers."""
+"""Send the requests of a run, and measure their answers."""
 
 import asyncio
 import time
@@ -11,9 +11,9 @@ from nanovllm.bench.serve.client import Client
 
 @dataclass
 class Run:
-    """What a run has measured so far; times are of the client's clock."""
+    """The measurements of a run so far; times are those of the client's clock."""
 
-    answers: list[Answer] = field(default_factory=list)  # that have ended, also with errors
+    answers: list[Answer] = field(default_factory=list)  # ended answers, also with errors
     num_sent: int = 0
     start: float = 0.0
     end: float = 0.0

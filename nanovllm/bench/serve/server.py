@@ -6,14 +6,14 @@ from typing import Any
 
 from nanovllm.bench.serve.answer import AnswerError, error_text
 from nanovllm.bench.serve.client import Body, Client
-from nanovllm.bench.serve.options import PATHS, Load
+from nanovllm.bench.serve.options import PATHS, ServerLoad
 from nanovllm.bench.serve.prompts import WORDS, Vocabulary
 
 
 class Server:
     """A server with OpenAI's API, and how requests to it are written."""
 
-    def __init__(self, client: Client, load: Load, extra_body: Mapping[str, Any]) -> None:
+    def __init__(self, client: Client, load: ServerLoad, extra_body: Mapping[str, Any]) -> None:
         self.client, self.model = client, ""
         self._load, self._extra_body = load, extra_body
 

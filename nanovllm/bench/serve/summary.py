@@ -13,10 +13,10 @@ METRICS = {
     "itl": "inter-token latency",
     "e2el": "end to end",
 }
-LIMITED = ("ttft", "tpot", "e2el")  # what a limit of goodput can be of
+LIMITED = ("ttft", "tpot", "e2el")  # times that goodput can limit
 PERCENTILES = (50, 90, 99)
 MAX_MESSAGES = 5  # kinds of errors that are shown
-BUSY = 0.8  # of a core: above it, the client's own work may be what is measured
+BUSY = 0.8  # of a core: above this, the client's own work may limit the figures
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -38,13 +38,13 @@ def statistics_ms(seconds: Iterable[float]) -> dict[str, float] | None:
 
 
 def meets(answer: Answer, limits_ms: Mapping[str, float]) -> bool:
-    """Whether an answer is within all limits; a time that it lacks is within its limit."""
+    """Whether an answer is within all limits; a missing time is within its limit."""
     times = {name: getattr(answer, name) for name in limits_ms}
     return all(time is None or 1e3 * time <= limits_ms[name] for name, time in times.items())
 
 
 def summarize(run: Run, limits_ms: Mapping[str, float]) -> dict[str, Any]:
-    """All figures of a run. Times are of the answers that are whole."""
+    """All figures of a run. Times are those of complete answers."""
     whole = [answer for answer in run.answers if answer.error is None]
     errors = Counter(answer.error for answer in run.answers if answer.error is not None)
     seconds = max(run.seconds, 1e-9)
@@ -111,7 +111,7 @@ def _row(title: str, cells: Iterable[str]) -> str:
 
 
 def _notes(result: Mapping[str, Any]) -> list[str]:
-    """What went wrong, and what makes the figures doubtful."""
+    """Errors of the run, and reasons to doubt the figures."""
     lines = []
     if result["tokens_counted_by"] == "chunks":
         lines.append("the server sends no usage: output tokens are chunks, prompts are not counted")

@@ -1,4 +1,4 @@
-"""What a format of tool calls is."""
+"""ToolFormat: the base of all formats of tool calls, and the parts of a call."""
 
 import secrets
 import string
@@ -12,9 +12,9 @@ LETTERS = string.ascii_letters + string.digits
 
 
 class Part(NamedTuple):
-    """A part of what a format reads: a call's name, a piece of its arguments, or `is_whole`.
+    """A part of a parsed text: a call's name, a piece of its arguments, or `is_whole`.
 
-    The last one says that all calls up to here are well-formed.
+    `is_whole` means that all calls up to here are well-formed.
     """
 
     name: str = ""
@@ -28,7 +28,7 @@ Reading = Generator[Part | None, None, bool]  # None: more text is needed
 
 
 def headed(head: Sequence[Part], reading: Reading) -> Reading:
-    """The parts of `reading`, and `head` before the first of them."""
+    """The parts of `reading`, with `head` before the first one."""
     while True:
         try:
             part = next(reading)
@@ -50,13 +50,13 @@ class ToolFormat:
 
     marker: ClassVar[str] = ""
     first: ClassVar[str] = ""
-    markers: ClassVar[tuple[str, ...]] = ()  # which may be special tokens: the text needs them
+    markers: ClassVar[tuple[str, ...]] = ()  # they may be special tokens, which the text then needs
 
     def read(self, source: Source, tools: Sequence[Tool]) -> Reading:
         """Read calls from `source`, which is at the marker or at the first character.
 
-        In some formats the schemas of `tools` say how a value is written. What it returns has no
-        meaning: calls count as far as `WHOLE` was yielded.
+        In some formats the schemas of `tools` say how a value is written. The returned value has no
+        meaning: calls count up to the last `WHOLE` that was yielded.
         """
         raise NotImplementedError
 
@@ -75,7 +75,7 @@ class ToolFormat:
 
 
 def short_id() -> str:
-    """An id as Mistral's templates want it."""
+    """An id in the form that Mistral's templates require."""
     return _random_text(9)
 
 

@@ -19,9 +19,9 @@ def answer_grammar(
     asked: StructuredOutputs | None = None,
     blank_lines: bool = False,
 ) -> str:
-    """Lark of calls, of calls or the JSON that is `asked` for, or of calls or text.
+    """A Lark grammar of calls; of calls or the JSON that is `asked` for; or of calls or text.
 
-    `blank_lines` may come first, behind reasoning. The arguments of calls are of their schemas.
+    `blank_lines` may come first, after reasoning. The arguments of calls fit their schemas.
     """
     is_free = not choice.required and asked is None
     tools = [Tool(tool.name, checked_parameters(tool)) for tool in choice.tools]
@@ -53,7 +53,7 @@ def _json(asked: StructuredOutputs) -> str:
 def _text_rules(tool_format: ToolFormat, literal: Callable[[str], str]) -> list[str]:
     """Rules for an answer that is no call, and for the text before one.
 
-    Neither has the marker, which ordinary tokens could spell even if it is a token of its own.
+    Neither contains the marker: ordinary tokens could spell it even if it is a token of its own.
     """
     marker, first = tool_format.marker, tool_format.first
     other = f"OTHER: {ANY_TEXT}"

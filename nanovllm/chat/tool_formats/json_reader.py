@@ -1,7 +1,7 @@
 """Read JSON, and calls that are JSON objects, from text that comes in pieces.
 
-What is accepted is exactly JSON (RFC 8259): a part of a value that has been passed over is always
-the beginning of valid JSON.
+Exactly JSON (RFC 8259) is accepted: the part of a value that was read so far is always the
+beginning of valid JSON.
 """
 
 import json
@@ -18,7 +18,7 @@ SCALAR = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9
 
 
 def skip_string(source: Source) -> Steps:
-    """Pass over a string."""
+    """Skip a string."""
     if not (yield from source.skip('"')):
         return False
     while True:
@@ -33,7 +33,7 @@ def skip_string(source: Source) -> Steps:
 
 
 def skip_value(source: Source) -> Steps:
-    """Pass over a value."""
+    """Skip a value."""
     closers: list[str] = []  # of the objects and arrays that are open
     while True:
         if not (yield from _skip_opening(source, closers)):
@@ -52,7 +52,7 @@ def skip_value(source: Source) -> Steps:
 
 
 def _skip_opening(source: Source, closers: list[str]) -> Steps:
-    """Pass over a scalar, an empty object or array, or all that opens before one of these."""
+    """Skip a scalar, or an empty object or array, and all brackets that open before it."""
     while True:
         yield from source.skip_space()
         if not (yield from source.has_more()):
@@ -150,7 +150,7 @@ def read_call(source: Source, argument_keys: Collection[str]) -> Reading:
 def _read_named_arguments(
     source: Source, name: str | None
 ) -> Generator[Part | None, None, list[Part] | None]:
-    """Read the arguments of a call; return those parts that have to wait for the call's name.
+    """Read the arguments of a call; return the parts that must wait for the call's name.
 
     None if there is no object.
     """

@@ -7,7 +7,7 @@ from typing import Any
 from nanovllm.chat.tools import Tool
 from nanovllm.structured.lark import JSON_OPTIONS
 
-# As templates write JSON: models have seen it so, and white space cannot go on without end.
+# JSON as templates write it: models know this form, and white space is limited.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 KEY = "/[A-Za-z_][A-Za-z0-9_]*/"  # a terminal for the names of parameters that no schema names

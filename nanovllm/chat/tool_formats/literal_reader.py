@@ -32,7 +32,7 @@ WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def read_value(source: Source) -> Reading:
-    """Pass over a value and yield it as JSON; return whether there is one."""
+    """Skip a value and yield it as JSON; return whether there is one."""
     closers: list[str] = []  # of the dicts and lists that are open
     while True:
         if not (yield from _read_opening(source, closers)):
@@ -53,7 +53,7 @@ def read_value(source: Source) -> Reading:
 
 
 def _read_opening(source: Source, closers: list[str]) -> Reading:
-    """Read a scalar, an empty dict or list, or all that opens before one of these."""
+    """Read a scalar, or an empty dict or list, and all brackets that open before it."""
     while True:
         yield from source.skip_space()
         if not (yield from source.has_more()):
@@ -86,7 +86,7 @@ def _read_key(source: Source) -> Reading:
 
 
 def read_string(source: Source) -> Reading:
-    """Pass over a string and yield it as JSON."""
+    """Skip a string and yield it as JSON."""
     for quotes in QUOTES:
         if (yield from source.skip(quotes)):
             break
@@ -105,7 +105,7 @@ def read_string(source: Source) -> Reading:
                 return False
             if text:  # in ASCII: the halves of a character may come one by one
                 yield Part(arguments=json.dumps(text)[1:-1])
-        else:  # one quote where it takes three
+        else:  # one quote where three are needed
             source.at += 1
             yield Part(arguments=in_json(quotes[0]))
     return False

@@ -12,7 +12,7 @@ TAG = "<|python_tag|>"
 
 
 class Llama3Json(ToolFormat):
-    """Calls are at the start of the answer, or behind `<|python_tag|>`.
+    """Calls are at the start of the answer, or after `<|python_tag|>`.
 
     The arguments may be called `parameters` or `arguments`.
     """

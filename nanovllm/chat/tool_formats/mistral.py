@@ -39,7 +39,7 @@ class Mistral(ToolFormat):
         return True
 
     def _read_list(self, source: Source) -> Reading:
-        """Read what comes behind the bracket that opens a list."""
+        """Read a list after its opening bracket."""
         while True:
             yield from source.skip_space()
             if not (yield from read_call(source, ("arguments",))):

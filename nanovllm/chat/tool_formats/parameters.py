@@ -9,7 +9,7 @@ from urllib.parse import unquote
 from nanovllm.chat.tools import Tool
 
 DEFINITIONS = ("$defs", "definitions")
-# Keywords of the whole object that a list of parameters does not hold.
+# Keywords of the whole object that a list of parameters cannot follow.
 REFUSED = (
     "allOf", "anyOf", "oneOf", "const", "enum", "maxProperties", "minProperties",
     "patternProperties",
@@ -19,7 +19,7 @@ ANYTHING = frozenset(("string", "integer", "number", "boolean", "null", "array",
 FIRSTS = {
     '"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean", "n": "null",
 }  # fmt: skip
-MOST_REFERENCES = 100  # that follow each other
+MOST_REFERENCES = 100  # the longest chain of references
 
 
 class Parameter(NamedTuple):
@@ -33,8 +33,8 @@ class Parameter(NamedTuple):
 def parameters_of(format_name: str, tool: Tool, names: re.Pattern[str]) -> list[Parameter]:
     """The parameters in the order of `properties`, then others that are required.
 
-    A name that `names` does not match, or a schema of the whole that says more than its parameters
-    do, is a ValueError.
+    A name that `names` does not match is a ValueError, and so is a schema of the whole object that
+    requires more than the schemas of its parameters.
     """
     schema = resolved(tool.parameters, tool.parameters)
     where = f"the tool parser {format_name!r} cannot call {tool.name!r}"
@@ -83,7 +83,7 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema, or that to which it refers."""
+    """The schema, or the schema that it refers to."""
     for _ in range(MOST_REFERENCES):
         if "$ref" not in schema:
             return schema

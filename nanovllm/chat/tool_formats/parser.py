@@ -26,12 +26,13 @@ Deltas = Generator[Delta | None, None, None]  # None: more text is needed
 
 
 class ToolParser:
-    """Takes an answer in pieces. What the deltas join to does not depend on the pieces.
+    """Takes an answer in pieces. The joined deltas do not depend on the division into pieces.
 
-    A call is reported when all of it is there and well-formed. Other text is content, except white
+    A call is reported when it is complete and well-formed. Other text is content, except white
     space next to a call. If `early`, a call is reported as soon as its name and the start of its
-    arguments are there; if it then breaks off it stays a call, and only the rest is content.
-    Where a call breaks off at the end of the answer, no other one is looked for behind its marker.
+    arguments are there; if it is then cut off, it stays a call, and only the rest is content.
+
+    If a call is cut off at the end of the answer, no other call is searched after its marker.
     """
 
     def __init__(self, tool_format: ToolFormat, tools: Sequence[Tool], early: bool = False) -> None:
@@ -50,7 +51,7 @@ class ToolParser:
         return self._collect()
 
     def finish(self) -> list[Delta]:
-        """The rest: no more text comes."""
+        """The remaining deltas, after the end of the text."""
         self._source.ended = True
         return self._collect()
 
@@ -68,7 +69,7 @@ class ToolParser:
         while (yield from self._content()):
             begin = source.at
             broke_off = yield from self._calls()
-            if source.at == begin:  # no call: the marker is content
+            if source.at == begin:  # not a call: the marker is content
                 source.at += len(marker)
                 yield from self._say(marker)
             if broke_off:  # other markers in it are not tried: each could take all of the rest
@@ -78,7 +79,7 @@ class ToolParser:
             yield Delta(content=space)
 
     def _content(self) -> Generator[Delta | None, None, bool]:
-        """Report content up to the next marker; whether there is one."""
+        """Report content up to the next marker; returns whether there is one."""
         source, marker = self._source, self._format.marker
         while True:
             begin, source.at = source.at, source.find(marker)
@@ -103,9 +104,9 @@ class ToolParser:
             self._space.append(text[len(content) :])
 
     def _calls(self) -> Generator[Delta | None, None, bool]:
-        """Report the calls that begin here; leave the place behind what was reported.
+        """Report the calls that begin here, and move the place after them.
 
-        Returns whether they break off at the end of the answer.
+        Returns whether they are cut off at the end of the answer.
         """
         source, waiting = self._source, list[Part]()
         reported = source.at
@@ -133,7 +134,7 @@ class ToolParser:
 
 
 def _merged(deltas: Iterable[Delta]) -> Iterator[Delta]:
-    """The deltas, with one for all pieces of the same content or arguments that follow it."""
+    """Merge consecutive deltas of the same content or arguments into one."""
     for _, group in itertools.groupby(deltas, lambda delta: (delta.call, delta.name)):
         first, *others = group
         content = "".join([first.content, *(delta.content for delta in others)])
@@ -156,7 +157,7 @@ def parse(tool_format: ToolFormat, tools: Sequence[Tool], text: str) -> tuple[st
 
 
 def join(deltas: Iterable[Delta]) -> tuple[str, list[ToolCall]]:
-    """The content and the calls that deltas add up to."""
+    """Join deltas to content and calls."""
     content, heads, arguments = list[str](), list[Delta](), list[list[str]]()
     for delta in deltas:
         content.append(delta.content)

@@ -15,7 +15,7 @@ NAME = re.compile(r"""[^\s()\[\]{}<>=,'"\\]*""")
 
 
 class Pythonic(ToolFormat):
-    """One list of calls, at the start of the answer or behind `<|python_start|>`.
+    """One list of calls, at the start of the answer or after `<|python_start|>`.
 
     A grammar writes each value as JSON: strings, numbers, lists and objects are the same in Python,
     and `true`, `false` and `null` are read as well. Arguments come in the order of the properties.
@@ -91,7 +91,7 @@ class Pythonic(ToolFormat):
 def _call_rules(suffix: str, tool: Tool) -> list[str]:
     """Rules for a call of one tool, by the name `call` and the suffix.
 
-    An argument is followed by a tail: so every subset of the optional ones can be written.
+    A tail follows each argument, so that every subset of the optional arguments can be written.
     """
     head = quoted(f"{tool.name}(")
     parameters, others = parameters_of("pythonic", tool, NAME), others_of(tool)

@@ -33,15 +33,15 @@ TEXT = frozenset(["string"])
 
 
 class Qwen3Coder(ToolFormat):
-    """A value is text if the tool's schema says so or names no types, and else a literal.
+    """A value is text if the tool's schema says so or gives no types; else it is a literal.
 
     Literals are those of JSON or, as templates write them, of Python. If the schema allows text and
-    other types, a value that is no literal of these types is text. If it does not, a list or an
-    object must be well-formed, and another value that is no literal is text.
+    other types, a value that is not a literal of these types is text. If the schema does not allow
+    text, a list or an object must be well-formed; any other value that is not a literal is text.
     """
 
     marker = START
-    markers = (START, END)  # the other tags are plain text: values end where theirs is written
+    markers = (START, END)  # the other tags are plain text: a value ends at its closing tag
 
     def read(self, source: Source, tools: Sequence[Tool]) -> Reading:
         """Read one call; the end of the answer may replace the last mark."""
@@ -97,9 +97,9 @@ class Qwen3Coder(ToolFormat):
 
 
 def _other(tool: Tool, schema: Mapping[str, Any], texts: dict[str, str]) -> str:
-    """An expression for the value of a parameter that no schema names, and the mark behind it.
+    """An expression for the value of a parameter without a schema, and the mark after it.
 
-    If its type is not known, what may be read as a list or an object must be one.
+    If its type is not known, a value that looks like a list or an object must be one.
     """
     if types_of(schema, schema) != ANYTHING:
         return _value(tool, "additionalProperties", schema, texts)
@@ -116,7 +116,7 @@ def _parameter(tool: Tool, parameter: Parameter, texts: dict[str, str]) -> str:
 
 
 def _value(tool: Tool, place: str, schema: Mapping[str, Any], texts: dict[str, str]) -> str:
-    """An expression for a value and the mark behind it; text is by a rule of `texts`."""
+    """An expression for a value and the mark after it; `texts` has the rules for text."""
     if types_of(schema, schema) not in (TEXT, ANYTHING):
         return f"{json_value(schema)} {quoted(f'{LINE}{END_PARAMETER}{LINE}')}"
     try:
@@ -129,7 +129,7 @@ def _value(tool: Tool, place: str, schema: Mapping[str, Any], texts: dict[str, s
 
 
 def _read_value(source: Source, types: frozenset[str]) -> Reading:
-    """Read a value and the mark behind it."""
+    """Read a value and the mark after it."""
     if types in (TEXT, ANYTHING):
         return (yield from _read_text(source))
     begin = source.at
@@ -170,7 +170,7 @@ def _read_text(source: Source) -> Reading:
 
 
 def _read_literal(source: Source) -> Generator[None, None, str | None]:
-    """The JSON of a literal with the mark behind it; None if there is none."""
+    """The JSON of a literal with the mark after it; None if there is none."""
     pieces = list[str]()
 
     def collect(reading: Reading) -> Steps:

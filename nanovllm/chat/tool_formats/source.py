@@ -1,7 +1,7 @@
 """Source: text that comes in pieces, and the place up to which it has been read.
 
-Readers are generators. They move the place forward, yield None where they need more text, and
-return whether they found what they look for. So they do not depend on how the text is cut.
+Readers are generators. They move the place forward, yield None if they need more text, and return
+whether they found what they search for. So they do not depend on how the text is divided.
 """
 
 import re
@@ -12,7 +12,7 @@ SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class Source:
-    """`text` from `at` on has not been read. If it has `ended`, no more comes."""
+    """The text after the place `at` was not read yet. If it has `ended`, no more text comes."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -28,7 +28,7 @@ class Source:
         self.text = text
 
     def drop_read(self) -> None:
-        """Drop the text before `at`, to which no reader goes back."""
+        """Drop the text before `at`; readers never go back."""
         self.text, self.at = self.text[self.at :], 0
 
     def has_more(self) -> Steps:
@@ -40,12 +40,12 @@ class Source:
         return True
 
     def skip_space(self) -> Generator[None, None, None]:
-        """Pass over white space."""
+        """Skip white space."""
         while (yield from self.has_more()) and self.run(SPACE):
             pass
 
     def skip(self, literal: str) -> Steps:
-        """Pass over `literal`, or stay."""
+        """Skip `literal`, or stay if it is not there."""
         while not self.text.startswith(literal, self.at):
             if self.ended or not self._may_begin(literal):
                 return False
@@ -54,7 +54,7 @@ class Source:
         return True
 
     def skip_last(self, literal: str) -> Steps:
-        """Pass over `literal`, which the end of the text may cut off; or stay."""
+        """Skip `literal`, which the end of the text may cut off; or stay if it is not there."""
         if (yield from self.skip(literal)):
             return True
         if not (self.ended and self._may_begin(literal)):
@@ -63,23 +63,23 @@ class Source:
         return True
 
     def skip_comma(self) -> Steps:
-        """Pass over white space, and a comma in it if there is one; whether there is."""
+        """Skip white space and a comma in it; returns whether there was a comma."""
         yield from self.skip_space()
         found = yield from self.skip(",")
         yield from self.skip_space()
         return found
 
     def skip_all(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
-        """Pass over all that `pattern`, a repeated set of characters, matches; return it."""
+        """Skip and return all text that `pattern`, a repeated set of characters, matches."""
         begin = self.at
         while (yield from self.has_more()) and self.run(pattern):
             pass
         return self.text[begin : self.at]
 
     def find(self, marker: str) -> int:
-        """The place of the next `marker`, or of the end of the text that cannot belong to one.
+        """The place of the next `marker`, or the end of the text that cannot belong to a marker.
 
-        The text of a marker may be there in part.
+        The text after that end may be the first part of a marker.
         """
         place = self.text.find(marker, self.at)
         if place >= 0:
@@ -89,11 +89,11 @@ class Source:
         return end if self.ended else end - overlap(tail, marker)
 
     def _may_begin(self, literal: str) -> bool:
-        """Whether all that is left begins `literal`."""
+        """Whether all the remaining text is the beginning of `literal`."""
         return literal.startswith(self.text[self.at : self.at + len(literal)])
 
     def run(self, pattern: re.Pattern[str]) -> str:
-        """Pass over what `pattern`, which may match nothing, matches of the text so far."""
+        """Skip and return what `pattern` matches in the text so far; it may match nothing."""
         match = pattern.match(self.text, self.at)
         assert match is not None
         self.at = match.end()

@@ -1,4 +1,4 @@
-"""All formats of tool calls by name, and which of them a chat template shows."""
+"""All formats of tool calls by name; find the format that a chat template shows."""
 
 import re
 
@@ -13,7 +13,7 @@ FORMATS: dict[str, ToolFormat] = {
     "hermes": Hermes(), "llama3_json": Llama3Json(), "mistral": Mistral(),
     "mistral_args": MistralArgs(), "pythonic": Pythonic(), "qwen3_coder": Qwen3Coder(),
 }  # fmt: skip
-# The first one that a template matches; an empty name is a format that is not here.
+# The first pattern that matches a template gives its format; "" is an unsupported format.
 SIGNS = (
     (r"(?s)<tool_call>.*<function=", "qwen3_coder"),
     (r"<function=|<arg_key>", ""),
@@ -26,6 +26,6 @@ SIGNS = (
 
 
 def shown_format(template: str) -> str | None:
-    """The name of the format that a chat template shows; None if there is none that is here."""
+    """The name of the format that a chat template shows; None if it shows no supported one."""
     names = (name for sign, name in SIGNS if re.search(sign, template))
     return next(names, "") or None

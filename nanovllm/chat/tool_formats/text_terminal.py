@@ -8,16 +8,16 @@ from nanovllm.chat.tool_formats.lark import quoted
 from nanovllm.chat.tool_formats.parameters import pointed_at, types_of
 
 ANY_TEXT = "/(?s:.*)/"
-# Of a pattern: what is escaped, a set of characters, a bracket or a bar.
+# Parts of a pattern: an escaped character, a set of characters, a bracket or a bar.
 PATTERN_PARTS = re.compile(r"\\(?s:.)|\[(?:\\(?s:.)|[^\]\\])*\]|[()|]")
 REFUSED = ("format", "oneOf")
 MOST_LEVELS = 20
 
 
 def text_terminal(schema: Any, root: Mapping[str, Any], level: int = 0) -> str:
-    """An expression for the texts that `schema` allows; `root` has what it refers to.
+    """An expression for the texts that `schema` allows; `root` has the definitions.
 
-    A keyword that it cannot hold is a ValueError.
+    A keyword that an expression cannot follow is a ValueError.
     """
     if not isinstance(schema, Mapping):
         return ANY_TEXT
@@ -66,7 +66,7 @@ def _anywhere(pattern: str) -> str:
 
 
 def _alternatives(pattern: str) -> list[str]:
-    """The parts of a pattern between the bars that are in no brackets."""
+    """The parts of a pattern between bars outside of brackets."""
     depth, begin, parts = 0, 0, list[str]()
     for match in PATTERN_PARTS.finditer(pattern):
         depth += {"(": 1, ")": -1}.get(match[0], 0)

@@ -85,7 +85,7 @@ class BlockPool:
         return block
 
     def audit(self, block_tables: list[list[int]], others: Counter[int] | None = None) -> None:
-        """Assert the pool's invariants, given the held blocks of every block table.
+        """Assert the pool's invariants, given the blocks in every block table.
 
         `others` counts uses of prefixes for other things than blocks, by their `id`.
         """

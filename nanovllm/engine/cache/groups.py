@@ -1,8 +1,8 @@
-"""CacheGroups: which layers share block tables, and how the pool's memory is divided among them.
+"""CacheGroups: groups of layers that share block tables, and their parts of the pool's memory.
 
 A block of the pool has a number of slots of equal size, and belongs to one group at a time. So all
-groups draw on the same blocks, and none is idle: a model whose layers mostly have a window gives
-most of its blocks to the others when contexts are long.
+groups use the same blocks, and none is idle: if most layers of a model have a window, the other
+layers get most of the blocks when contexts are long.
 """
 
 import math

@@ -86,7 +86,7 @@ class Prefixes:
         return root
 
     def find(self, parent: Prefix, value: int, token_ids: tuple[int, ...]) -> Prefix | None:
-        """The prefix that continues `parent` with these tokens, whose hash is `value`."""
+        """The prefix that continues `parent` with these tokens, which have the hash `value`."""
         prefix = self.by_hash.get(value)
         while prefix is not None:
             if prefix.parent is parent and prefix.token_ids == token_ids:

@@ -1,6 +1,6 @@
 """Processes that end with their caller: how they are started, and how they notice its end.
 
-A life line is a socket pair whose other end the caller holds. Imported without PyTorch.
+A life line is a socket pair; the caller has its other end. Imported without PyTorch.
 """
 
 import fcntl

@@ -31,7 +31,7 @@ from nanovllm.utils.checks import check_int, shorten
 
 
 class AsyncEngine:
-    """Queues requests of callers, and hands the engine's events on to them.
+    """Queues requests of callers, and passes the engine's events to them.
 
     Options are those of `AsyncLLM`. Prompts are read, and texts and stops are followed, in this
     process; the engine's process, the `main` of the module `PROCESS`, only steps. It answers
@@ -79,9 +79,9 @@ class AsyncEngine:
         lora_request: LoRARequest | None = None,
         is_whole: bool = False,
     ) -> AsyncIterator[OpenRequest]:
-        """Queue a request for the time of the block; what is not finished then is aborted.
+        """Queue a request for the time of the block; if it has not finished then, it is aborted.
 
-        Of one that `is_whole` only the output is asked for, at the end.
+        If it `is_whole`, only the output at the end is used.
         """
         params = params_of(sampling_params, priority)
         self.check_lora(lora_request)
@@ -133,17 +133,17 @@ class AsyncEngine:
         return recommended_params(self.model_path)
 
     async def check_adapter(self, lora_request: LoRARequest) -> None:
-        """Read an adapter for requests to come; raises if it does not fit the model."""
+        """Read an adapter for later requests; raises if it does not fit the model."""
         self.check_lora(lora_request)
         await self.connection.ask("check_adapter", lora_request, between_steps=False)
 
     def check_lora(self, lora_request: Any) -> None:
-        """Raise if this is no adapter, or the engine takes none. None is no adapter to use."""
+        """Raise if this is not an adapter, or the engine has none. None means no adapter."""
         if check_lora_request(lora_request) is not None and not self.config.enable_lora:
             raise ValueError(NOT_ENABLED)
 
     async def stats(self) -> EngineStats:
-        """Counts of what the engine has done and is doing."""
+        """Counts of the engine's requests, tokens and blocks."""
         stats: EngineStats = await self.connection.ask("stats")
         return stats
 
@@ -158,11 +158,11 @@ class AsyncEngine:
         return done
 
     async def start_profile(self) -> None:
-        """Begin to record what the engine does, as `LLM.start_profile`."""
+        """Start the profiler, as `LLM.start_profile`."""
         await self.connection.ask("start_profile")
 
     async def stop_profile(self) -> list[Path]:
-        """End the recording; returns the traces."""
+        """Stop the profiler; returns the traces."""
         paths: list[Path] = await self.connection.ask("stop_profile")
         return paths
 
@@ -193,7 +193,7 @@ class AsyncEngine:
         await asyncio.to_thread(self.connection.process.close)
 
     def _disconnect(self) -> None:
-        """End all requests, and listen no more."""
+        """End all requests, and stop listening."""
         self.connection.disconnect(EngineEndedError("this AsyncLLM is closed; make a new one"))
         self.readers.close()
 
@@ -213,7 +213,7 @@ def params_of(given: Any, priority: int | None) -> SamplingParams:
 
 
 def _unconstrained(params: SamplingParams) -> SamplingParams:
-    """The parameters without a constraint, which the engine's process compiles."""
+    """The parameters without their constraint, which only the engine's process compiles."""
     if params.structured_outputs is None:
         return params
     return dataclasses.replace(params, structured_outputs=None)

@@ -29,11 +29,11 @@ TOGETHER = 32
 
 
 class EngineConnection:
-    """Sends commands to an engine's process and hands on its events, until either end closes.
+    """Sends commands to an engine's process and passes on its events, until either side closes.
 
-    When it has ended, `failure` says why: a RankError or an EngineEndedError. `on_end` is called
-    with it, and later calls of `send` and `ask` raise it. A connection belongs to the event loop of
-    the first `open`. `module` has the process's `main`.
+    When the process has ended, `failure` says why: a RankError or an EngineEndedError. `on_end` is
+    called with it, and later calls of `send` and `ask` raise it. A connection belongs to the event
+    loop of the first `open`. `module` has the process's `main`.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class EngineConnection:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send the collected commands: what the socket takes at once, the rest by the writer."""
+        """Send the collected commands: what the socket accepts now, the rest by the writer."""
         data = memoryview(self._unsent)  # slices are no copies: weights are large
         self._unsent, self._num_unsent = b"", 0
         if not data or self.failure is not None:
@@ -103,7 +103,7 @@ class EngineConnection:
             self._writer.write(data)
 
     def send_question(self, question: Question) -> None:
-        """Ask after all earlier questions, and wait for no answer."""
+        """Ask a question after all earlier ones, and do not wait for the answer."""
         if self.failure is None and self._writer is not None:
             self.send(Ask(next(self._numbers), question))
 
@@ -125,9 +125,9 @@ class EngineConnection:
             del self._questions[number]
 
     async def ping(self, seconds: float) -> None:
-        """Raise an asyncio.TimeoutError if the process leaves a question open for this long.
+        """Raise an asyncio.TimeoutError if the process does not answer a question for this long.
 
-        All callers wait for the same question, so that there is one at most.
+        All callers wait for the same question, so that there is at most one.
         """
         loop = asyncio.get_running_loop()
         if self._ping is None or self._ping.done():
@@ -143,7 +143,7 @@ class EngineConnection:
         return self.failure
 
     def disconnect(self, reason: BaseException) -> None:
-        """Listen no more; `reason` is the failure, if there was none before."""
+        """Stop listening; `reason` becomes the failure, if there was none before."""
         self._end(reason)
         if self._listening is not None and self._loop is not None and not self._loop.is_closed():
             self._listening.cancel()
@@ -190,7 +190,7 @@ class EngineConnection:
                 answer.set_result(value)
 
     def _end(self, failure: BaseException) -> None:
-        """Record why nothing more comes from the process, and end what waits for it."""
+        """Record why no more messages come from the process, and end all that wait for them."""
         if self.failure is None:
             self.failure = failure
             if not isinstance(failure, RankError | EngineEndedError):

@@ -1,4 +1,4 @@
-"""EngineLoop: an engine in its own process, which does what its caller's messages say.
+"""EngineLoop: runs an engine in its own process, by commands from its caller.
 
 It is imported without PyTorch.
 """
@@ -48,7 +48,7 @@ class CheckedRequest(NamedTuple):
 
 
 class ReportedRequest:
-    """A request in the engine, and how many tokens of each sample the caller was sent."""
+    """A request in the engine, and how many tokens of each sample were sent to the caller."""
 
     def __init__(self, number: int, request: "Request") -> None:
         self.number, self.request = number, request
@@ -56,9 +56,7 @@ class ReportedRequest:
         self.ended = [False] * len(request.seqs)
 
     def progress(self, tokens: NewTokens) -> list[SampleProgress]:
-        """What is new since the last call. A sample with one new token, and nothing else, is
-        added to `tokens`.
-        """
+        """Progress since the last call. A sample with just one new token is added to `tokens`."""
         events = []
         for seq in self.request.seqs:
             if self.ended[seq.index]:
@@ -102,7 +100,7 @@ def _whole_params(command: SubmitRequest) -> SamplingParams:
 
 
 def _pickled(value: Any, method: str) -> bytes:
-    """A method's result as it is sent to the caller."""
+    """Pickle a method's result for the caller."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
@@ -124,7 +122,7 @@ class EngineLoop:
     """Steps an engine as long as it has requests; between steps it takes commands.
 
     Meanwhile other threads compile constraints, tokenize bad words and read adapters. `answers` has
-    what is called for each question.
+    the function that answers each question.
     """
 
     def __init__(
@@ -154,7 +152,7 @@ class EngineLoop:
         return bool(self._engine.requests.unfinished) and self._engine.refusal is None
 
     def _take_commands(self) -> bool:
-        """Do what was asked for; without requests to compute, wait for it. False: quit."""
+        """Run the commands; if there are no requests to compute, wait for one. False: quit."""
         while True:
             all_sent = self._outbox.flush()
             try:
@@ -203,7 +201,7 @@ class EngineLoop:
             return EngineAnswer(command.number, error=sendable(error))
 
     def _answer_in_thread(self, command: Ask) -> None:
-        """Answer in a thread: the answer, or what ends the engine, goes to the commands."""
+        """Answer in a thread: the answer, or an engine's fatal error, goes to the commands."""
         try:
             self._commands.put(self._answer(command))
         except BaseException as error:
@@ -223,8 +221,8 @@ class EngineLoop:
         self._commands.put(CheckedRequest(command.number, self._compiled(command)))
 
     def _compiled(self, command: SubmitRequest) -> "Accepted | Exception":
-        """The checked request. What goes wrong refuses this request alone."""
-        if command.number not in self._compiling:  # its caller has gone
+        """The checked request. An error refuses only this request."""
+        if command.number not in self._compiling:  # its caller has left
             return RuntimeError("the request was dropped")
         try:
             return self._accept(command)

@@ -17,9 +17,9 @@ NOTHING = pickle.dumps(None)
 
 
 class SubmitRequest(NamedTuple):
-    """Queue a request, which the caller calls `number`. The caller finds its stop strings itself.
+    """Queue a request, with the caller's `number` for it. The caller finds its stop strings itself.
 
-    `token_ids` are 32-bit integers, which travel faster than a list. `wanted` is that of
+    `token_ids` are 32-bit integers, which are sent faster than a list. `wanted` is that of
     `Intake.accept`. `processors` are `logits_processors`, pickled: loading them may fail.
     """
 
@@ -32,7 +32,7 @@ class SubmitRequest(NamedTuple):
 
 
 class DropRequest(NamedTuple):
-    """End a request: its caller has gone."""
+    """End a request: its caller has left."""
 
     number: int
 
@@ -84,9 +84,9 @@ class EngineFailed(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """One new token for each of these samples, given by its request's number and its own.
+    """One new token for each of these samples, which are given by request number and sample number.
 
-    Nothing else is new of these samples. Most events are of this kind.
+    These samples have nothing else new. Most events are of this kind.
     """
 
     numbers: list[int]
@@ -95,7 +95,7 @@ class NewTokens(NamedTuple):
 
 
 class SampleProgress(NamedTuple):
-    """New tokens of a sample, with their log-probabilities if asked for, and how it has ended."""
+    """New tokens of a sample, with their log-probabilities if requested, and how it has ended."""
 
     number: int
     sample: int
@@ -106,9 +106,9 @@ class SampleProgress(NamedTuple):
 
 
 class RequestEnd(NamedTuple):
-    """All samples of a request have ended. It has what belongs to the request as a whole.
+    """All samples of a request have ended. This has the results of the request as a whole.
 
-    `keepers` are those of its sequences, if it asked for hidden states.
+    `keepers` are the keepers of its sequences, if it asked for hidden states.
     """
 
     number: int

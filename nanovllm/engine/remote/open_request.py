@@ -20,10 +20,10 @@ class OpenRequest:
         self._changed = asyncio.Event()
         self.error: BaseException | None = None
         self.is_over = False  # the engine has nothing more to report
-        self.num_open = num_open  # samples that count as unfinished
+        self.num_open = num_open  # unfinished samples
 
     async def events(self) -> AsyncIterator[StreamEvent]:
-        """What is new whenever the caller asks for more, until the end."""
+        """Yield what is new when the caller asks for the next event, until the end."""
         is_over = False
         while not is_over:
             await self._wait()
@@ -60,18 +60,18 @@ class OpenRequest:
         return self.copy.request.seqs[0].num_hit_tokens or 0
 
     def wake(self) -> None:
-        """Wake a caller who asks for events."""
+        """Wake a caller that waits for events."""
         if not self._is_whole:
             self._changed.set()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Record that nothing more comes, and wake the caller, who gets the error if any."""
+        """Record the end, and wake the caller, which gets the error if there is one."""
         if not self.is_over:
             self.is_over, self.error = True, error
             self._changed.set()
 
     async def _wait(self) -> None:
-        """Wait for something new, or the end; raises what has ended the request."""
+        """Wait for progress, or the end; raises the error that has ended the request."""
         await self._changed.wait()
         self._changed.clear()
         if self.error is not None:

@@ -1,4 +1,4 @@
-"""EngineProcess: starts an engine in a process of its own, and knows how it ended."""
+"""EngineProcess: starts an engine in a process of its own, and finds out how it ended."""
 
 import contextlib
 import logging

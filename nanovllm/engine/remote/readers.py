@@ -9,28 +9,29 @@ from nanovllm.sampling_params import SamplingParams
 
 T = TypeVar("T")
 NUM_THREADS = 2
-# Characters or token ids of a prompt. A prompt below SMALL is read on the event loop: a change of
-# threads would take longer. Prompts from LARGE on share one thread, and do not delay others.
+# Characters or token ids of a prompt. A prompt below SMALL is read on the event loop, because
+# changing threads would take longer. Prompts from LARGE on share one thread, so that they do not
+# delay others.
 SMALL, LARGE = 1 << 11, 1 << 17
 MESSAGE, PROMPT = 64, 8  # added to the text's size for a message, or for a prompt of several
 
 
 class Readers:
-    """Runs functions whose time grows with a size: on the event loop, or in threads."""
+    """Runs functions on the event loop or in threads, depending on the size of their input."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="nanovllm-read")
         self._large = ThreadPoolExecutor(1, thread_name_prefix="nanovllm-read-large")
 
     async def run(self, read: Callable[[], T], size: int) -> T:
-        """What the function returns."""
+        """Run the function; returns its result."""
         if size < SMALL:
             return read()
         threads = self._threads if size < LARGE else self._large
         return await asyncio.get_running_loop().run_in_executor(threads, read)
 
     def close(self) -> None:
-        """End the threads after what they read now."""
+        """End the threads after the prompts that they read now."""
         for threads in (self._threads, self._large):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -51,13 +52,13 @@ def prompt_size(prompt: Any) -> int:
 
 
 def all_size(prompts: Any) -> int:
-    """The size of one prompt or several, each with what it costs in addition to its text."""
+    """The size of one or several prompts, with the additional cost of each."""
     texts = prompts if isinstance(prompts, list | tuple) else [prompts]
     return sum(PROMPT + prompt_size(text) for text in texts)
 
 
 def params_size(params: SamplingParams) -> int:
-    """The size of what is checked of parameters. Bad words are tokenized, and never small."""
+    """The size of the parameters to check. Bad words must be tokenized, so they are never small."""
     lists: tuple[Any, ...] = (
         params.allowed_token_ids, params.logit_bias, params.stop, params.stop_token_ids,
     )  # fmt: skip

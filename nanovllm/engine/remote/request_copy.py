@@ -11,7 +11,7 @@ from nanovllm.outputs import RequestOutput, StreamEvent
 
 
 class RequestCopy:
-    """A request whose tokens are computed elsewhere.
+    """A copy of a request that another process computes.
 
     Stop strings are found here: `apply` says which samples they end.
     """
@@ -57,7 +57,7 @@ class RequestCopy:
         return False
 
     def end(self, ended: RequestEnd) -> None:
-        """Add what is known at the end."""
+        """Add the results that are known at the end."""
         first = self.request.seqs[0]
         self.request.times, first.num_hit_tokens = ended.times, ended.num_hit_tokens
         if ended.prompt_logprobs is not None:

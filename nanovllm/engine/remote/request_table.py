@@ -29,9 +29,10 @@ from nanovllm.utils.checks import shorten
 
 
 class RequestTable:
-    """The open requests by their numbers, and the samples that their callers wait for, `num_open`.
+    """The open requests by their numbers, and `num_open`, the samples that callers wait for.
 
-    At most `max_num_seqs` run and `max_waiting` wait. An error in one request ends that one alone.
+    At most `max_num_seqs` run and `max_waiting` wait. An error in one request ends only this
+    request.
     """
 
     def __init__(self, connection: EngineConnection, max_num_seqs: int, max_waiting: int) -> None:
@@ -94,7 +95,7 @@ class RequestTable:
         return request
 
     def close(self, request: OpenRequest) -> None:
-        """Forget a request, and abort what is not finished: no caller waits for it."""
+        """Remove a request that no caller waits for, and abort its unfinished samples."""
         if not request.is_over:
             self.drop(request)
         del self.by_number[request.number]
@@ -133,7 +134,7 @@ class RequestTable:
                         if request.copy.add(sample, token_id):
                             self._stop(request, sample)
                         request.wake()
-                    except Exception as error:  # such as a tokenizer's that does not know an id
+                    except Exception as error:  # such as that of a tokenizer for an unknown id
                         self.drop(request, error)
         elif (request := self._waiting(event.number)) is not None:
             try:
@@ -173,7 +174,7 @@ class RequestTable:
 
 
 def pickled_processors(params: SamplingParams) -> bytes | None:
-    """The callables of a request, for the engine's process; a ValueError if they do not pickle."""
+    """Pickle a request's callables for the engine's process; a ValueError if this fails."""
     if not params.logits_processors:
         return None
     try:

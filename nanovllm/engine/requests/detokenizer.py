@@ -79,7 +79,7 @@ class Detokenizer:
         return bool(self._window) and not self._pending and not self._is_in_run
 
     def _look_up(self, token_ids: list[int], start: int, texts: list[str]) -> int:
-        """Take the tokens from `start` on whose text is always the same; returns their number."""
+        """Add the tokens from `start` on that always have the same text; returns their number."""
         pieces, piece, end = self._token_pieces, None, start
         for token_id in islice(token_ids, start, None):
             found = pieces[token_id]
@@ -92,9 +92,10 @@ class Detokenizer:
         return end - start
 
     def _add_to_window(self, token_id: int) -> str:
-        """Take a token whose text may depend on its neighbours; return the text that is now final.
+        """Add a token with text that may depend on its neighbours; return the text that is now
+        final.
 
-        Such a token may also be the first one, or stand behind half a character.
+        Such a token may also be the first one, or come after half a character.
         """
         twice = self._decode([token_id, token_id])  # twice: a space alone may decode to "" too
         if not twice:  # a skipped id, or one outside the vocabulary

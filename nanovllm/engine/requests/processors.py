@@ -18,10 +18,10 @@ EMPTY = "left no token to draw: all logits are minus infinity, or some are NaN"
 
 
 class Processors:
-    """A follower that ends a sequence whose callables have failed, with an "error".
+    """A follower that ends a sequence with an "error" if one of its callables has failed.
 
-    In place of the failed logits a token is drawn, which the end removes. It stops nothing, unless
-    no other token may be drawn.
+    Instead of a token from the failed logits, another token is drawn, which the end removes. It is
+    a token that does not stop the request, unless only such tokens are allowed.
     """
 
     def __init__(self, calls: Iterable[Callable[..., Any]]) -> None:
@@ -54,7 +54,7 @@ class Processors:
         return torch.where(is_empty, _fallback(seq, logits), logits)
 
     def update(self, seq: Sequence) -> End | None:
-        """The end of a sequence whose last known token was drawn without the callables."""
+        """The end of the sequence, if its last known token was drawn without the callables."""
         index = seq.num_known_tokens - 1
         is_empty = self._empty.pop(index, None)
         if is_empty is not None and bool(is_empty):

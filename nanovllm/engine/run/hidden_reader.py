@@ -16,7 +16,7 @@ class HiddenReader(Protocol):
         """What sequences want of a prefill's tokens; empty if they want nothing."""
 
     def tokens(self, batch: Batch, asked: list[Any], q_ends: Array) -> Array:
-        """The tokens of the step whose hidden states are asked for."""
+        """The tokens of the step that some sequence wants the hidden states of."""
 
     def keeps_drawn(self, seqs: list[Sequence]) -> bool:
         """Whether some sequences keep the hidden states that their next tokens are drawn from."""

@@ -12,7 +12,7 @@ from nanovllm.engine.schedule.batch import Batch
 
 
 class Begun(NamedTuple):
-    """A step whose logits the device computes, and what is reported of its prompts."""
+    """A step with logits in computation on the device, and the reports of its prompts."""
 
     batch: Batch
     num_tokens: int

@@ -29,7 +29,7 @@ class RowsAhead(Protocol):
         """Give a row to another sequence. Returns whether it was ahead."""
 
     def stop(self, seqs: list[Sequence], rows: Array) -> Array:
-        """Let the rows of `seqs` be ahead no longer. Returns the rows that were."""
+        """Mark the rows of `seqs` as no longer ahead. Returns the rows that were ahead."""
 
     def extend(self, seq: Sequence, row: int, start: int) -> None:
         """Record that a sequence has new blocks, from `start` in its first table."""
@@ -81,7 +81,7 @@ class Ledger:
         self._lengths = np.full(num_rows, UNKNOWN)
         self._num_tokens = np.full(num_rows, UNKNOWN)  # counting the row's last token
         self._batch: Array = np.full(num_rows, UNKNOWN)
-        self._batch_rows: Array | None = None  # the rows of which it was made
+        self._batch_rows: Array | None = None  # the rows from which it was made
         self._marks = np.full(num_rows, UNMARKED)
         self._last_tables: list[list[list[int]]] = []  # by sequence, and by group
         self._last_of_groups: list[list[list[int]]] = []

@@ -17,7 +17,7 @@ from nanovllm.layers.context import Context
 
 
 class Prefills:
-    """Computes prompts, or parts of them, with the tokens of sequences that decode beside them.
+    """Computes prompts or parts of them, with the tokens of decoding sequences in the same step.
 
     `copy_block` copies a block of KV to another one.
     """

@@ -36,7 +36,7 @@ class ReportInputs:
 
 
 def unreported_indices(seq: Sequence) -> Iterable[int]:
-    """Scheduled tokens whose logits give log-probabilities of the prompt's next tokens.
+    """Scheduled tokens with logits that give log-probabilities of the prompt's next tokens.
 
     If it generates nothing: the last one, once for each label.
     """

@@ -121,7 +121,7 @@ def token_arrays(
 ) -> tuple[Array, Array, Array, Array, Array]:
     """Ids, positions and slots of tokens and then drafts; where queries and keys end.
 
-    Slots are those of the first cache groups, whose block numbers are multiplied by `parts`.
+    Slots are those of the first cache groups, with block numbers multiplied by `parts`.
     """
     token_ids: list[int] = []
     positions: list[Array] = []
@@ -149,7 +149,7 @@ def token_arrays(
 
 
 def _joined(parts: Iterable[Array]) -> Array:
-    """One array of these, of which there may be none."""
+    """Concatenate these arrays; there may be none."""
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 

@@ -14,8 +14,8 @@ from itertools import accumulate
 from nanovllm.engine.cache.block_manager import FreeBlocks
 from nanovllm.engine.schedule.sequence import Sequence
 
-# How many steps must be ahead for each token that preemption would compute again, by whether the
-# end is known or estimated. benchmarks/scheduler.py compares other values.
+# The number of steps before a preemption that are worth each token that it would compute again, by
+# whether the end is known or estimated. benchmarks/scheduler.py compares other values.
 WORTHWHILE = {True: 0.3, False: 0.05}
 MIN_ENDED = 16  # with fewer, sequences are assumed to end at once
 MAX_ENDED = 1024  # the latest ones are kept
@@ -56,7 +56,7 @@ class Lengths:
 
 
 class Forecast:
-    """Looks ahead to the first step at which the running sequences need more blocks than exist.
+    """Finds the first future step at which the running sequences need more blocks than exist.
 
     A sequence is admitted if there is no such step, or if it is so late that computing the
     sequence's tokens again costs less than leaving its place in all steps until then empty. A block
@@ -158,7 +158,7 @@ class Growth:
 
     def __init__(self, lengths: list[int], block_size: int, groups: int = 1) -> None:
         self.block_size, self.groups = block_size, groups
-        # A step samples a token and computes the one before: (length + step - 1) tokens are held.
+        # A step samples a token and computes the one before it: (length + step - 1) tokens have KV.
         self._filled = sorted((length + block_size - 2) % block_size for length in lengths)
         self._full = sum((length + block_size - 2) // block_size for length in lengths)
 

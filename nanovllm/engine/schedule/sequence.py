@@ -202,7 +202,7 @@ class Sequence:
 
     @property
     def num_uncached_tokens(self) -> int:
-        """Tokens whose KV is still to be computed; 1 for a sequence that decodes."""
+        """The number of tokens without computed KV; 1 for a sequence that decodes."""
         return len(self.token_ids) - self.num_cached_tokens
 
     @property

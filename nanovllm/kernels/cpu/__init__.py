@@ -1,1 +1,1 @@
-"""Kernels for the CPU: C++ compiled on this machine, and oneDNN's packed linear layers."""
+"""Kernels for the CPU: C++ that is compiled on this machine, and oneDNN's linear layers."""

@@ -1,5 +1,5 @@
 // Attention of all tasks of a step. A row is a query of one head. A sequence's rows with the same
-// key head are taken together, so that keys are read once for all.
+// key head are computed together, so that keys are read once for all of them.
 
 #pragma once
 
@@ -12,14 +12,14 @@
 
 namespace {
 
-// What all tasks share. Sequence s has the queries q_ends[s] .. q_ends[s + 1] - 1, which are the
-// last of its k_lens[s] tokens. Its rows are numbered query by query, G rows each.
+// The inputs that all tasks share. Sequence s has the queries q_ends[s] .. q_ends[s + 1] - 1, which
+// are the last of its k_lens[s] tokens. Its rows are numbered query by query, G rows each.
 template <typename T, typename K>
 struct Step {
     const T* q;  // [tokens, H, D]
     const K* k;  // [tokens, KVH, D], or the cache
     const K* v;
-    const bf16* k_scales;  // [blocks, KVH, block_size], of codes
+    const bf16* k_scales;  // [blocks, KVH, block_size], if k has codes
     const bf16* v_scales;
     T* out;  // [tokens, H, D]
     const int32_t* q_ends;
@@ -31,7 +31,7 @@ struct Step {
     int64_t num_tasks, num_merges, q_stride, k_stride, v_stride, table_stride, block_size;
     int64_t q_heads, kv_heads, head_dim, window, threads;
     float scale;
-    float soft_cap;  // of the scores; 0: they have none
+    float soft_cap;  // on the scores; 0: no cap
 
     int64_t group() const { return q_heads / kv_heads; }
     int64_t num_queries(int64_t seq) const { return q_ends[seq + 1] - q_ends[seq]; }
@@ -59,7 +59,7 @@ struct Step {
     void write(const State& state, int64_t seq, int64_t kv_head) const {
         for (int64_t r = 0; r < num_rows(seq); r++) {
             const float total = state.total[r];
-            const float share = total != 0 ? load_factor<K> / total : 0;  // no keys: zeros
+            const float share = total != 0 ? load_factor<K> / total : 0;  // zeros without keys
             T* to = out + place(seq, r, kv_head, q_heads * head_dim);
             for (int64_t d = 0; d < head_dim; d++) to[d] = narrow<T>(state.sums[r][d] * share);
         }
@@ -69,7 +69,7 @@ struct Step {
         const int64_t seq = task[0], slot = task[4], rows = num_rows(seq);
         alignas(CACHE_LINE) float queries[FEW][MAX_HEAD_DIM];
         int32_t limits[FEW];
-        for (int64_t r = 0; r < FEW; r++) {  // rows after the last repeat it
+        for (int64_t r = 0; r < FEW; r++) {  // rows after the last one repeat it
             const int64_t row = std::min(r, rows - 1);
             const T* from = q + place(seq, row, kv_head, q_stride);
             limits[r] = limit(seq, row);

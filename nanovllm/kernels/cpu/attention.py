@@ -1,7 +1,8 @@
-"""What prefill and decode attention share: a layer's work as tasks for threads, and its call.
+"""Divide a layer's attention into tasks for threads, and call the C++ kernel.
 
 T tokens, B sequences, H query heads, KVH key heads, D head dimension. A row is a query of one head.
-A sequence's rows with the same key head are taken together, so that keys are read once for all.
+A sequence's rows with the same key head are computed together, so that keys are read once for all
+of them.
 """
 
 import ctypes
@@ -13,8 +14,8 @@ from nanovllm.kernels.cpu.library import address, constant, function
 from nanovllm.kernels.operands.kv_layer import CODES, KVLayer
 
 HEAD_DIM_STEP = 8  # a head dimension is a multiple of it
-# Keys of a task, where a sequence's queries fit one task: a long context is split, so that threads
-# share it. The splits depend on its own length alone, so that its sums are the same in any batch.
+# Keys of a task if a sequence's queries fit one task: threads share the parts of a long context.
+# The splits depend only on its length, so that its sums are the same in any batch.
 SPLIT_KEYS = 1024
 NO_WINDOW = 2**31 - 1  # longer than any context
 
@@ -43,8 +44,8 @@ class Step(ctypes.Structure):
 class Tasks:
     """A layer's attention, divided into tasks that threads take one after the other.
 
-    An entry of `tasks` is a sequence, its first row, the first key, the end of the keys, and which
-    of `num_slots` states it leaves for `merges`, or -1 if no merge follows.
+    An entry of `tasks` is a sequence, its first row, its first key, the end of its keys, and the
+    slot (of `num_slots`) in which it leaves its state for a merge, or -1 without a merge.
     """
 
     tasks: torch.Tensor  # [tasks, 5], the largest first
@@ -54,13 +55,13 @@ class Tasks:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """A step's sequences, and its layers' tasks: layers with the same window share them."""
+    """A step's sequences, and the tasks of its layers; layers with the same window share tasks."""
 
     q_ends: torch.Tensor  # [B + 1]
     k_lens: torch.Tensor  # [B]
     block_tables: torch.Tensor | None
     group: int
-    few: int  # rows of a sequence up to which it is computed without tiles
+    few: int  # a sequence of at most this many rows is computed without tiles
     tasks: dict[int, Tasks] = field(default_factory=dict)  # by window
 
     def tasks_of(self, window: int) -> Tasks:
@@ -77,7 +78,7 @@ def plan_attention(
     group: int,
     head_dim: int,
 ) -> AttentionPlan:
-    """Plan attention: each sequence's queries, `group` heads each, are its last tokens."""
+    """Plan attention of each sequence's last tokens: they are queries of `group` heads each."""
     assert q_ends.dtype == k_lens.dtype == torch.int32
     assert q_ends.is_contiguous() and k_lens.is_contiguous()
     if block_tables is not None:
@@ -87,7 +88,7 @@ def plan_attention(
 
 
 def _make_tasks(plan: AttentionPlan, window: int) -> Tasks:
-    """Divide all sequences into tasks: each takes the keys that some query sees, none before."""
+    """Divide all sequences into tasks, which read only keys that some query sees."""
     ends, lens, group = plan.q_ends.tolist(), plan.k_lens.tolist(), plan.group
     tasks: list[tuple[int, int, int, int, int]] = []
     merges: list[tuple[int, int, int]] = []
@@ -115,7 +116,7 @@ def _make_tasks(plan: AttentionPlan, window: int) -> Tasks:
 def _tiles(
     seq: int, num_queries: int, num_keys: int, group: int, window: int
 ) -> list[tuple[int, int, int, int, int]]:
-    """A sequence's tiles, each with the keys that its first to its last query see."""
+    """A sequence's tiles, each with the keys that some of its queries see."""
     num_rows, tile_rows = num_queries * group, constant("tile_rows")
     if num_keys == 0:
         return [(seq, row, 0, 0, -1) for row in range(0, num_rows, tile_rows)]
@@ -128,7 +129,7 @@ def _tiles(
 
 
 def attend_to_cache(q: torch.Tensor, kv: KVLayer, plan: AttentionPlan) -> torch.Tensor:
-    """Attention of q [T, H, D] to the blocks of the plan, which are read in place."""
+    """Attention of q [T, H, D] to the cached blocks of the plan, which are read in place."""
     assert kv.k_cache.is_contiguous() and kv.v_cache.is_contiguous()
     k, v = kv.k_cache.flatten(0, 1), kv.v_cache.flatten(0, 1)
     return attend(q, k, v, kv.k_cache.shape[1], kv, plan)

@@ -1,7 +1,7 @@
 // Weights in tiles of WIDTH outputs, and how their codes or numbers become float32.
 //
-// A reader of codes gives vectors of outputs, one input after the other. Inputs come in steps: of
-// STEP inputs a reader may hold what it has read. BITS is the size of a code.
+// A reader of codes returns vectors of outputs, one input after the other. Inputs come in steps of
+// STEP inputs: a reader may keep what it has read in a step. BITS is the size of a code.
 
 #pragma once
 
@@ -20,7 +20,7 @@ constexpr int WIDTH = 64;                  // outputs of a tile
 constexpr int VECS = LANES == 16 ? 4 : 2;  // vectors of outputs that are computed together
 constexpr int COLUMNS = VECS * LANES;
 constexpr int STEP = 8;                    // inputs of a step
-constexpr int64_t AHEAD = 1 << 14;         // bytes from the codes that are read to those prefetched
+constexpr int64_t AHEAD = 1 << 14;         // how many bytes after the codes are prefetched
 
 typedef int8_t ByteVec __attribute__((vector_size(LANES), aligned(1), may_alias));
 typedef int16_t ShortVec __attribute__((vector_size(LANES * 2)));
@@ -49,10 +49,10 @@ struct Plain {
     }
 };
 
-// Decoded weights, which are in the cache.
+// Decoded weights, which are already in the processor's cache.
 struct Floats : Plain<float> {};
 
-// Integers of a byte: [inputs, WIDTH].
+// Integers of 8 bits: [inputs, WIDTH].
 struct Int8 {
     static constexpr int BITS = 8;
     struct Held {};
@@ -66,7 +66,7 @@ struct Int8 {
 
 // e4m3 numbers, [inputs, WIDTH], as multiples of UNIT.
 struct E4m3 : Int8 {
-#ifdef __AVX512BW__  // as float16 numbers, whose exponents are larger by 8
+#ifdef __AVX512BW__  // as float16 numbers, which have an exponent larger by 8
     static constexpr float UNIT = 256.0f;
     void decode(Held&, int64_t k, int i, int column, Vec* w) const {
         for (int v = 0; v < VECS; v++) {
@@ -90,7 +90,7 @@ struct E4m3 : Int8 {
 #endif
 };
 
-// Integers of 4 bits: [inputs / 8, WIDTH], eight inputs in a word, the first one in its low bits.
+// Integers of 4 bits: [inputs / 8, WIDTH] words of eight inputs, the first one in the low bits.
 struct Int4 {
     static constexpr int BITS = 4;
     struct Held {
@@ -119,7 +119,8 @@ struct Int4 {
 };
 
 // Prefetch a step of codes, for all columns, into the L2 cache: more lines can be in flight to it
-// than to the L1 cache. Inlined always: gcc finds that it has no effect, and drops calls of it.
+// than to the L1 cache. It is always inlined, because gcc would drop calls of a function without
+// results.
 template <typename Codes>
 __attribute__((always_inline)) inline void fetch_ahead(const Codes& codes, int64_t k, int column) {
     constexpr int64_t BYTES = STEP * WIDTH * Codes::BITS / 8;

@@ -1,7 +1,8 @@
-"""Compiling C++ on the machine that runs it: once, into the user's cache.
+"""Compile C++ on the machine that runs it: once, into the user's cache.
 
-Nothing requires it: where no compiler works, `load` raises and says why. The libraries have no
-OpenMP runtime of their own. They use the one that PyTorch has loaded, or the threads of pool.h.
+If no compiler works, `load` raises and says why; the engine then uses other kernels. The libraries
+have no OpenMP runtime of their own. They use the one that PyTorch has loaded, or the threads of
+pool.h.
 """
 
 import contextlib
@@ -31,16 +32,16 @@ FLAGS = (
     "-fno-trapping-math",
 )  # fmt: skip
 X86_FLAGS = ("-mprefer-vector-width=512",)  # ignored by processors without such vectors
-# For one run of a compiler, which takes ten seconds of a core: a busy machine may take minutes.
+# The limit for one run of a compiler. It takes ten seconds of a core; minutes on a busy machine.
 MAX_SECONDS = 600
-# After which no process compiles in its folder any more: it runs each compiler at most twice.
+# The age at which no process compiles in its folder any more: each compiler runs at most twice.
 OLD_SECONDS = 3 * len(COMPILERS) * MAX_SECONDS
 ELF_HEADER = struct.Struct("<4s 36x Q 10x H H 2x")  # section headers: offset, size, number
 
 
 @functools.cache  # a failure is not cached
 def load(source: Path, definitions: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """The library of a source file: from the cache, or compiled in some seconds.
+    """Load the library of a source file: from the cache, or compiled in some seconds.
 
     The source may include the headers of its folder; `definitions` are the compiler's -D options.
     A RuntimeError says why there is no library. Any number of processes may call this at once.
@@ -57,13 +58,13 @@ def load(source: Path, definitions: tuple[str, ...] = ()) -> ctypes.CDLL:
         built = Path(folder) / name
         library = _compile(source, built, flags)
         if kept is not None and built.parent.parent == kept:
-            built.replace(kept / name)  # atomic: another process sees all of it or nothing
+            built.replace(kept / name)  # atomic: other processes see the whole file or none
     logger.info("compiled %s in %.1f s", source.name, time.perf_counter() - start)
     return library
 
 
 def _fingerprint(source: Path, flags: tuple[str, ...]) -> str:
-    """A hash of all that the library depends on: the sources, the compiler and the processor."""
+    """A hash of everything that determines the library: sources, compiler and processor."""
     files = [source, *sorted(source.parent.glob("*.h"))]
     texts = [(file.name, file.read_text(encoding="utf-8")) for file in files]
     made_of = [*texts, *flags, os.environ.get("CXX", ""), description()]
@@ -71,7 +72,7 @@ def _fingerprint(source: Path, flags: tuple[str, ...]) -> str:
 
 
 def cache_dir() -> Path | None:
-    """Where libraries are kept: $XDG_CACHE_HOME/nanovllm or ~/.cache/nanovllm, if there is one."""
+    """The folder of compiled libraries: $XDG_CACHE_HOME/nanovllm or ~/.cache/nanovllm."""
     folder = os.environ.get("XDG_CACHE_HOME", "")
     if Path(folder).is_absolute():  # the XDG specification ignores relative ones
         return Path(folder) / "nanovllm"
@@ -82,7 +83,7 @@ def cache_dir() -> Path | None:
 
 
 def _is_complete(library: Path) -> bool:
-    """Whether the file is not cut off: its section headers, which come last, are in it."""
+    """Whether the file has its section headers, which come last: it is not cut off."""
     data = library.read_bytes()
     if len(data) < ELF_HEADER.size:
         return False
@@ -91,9 +92,9 @@ def _is_complete(library: Path) -> bool:
 
 
 def _scratch(kept: Path | None) -> "tempfile.TemporaryDirectory[str]":
-    """A folder for this process alone, in the cache if that is writable.
+    """Make a folder for this process only, in the cache if that is writable.
 
-    Removes the folders of processes that were killed there.
+    Removes the folders of processes that were killed.
     """
     if kept is not None:
         try:
@@ -109,14 +110,14 @@ def _scratch(kept: Path | None) -> "tempfile.TemporaryDirectory[str]":
 
 
 def _compile(source: Path, built: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
-    """The library of the first compiler that makes one that loads."""
+    """Compile with the first compiler that makes a library that can be loaded."""
     try:
         chosen = shlex.split(os.environ.get("CXX", ""))
     except ValueError as error:
         raise RuntimeError(f"CXX={os.environ['CXX']!r}: {error}") from None
     reasons = []
     for compiler in [chosen] if chosen else [[name] for name in COMPILERS]:
-        # Linked without -fopenmp, which would bring the compiler's own runtime.
+        # Linked without -fopenmp, which would add the compiler's own runtime.
         unlinked = str(built.with_suffix(".o"))
         try:
             _run([*compiler, *flags, "-c", str(source), "-o", unlinked])

@@ -1,4 +1,4 @@
-// The keys and values of one sequence and head, wherever they are stored.
+// Read the keys and values of one sequence and head, in the cache or in a step's own tensors.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace {
 
-// Addresses of KEYS keys and values, then of the next KEYS. After the last key, it is repeated.
-// Codes also have the places of their scales.
+// The addresses of KEYS keys and values, and of the next KEYS to prefetch. The last key is repeated
+// to fill them. For codes, also the places of their scales.
 template <typename T>
 struct Near {
     const T *keys[2 * KEYS], *values[2 * KEYS];
@@ -21,7 +21,7 @@ struct Near {
 template <typename T>
 constexpr bool is_codes = std::is_same<T, e4m3>::value;
 
-// What queries and sums of values are multiplied by if keys and values are read by `load`.
+// A factor for queries, and for sums of values: it undoes the factor of values read by `load`.
 template <typename T>
 constexpr float load_factor = is_codes<T> ? CODE_FACTOR : 1.0f;
 
@@ -38,10 +38,10 @@ struct Context {
     int64_t key_stride, value_stride;
     const int32_t* table;  // null: token i is row i
     int64_t block_size;
-    const bf16 *key_scales, *value_scales;  // of codes: a head's in the first block
-    int64_t scale_stride;                   // of blocks
+    const bf16 *key_scales, *value_scales;  // for codes: of this head, in the first block
+    int64_t scale_stride;                   // from a block to the next
 
-    // The addresses of KEYS tokens from `start` on, as the second half of `near`.
+    // Write the addresses of KEYS tokens from `start` on to the second half of `near`.
     void find(Near<T>& near, int64_t start, int64_t end) const {
         const T **k = near.keys + KEYS, **v = near.values + KEYS;
         int64_t* scales = near.scales + KEYS;
@@ -67,11 +67,11 @@ struct Context {
         }
     }
 
-    // The scales of the first KEYS keys and values, times `factor`.
+    // Read the scales of the first KEYS keys and values, times `factor`.
     void read_scales(const Near<T>& near, float factor, float* k, float* v) const {
         for (int first = 0; first < KEYS; first += LANES) {
             const int64_t* at = near.scales + first;
-            if (block_size % LANES == 0 && at[LANES - 1] - at[0] == LANES - 1) {  // of one block
+            if (block_size % LANES == 0 && at[LANES - 1] - at[0] == LANES - 1) {  // all in one block
                 vec(k + first) = load(key_scales + at[0]) * factor;
                 vec(v + first) = load(value_scales + at[0]) * factor;
                 continue;
@@ -84,7 +84,7 @@ struct Context {
     }
 
     // Call work(near, start, count) for the keys [first, end), up to KEYS at a time. They are
-    // divided at multiples of KEYS, so that a row's sums do not depend on where the first one is.
+    // divided at multiples of KEYS, so that a row's sums do not depend on where its first key is.
     template <typename Work>
     void go_through(int64_t first, int64_t end, const Work& work) const {
         if (first == end) return;

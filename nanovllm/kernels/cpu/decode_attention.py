@@ -1,4 +1,4 @@
-"""Attention of a decode step through the paged KV cache: one query for each sequence."""
+"""Attention of a decode step over the paged KV cache: one query for each sequence."""
 
 import torch
 
@@ -9,7 +9,7 @@ from nanovllm.kernels.operands.kv_layer import KVLayer
 def plan_decode(
     context_lens: torch.Tensor, block_tables: torch.Tensor, group: int, head_dim: int
 ) -> AttentionPlan:
-    """A decode step's attention."""
+    """Plan a decode step's attention."""
     q_ends = torch.arange(len(context_lens) + 1, dtype=torch.int32)
     return plan_attention(q_ends, context_lens, block_tables, group, head_dim)
 
@@ -21,6 +21,6 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attention of q [B, H, D] to its contexts; a row of length 0 gives zeros.
 
-    Bytes moved: the KV of all contexts once, or the part of it that the window shows.
+    Bytes moved: the KV of all contexts once, or only the KV in the window.
     """
     return attend_to_cache(q, kv, plan)

@@ -1,4 +1,4 @@
-// Attention of a sequence of at most FEW rows: keys are read directly from memory.
+// Attention of a sequence of at most FEW rows, which reads keys directly from memory.
 
 #pragma once
 
@@ -13,7 +13,7 @@
 namespace {
 
 // The unfinished softmax of a few rows: the sums of weights and of weighted values, in units of
-// 2^top. It starts without keys; the state of other keys can be added to it.
+// 2^top. After `clear` it has no keys; `add` adds the state of other keys.
 struct alignas(CACHE_LINE) State {
     float top[FEW], total[FEW];
     float sums[FEW][MAX_HEAD_DIM];
@@ -72,8 +72,8 @@ inline void weigh(float (*sums)[MAX_HEAD_DIM], const float* shrink, const float 
 }
 
 // Add the keys first .. end - 1 to the state of a few rows, R at a time. q includes the factors
-// scale and log2(e); row r sees the `window` keys before limits[r]. Scores have a soft `cap`, unless
-// it is 0.
+// scale and log2(e); row r sees the `window` keys before limits[r]. Scores have a soft `cap`,
+// unless it is 0.
 template <int R, typename T>
 void attend_few(State& state, const float (*q)[MAX_HEAD_DIM], const int32_t* limits, int64_t window,
                 int64_t rows, const Context<T>& context, int64_t head_dim, int64_t first,

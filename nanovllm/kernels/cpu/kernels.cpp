@@ -1,8 +1,8 @@
-// The CPU's kernels, as one library. library.py compiles and calls it; the twins in plain PyTorch
-// define what it computes.
+// The CPU's kernels, as one library. library.py compiles and calls it; kernels/plain/ defines its
+// results.
 //
-// T is the type of the tensors, float or bf16. All is computed in float32, and rounded where the
-// twin rounds. A row's result depends on the row alone: not on the rest of the batch, nor on the
+// T is the type of the tensors, float or bf16. All arithmetic is float32, with the same roundings
+// as in kernels/plain/. A row's result depends only on the row, not on the rest of the batch or the
 // number of threads. H query heads, KVH key heads, G = H / KVH, D head dimension.
 
 #include "attention.h"
@@ -16,7 +16,7 @@
 #include "pool.h"
 #endif
 
-// What Python calls: the address of each function for each type.
+// Python calls these functions: one of each kernel for each type.
 #define EXPORT(kernel)                                \
     extern "C" {                                      \
     void* kernel##_float32 = (void*)&kernel<float>;   \
@@ -28,7 +28,7 @@ EXPORT(norm_rope_store)
 EXPORT(attention)
 EXPORT(sample)
 
-// What has no tensor types, and the sizes that Python needs.
+// Functions without a tensor type, and the sizes that Python needs.
 extern "C" {
 #ifdef __linux__
 void* pool = (void*)&run_in_pool;

@@ -1,4 +1,4 @@
-// The kernels of a quantized KV cache: a library of their own, compiled when one of them is called.
+// The kernels of a quantized KV cache, as a library that is compiled when one of them is called.
 //
 // T is the type of the tensors, float or bf16, as in kernels.cpp.
 

@@ -1,4 +1,4 @@
-// Heads of a quantized cache: e4m3 codes with a scale for each head of a token.
+// Write a quantized cache: e4m3 codes with a scale for each head of a token.
 
 #pragma once
 
@@ -20,7 +20,7 @@ namespace {
 constexpr float LARGEST_CODE = 448.0f;
 constexpr float SMALLEST_SCALE = 0x1p-100f;
 
-// Codes times 2^-120. GCC 12 widens a vector of bytes one by one by itself.
+// Codes times 2^-120. Without this function, GCC 12 widens the bytes of a vector one by one.
 inline Vec load(const e4m3* x) {
 #if defined(__AVX512F__)
     const IntVec wide = (IntVec)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)x));
@@ -33,7 +33,8 @@ inline Vec load(const e4m3* x) {
     return (Vec)(wide << CODE_SHIFT & CODE_BITS);
 }
 
-// The scale of a head, as its twin computes it. Bits of a NaN are larger than those of a number.
+// The scale of a head, as in plain/kv_codes.py. The bits of a NaN are larger than all numbers'
+// bits.
 template <typename T>
 inline bf16 scale_of(const T* x, int64_t size, float fixed) {
     uint32_t largest = 0;
@@ -46,8 +47,8 @@ inline bf16 scale_of(const T* x, int64_t size, float fixed) {
     return bf16{uint16_t((bit_cast<uint32_t>(exact) + 0xffff) >> 16)};
 }
 
-// To the nearest code, ties to even. Three bits of the mantissa are kept, of a number below 2^-6
-// the multiple of 2^-9, which is the last bit of floats from 2^14 on.
+// Round to the nearest code, ties to even. Numbers from 2^-6 on keep three bits of the mantissa.
+// Smaller ones are rounded to a multiple of 2^-9, which is the last bit of floats from 2^14 on.
 inline e4m3 narrow_code(float x) {
     const uint32_t sign = bit_cast<uint32_t>(x) >> 24 & 0x80;
     const uint32_t size = std::min(bit_cast<uint32_t>(x) & 0x7fffffff, 0x43e00000u);  // 448
@@ -57,7 +58,7 @@ inline e4m3 narrow_code(float x) {
     return e4m3{uint8_t((x != x ? 0x7f : code) | sign)};
 }
 
-// The codes of a head, and the values that they stand for. Returns the scale.
+// Write the codes of a head, and the values of these codes. Returns the scale.
 template <typename T>
 __attribute__((noinline)) bf16 quantize(const T* x, int64_t size, float fixed, e4m3* codes, T* kept) {
     const bf16 rounded = scale_of(x, size, fixed);
@@ -70,7 +71,7 @@ __attribute__((noinline)) bf16 quantize(const T* x, int64_t size, float fixed, e
     return rounded;
 }
 
-// A step's keys or values, of which slots of the cache get codes and scales.
+// A step's keys or values, and where the cache stores their codes and scales.
 template <typename T>
 struct Codes {
     e4m3* cache;  // null: nothing is stored
@@ -78,7 +79,7 @@ struct Codes {
     float fixed;
     int64_t kv_heads, head_dim, block_size;
 
-    // Quantize a token's heads x, and write what is kept of them; both may be the same.
+    // Quantize a token's heads x, and write the cached values to `kept`, which may be x.
     void store(const T* x, T* kept, int64_t slot) const {
         e4m3 codes[MAX_HEAD_DIM];
         for (int64_t head = 0; head < kv_heads; head++) {
@@ -92,7 +93,7 @@ struct Codes {
     }
 };
 
-// norm_rope_store for a cache of codes. Keys and values [tokens, KVH, D] are what the cache holds.
+// norm_rope_store for a cache of codes. It returns keys and values [tokens, KVH, D] as cached.
 template <typename T>
 void norm_rope_store_codes(const T* qkv, int64_t qkv_stride, const float* cos, const float* sin,
                            int64_t rope_stride, const T* q_weight, const T* k_weight, float eps,

@@ -1,10 +1,11 @@
-"""The C++ library of this folder: its functions, called on tensors' addresses, and its constants.
+"""The C++ library of this folder: its functions, which take tensors' addresses, and its constants.
 
-The first call compiles it, or raises a RuntimeError that says why it cannot. Functions of a
-quantized KV cache, those of linear layers and those of adapters are in libraries of their own.
+The first call compiles it, or raises a RuntimeError that says why this is not possible. Functions
+for a quantized KV cache, for linear layers and for adapters are in libraries of their own.
 
-All libraries share a pool of threads where they multiply all matrices. Elsewhere oneDNN does, in
-PyTorch's threads, and those are used for everything: two pools would compete for the cores.
+All libraries share a pool of threads if our kernels multiply all matrices. If oneDNN multiplies
+some, in PyTorch's threads, these threads do everything, because two pools would compete for the
+cores.
 """
 
 import ctypes
@@ -64,7 +65,7 @@ DEFINITIONS = (
 
 
 def library(source: Path = SOURCE) -> ctypes.CDLL:
-    """The library; the first call loads it, and compiles it if that was never done here."""
+    """Load the library on the first call, and compile it if the cache does not have it."""
     made = load(source, DEFINITIONS)
     if processor.products().tiled and _may_use(torch.get_num_threads()):
         pool = ctypes.c_void_p.in_dll(load(SOURCE, DEFINITIONS), "pool")
@@ -73,9 +74,9 @@ def library(source: Path = SOURCE) -> ctypes.CDLL:
 
 
 def _may_use(num_cores: int) -> bool:
-    """Whether the pool's threads may run on as many cores, as they inherit this thread's.
+    """Whether the pool's threads may run on `num_cores` cores; they inherit those of this thread.
 
-    With OMP_PROC_BIND, OpenMP's threads have a core each, and this thread has one of those.
+    With OMP_PROC_BIND, each of OpenMP's threads is bound to one core, and so is this thread.
     """
     return not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) >= num_cores
 
@@ -91,10 +92,10 @@ def function(name: str, dtype: torch.dtype | str = "any") -> Callable[..., None]
 
 @functools.cache
 def constant(name: str) -> int:
-    """A size that a library exports."""
+    """The value of a size that a library exports."""
     return ctypes.c_int64.in_dll(library(OTHER_SOURCES.get(name, SOURCE)), name).value
 
 
 def address(tensor: torch.Tensor | None) -> Any:
-    """Where a tensor's elements begin; None, which C++ reads as null, for no tensor."""
+    """The address of a tensor's elements; for no tensor None, which C++ reads as null."""
     return None if tensor is None else tensor.data_ptr()

@@ -1,5 +1,5 @@
-// Low-rank additions, as a library of their own: a start without adapters does not wait for its
-// compilation.
+// Adapters, as a separate library: an engine without adapters does not wait for its compilation
+// when it starts.
 
 #include "lora.h"
 

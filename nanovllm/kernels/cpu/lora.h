@@ -1,8 +1,8 @@
-// Low-rank additions to the outputs of linear layers: down to the rank, and up to the outputs.
+// Add adapters (low-rank products) to linear layers: down to the rank, and up to the outputs.
 //
-// P projections of K inputs and N outputs in all, of rank R at most, for each group of rows. Up to
-// BLOCK_ROWS rows of a group are computed together, so that weights are read once for all. Each
-// number is a sum of its own products in an order that does not depend on that.
+// Each group of rows has P projections of K inputs and together N outputs, with ranks up to R. Up
+// to BLOCK_ROWS rows of a group are computed together, so that weights are read once for them. Each
+// number adds up its products in an order that does not depend on the other rows.
 
 #pragma once
 
@@ -23,15 +23,15 @@ namespace {
 
 constexpr int BLOCK_ROWS = 4;
 constexpr int SUMS = 8;                // vectors of sums that stay in registers, at most
-constexpr int64_t SOME_RANKS = 8;      // that a thread takes at a time
-constexpr int64_t SOME_COLUMNS = 256;  // the same
+constexpr int64_t SOME_RANKS = 8;      // ranks that a thread takes at a time
+constexpr int64_t SOME_COLUMNS = 256;  // columns that a thread takes at a time
 
 // Vectors of sums for each of several rows.
 constexpr int sums_of_row(int rows) { return SUMS / (rows == 3 ? 4 : rows); }
 
 struct RowBlock {
     int32_t group;
-    int32_t rows[BLOCK_ROWS];  // -1: none, after the last one
+    int32_t rows[BLOCK_ROWS];  // -1 after the last one
 
     int size() const { return int(std::find(rows, rows + BLOCK_ROWS, -1) - rows); }
 };
@@ -40,11 +40,11 @@ struct RowBlocks {
     const RowBlock* blocks;
     int64_t count;
 
-    // As `group_rows` writes them: the number of blocks, and the blocks.
+    // The form that `group_rows` writes: the number of blocks, then the blocks.
     explicit RowBlocks(const int32_t* from)
         : blocks((const RowBlock*)(from + 1)), count(from[0]) {}
 
-    // How many numbers of weights the blocks read, if a rank of projection p has sizes(p) of them.
+    // The number of weights that the blocks read, if a rank of projection p has sizes(p) weights.
     template <typename Sizes>
     int64_t work(const int32_t* ranks, int64_t parts, const Sizes& sizes) const {
         int64_t sum = 0;
@@ -55,7 +55,7 @@ struct RowBlocks {
     }
 };
 
-// The blocks of rows with these groups. A group outside [0, num_groups) is none.
+// Write the blocks of rows with these groups. Rows with a group outside [0, num_groups) have none.
 void group_rows(const int32_t* groups, int64_t num_rows, int64_t num_groups, int32_t* to) {
     RowBlock* blocks = (RowBlock*)(to + 1);
     std::vector<RowBlock*> unfilled(num_groups, nullptr);
@@ -87,7 +87,7 @@ inline void with_constant(int number, const Work& work) {
 
 inline Vec all_lanes(float x) { return x - Vec{}; }
 
-// sum + x * y, rounded once. GCC rounds x * y too, for some processors, in loops that have one sum.
+// sum + x * y, rounded once. In loops with one sum, GCC also rounds x * y for some processors.
 inline Vec add_product(Vec sum, Vec x, Vec y) {
 #if defined(__AVX512F__)
     return (Vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
@@ -98,7 +98,7 @@ inline Vec add_product(Vec sum, Vec x, Vec y) {
 #endif
 }
 
-// The first of a vector's numbers, and zeros.
+// Load the first `count` numbers of a vector, and zeros after them.
 template <typename T>
 inline Vec load_first(const T* x, int64_t count) {
     alignas(CACHE_LINE) float numbers[LANES] = {};
@@ -158,16 +158,16 @@ void lora_down(const T* x, int64_t stride, int64_t per_row, const T* a, const in
     });
 }
 
-// The rows of a block in one projection: their factors, their outputs and their shares.
+// The rows of a block in one projection, with their factors, outputs and shares.
 template <int ROWS, typename T, typename O>
 struct Additions {
     const T* down[ROWS];
     O* out[ROWS];
     float share[ROWS];
     const T* b;
-    int64_t rank, stride;  // of B
+    int64_t rank, stride;  // the rank, and the stride of B's rows
 
-    // Add to VECS vectors of outputs, of which the last one has `count` numbers.
+    // Add to VECS vectors of outputs; the last vector has `count` numbers.
     template <int VECS, typename Read>
     inline void add_vectors(int64_t column, int64_t count, const Read& read) const {
         Vec sums[ROWS][VECS] = {};
@@ -191,7 +191,7 @@ struct Additions {
             }
     }
 
-    // The outputs from `column` to `end`, VECS vectors at a time.
+    // Add to the outputs from `column` to `end`, VECS vectors at a time.
     template <int VECS>
     inline void add(int64_t column, int64_t end) const {
         const auto whole = [](const auto* from) { return load(from); };

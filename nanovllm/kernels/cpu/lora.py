@@ -1,8 +1,8 @@
-"""Low-rank additions on the CPU. The names of sizes are the twin's.
+"""Add adapters (low-rank products) on the CPU. Sizes are named as in `plain/lora.py`.
 
-A row's result depends on the row alone. PyTorch's products are not used anywhere: those of few rows
-take longer to prepare than to compute. Those of more than 100 rows are faster in `lora_down` with
-AMX, in bfloat16, but by about a tenth of the layer's own time.
+A row's result depends only on the row. PyTorch's products are not used: products of few rows take
+longer to prepare than to compute. Products of more than 100 rows would be faster in `lora_down`
+with AMX, in bfloat16, but only by about a tenth of the layer's own time.
 """
 
 import functools
@@ -15,7 +15,7 @@ from nanovllm.kernels.operands.low_rank import LowRank
 
 
 class RowBlocks(NamedTuple):
-    """The rows of each group in blocks, as lora.h writes and reads them; the number of all rows."""
+    """The rows of each group in blocks, in the layout of lora.h, and the number of all rows."""
 
     blocks: torch.Tensor  # int32
     num_rows: int
@@ -26,14 +26,14 @@ def group_rows(group_ids: torch.Tensor, num_groups: int) -> RowBlocks:
     assert group_ids.dtype == torch.int32
     group_ids = group_ids.contiguous()
     num_rows, block_rows = len(group_ids), constant("block_rows")
-    most = num_rows // block_rows + min(num_rows, num_groups)  # a group has one that is not full
+    most = num_rows // block_rows + min(num_rows, num_groups)  # a group has one partial block
     blocks = group_ids.new_empty(1 + most * (1 + block_rows))
     function("group_rows")(group_ids.data_ptr(), num_rows, num_groups, blocks.data_ptr())
     return RowBlocks(blocks, num_rows)
 
 
 def lora_down(x: torch.Tensor, weights: LowRank, groups: RowBlocks) -> torch.Tensor:
-    """The twin's, in one part. Reads A once for up to 4 rows of a group."""
+    """As the plain definition, in one part. Reads A once for up to 4 rows of a group."""
     a, ranks, num_rows = weights.a, weights.ranks, groups.num_rows
     assert x.dtype == a.dtype and x.stride(1) == 1 and a.is_contiguous() and ranks.is_contiguous()
     down = x.new_empty(1, num_rows, a.shape[1])
@@ -52,7 +52,7 @@ def lora_up(
     out: torch.Tensor,
     shares: torch.Tensor | None = None,
 ) -> None:
-    """The twin's, of one part. Reads B once for up to 4 rows of a group."""
+    """As the plain definition, for one part. Reads B once for up to 4 rows of a group."""
     b, ranks, sizes = weights.b, weights.ranks, weights.sizes
     assert len(down) == 1 and down.dtype == b.dtype and out.dtype in (b.dtype, torch.float32)
     assert down.is_contiguous() and b.is_contiguous() and ranks.is_contiguous()

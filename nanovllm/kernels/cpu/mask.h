@@ -10,8 +10,8 @@
 
 namespace {
 
-constexpr int64_t WORD = 32;             // tokens that a word of a bitmap has bits for
-constexpr int64_t MASKED = 1 << 14;      // tokens that a thread takes together
+constexpr int64_t WORD = 32;             // tokens for which a word of a bitmap has bits
+constexpr int64_t MASKED = 1 << 14;      // tokens that a thread takes at a time
 
 // Whether one of `count` tokens may be drawn; `words` begin with the first token's bit.
 inline bool allows_any(const int32_t* words, int64_t count) {
@@ -21,7 +21,7 @@ inline bool allows_any(const int32_t* words, int64_t count) {
     return bits;
 }
 
-// Minus infinity for those of `count` scores whose tokens may not be drawn.
+// Set those of `count` scores to minus infinity that belong to tokens that may not be drawn.
 inline void forbid(float* scores, const int32_t* words, int64_t count) {
     for (int64_t first = 0; first < count; first += WORD) {
         const uint32_t word = uint32_t(words[first / WORD]);

@@ -12,7 +12,7 @@ namespace {
 
 inline uint64_t rotate_left(uint64_t x, int bits) { return x << bits | x >> (64 - bits); }
 
-// The key of a draw: XXH64 of the number of tokens as eight bytes, less 2^63.
+// The key of a draw: XXH64 of the number of tokens as eight bytes, minus 2^63.
 inline int64_t noise_key(uint64_t seed, uint64_t num_tokens) {
     uint64_t x = seed + NOISE_P5 + 8;
     x ^= rotate_left(num_tokens * NOISE_P2, 31) * NOISE_P1;

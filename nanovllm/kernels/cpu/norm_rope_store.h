@@ -1,4 +1,4 @@
-// From a step's projections to attention's inputs: norm, rotate, store.
+// Norm, rotate and store: from a step's projections to the inputs of attention.
 
 #pragma once
 
@@ -11,8 +11,8 @@
 
 namespace {
 
-// One head: the norm, if there is a weight, then a rotation of the pairs (i, i + half). Elements
-// after the first 2 * half are not rotated.
+// Compute one head: the norm, if there is a weight, then a rotation of the pairs (i, i + half).
+// Elements after the first 2 * half are not rotated.
 template <typename T>
 inline void norm_and_rotate(const T* x, const T* weight, float eps, const float* cos,
                             const float* sin, int64_t half, int64_t head_dim, T* out) {

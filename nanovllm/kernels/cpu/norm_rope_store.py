@@ -1,4 +1,4 @@
-"""From a step's projections to attention's inputs: norm, rotate, store."""
+"""Norm, rotate and store: from a step's projections to the inputs of attention."""
 
 from typing import Any
 
@@ -18,10 +18,10 @@ def norm_rope_store(
     kv: KVLayer,
     slots: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries [T, H, D], keys and values [T, KVH, D] of qkv [T, H + 2 * KVH, D], as the twin's.
+    """Queries [T, H, D], keys and values [T, KVH, D] of qkv [T, H + 2 * KVH, D].
 
-    Reads qkv once; writes queries and values once, keys twice; codes of a quantized cache are
-    smaller, and values are then written twice.
+    Reads qkv once; writes queries and values once, and keys twice. With a quantized cache, values
+    are also written twice, and the cached codes are smaller.
     """
     num_tokens, num_heads, head_dim = qkv.shape
     cos, sin = rope

@@ -1,19 +1,19 @@
 """Linear layers with weights in oneDNN's blocked layout, for processors on which that is fastest.
 
-A plain weight is reordered inside each call, or read in an order that is slow for the CPU's matrix
-kernels; a packed one is reordered once. `F.linear` is the twin.
+`F.linear` reorders a plain weight in each call, or reads it in an order that is slow for the CPU's
+matrix kernels; a packed weight is reordered once.
 
 oneDNN compiles a kernel for each number of rows and shape of a weight, which takes longer than a
-product of few rows, and keeps a thousand of them, of half a megabyte each. So products have one of
-few numbers of rows, 96 up to 8,192: many rows are filled up with zeros, by less than an eighth.
+product of few rows, and keeps a thousand of them, of half a megabyte each. So only 96 numbers of
+rows up to 8,192 occur: many rows are padded with zeros, by less than an eighth.
 """
 
 import torch
 
 from nanovllm.kernels.cpu import processor
 
-MOST_EXACT = 32  # rows that are not filled up
-SIZES_OF_OCTAVE = 8  # numbers of more rows, from a power of two to the next
+MOST_EXACT = 32  # up to this many rows are not padded
+SIZES_OF_OCTAVE = 8  # padded numbers of rows from a power of two to the next
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -22,7 +22,7 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Return an opaque copy of `weight` [out, in] for `packed_linear`."""
+    """Copy `weight` [out, in] into oneDNN's layout for `packed_linear`."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
     return packed
 

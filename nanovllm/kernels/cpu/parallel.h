@@ -1,4 +1,4 @@
-// Work shared among threads: those of a pool that all libraries share, or PyTorch's.
+// Share work among threads: those of a pool that all libraries use, or PyTorch's.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 extern "C" {
 typedef void Call(const void* work, int64_t index);
 typedef void Run(int64_t count, int64_t threads, Call* call, const void* work);
-// Of pool.h, if Python has set it; otherwise PyTorch's OpenMP threads do the work.
+// The function of pool.h, if Python has set it; else PyTorch's OpenMP threads do the work.
 Run* shared_run = nullptr;
 }
 

@@ -1,13 +1,13 @@
-// A pool of threads that sleep soon when there is no work.
+// A pool of threads that go to sleep soon when there is no work.
 //
 // OpenMP's threads spin for milliseconds while they wait. On a machine that does other work too,
 // they keep cores from threads that have work, and a kernel of microseconds takes as long as the
 // scheduler's time slice. These threads spin for about as long as the time between two kernels, and
-// then give their cores away.
+// then sleep.
 //
-// What a job consists of needs no lock: a thread reads it after it has taken a call from `left`, a
-// compare-and-swap that checks the job's number, and the next job is not written before all calls
-// that were taken have returned.
+// The fields of a job need no lock. A thread reads them only after it has taken a call from `left`,
+// with a compare-and-swap that checks the job's number. The next job is written only after all
+// calls that were taken have returned.
 
 #pragma once
 
@@ -28,7 +28,7 @@
 namespace {
 
 constexpr std::chrono::microseconds SPIN(200);
-constexpr int POLLS = 16;  // for each read of the clock
+constexpr int POLLS = 16;  // checks of the condition for each read of the clock
 
 inline void relax() {
 #if defined(__x86_64__)
@@ -43,7 +43,7 @@ inline void wake_all(std::atomic<uint32_t>& word) {
     syscall(SYS_futex, (uint32_t*)&word, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 
-// Whether the condition holds within the time of spinning.
+// Spin until the condition holds; false if it does not within SPIN.
 template <typename Condition>
 inline bool spin_until(const Condition& condition) {
     const auto end = std::chrono::steady_clock::now() + SPIN;
@@ -56,9 +56,9 @@ inline bool spin_until(const Condition& condition) {
     return false;
 }
 
-// One job at a time: `count` calls, of which each thread takes the next ones that are left. The
-// thread that starts a job takes part in it, so a job ends even if no other thread is awake: in a
-// forked process there is none. A job that starts during another one runs on its own thread alone.
+// Runs one job at a time: `count` calls; each thread takes the next calls that are left. The thread
+// that starts a job takes part in it, so a job ends even if no other thread runs (a forked process
+// has no other threads). A job that starts during another job runs only on its own thread.
 class Pool {
 public:
     void run(int64_t count, int64_t threads, Call* call, const void* work) {
@@ -85,17 +85,17 @@ private:
         try {
             std::thread([this, id = size] { serve(id); }).detach();
             return true;
-        } catch (const std::system_error&) {  // the system allows no more
+        } catch (const std::system_error&) {  // the system allows no more threads
             return false;
         }
     }
 
-    // Calls of the job, for as long as some are left. What a job consists of is read only after a
-    // call was taken: until all calls have returned, it stays as it is.
+    // Take calls of the job until none is left. The job's fields are read only after a call was
+    // taken: they do not change until all calls have returned.
     void take_part(uint32_t job) {
         uint64_t state = left.load(std::memory_order_acquire);
         while (state >> 32 == job && uint32_t(state) > 0) {
-            // Fewer at a time towards the end, so that all threads end together.
+            // Take fewer calls at a time towards the end, so that all threads end together.
             const uint32_t some = 1 + (uint32_t(state) - 1) / share.load(std::memory_order_relaxed);
             if (!left.compare_exchange_weak(state, state - some, std::memory_order_acq_rel)) continue;
             const int64_t first = count - uint32_t(state);
@@ -134,7 +134,7 @@ private:
     std::atomic<int64_t> helpers{0};
     std::atomic<uint32_t> share{1};
     std::atomic<bool> owner_sleeps{false};
-    alignas(64) std::atomic<uint32_t> jobs{0};  // that were started
+    alignas(64) std::atomic<uint32_t> jobs{0};  // the number of jobs that were started
     std::atomic<int> sleepers{0};
     alignas(64) std::atomic<uint64_t> left{0};  // the job's number, and how many calls are left
     alignas(64) std::atomic<uint32_t> unfinished{0};

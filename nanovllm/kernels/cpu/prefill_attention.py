@@ -1,4 +1,4 @@
-"""Causal attention of a prefill step, through the paged KV cache where a part is cached."""
+"""Causal attention of a prefill step, over the paged KV cache if a part is cached."""
 
 import torch
 
@@ -18,7 +18,7 @@ def plan_prefill(
     group: int,
     head_dim: int,
 ) -> AttentionPlan:
-    """A prefill step's attention."""
+    """Plan a prefill step's attention."""
     return plan_attention(cu_seqlens_q, cu_seqlens_k.diff(), block_tables, group, head_dim)
 
 

@@ -1,6 +1,6 @@
-"""What this machine's processor is, and how it multiplies by plain matrices fastest.
+"""Find this machine's processor, and the kernels with which it multiplies plain matrices fastest.
 
-All that depends on the processor is decided by `products`, except what compilers decide.
+`products` makes all choices that depend on the processor, except those of compilers.
 """
 
 import functools
@@ -16,7 +16,7 @@ FEATURES = ("flags", "Features")  # by processor: x86, ARM
 
 @functools.cache
 def cpu_info() -> dict[str, str]:
-    """The lines of /proc/cpuinfo for the first core, by name; no lines on other systems."""
+    """The lines of /proc/cpuinfo for the first core, by name; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -26,15 +26,16 @@ def cpu_info() -> dict[str, str]:
 
 
 def description() -> str:
-    """All that `-march=native` depends on: several kinds of machine may share a home."""
+    """The processor as `-march=native` sees it; machines that share a home may differ in it."""
     names = ("model name", *FEATURES, "CPU implementer", "CPU part")
     return "\n".join([platform.machine(), *(cpu_info().get(name, "") for name in names)])
 
 
 class Products(NamedTuple):
-    """The types of plain matrices that the CPU's kernels multiply by; PyTorch takes the others.
+    """The types of plain matrices that the CPU's kernels multiply by; PyTorch multiplies the
+    others.
 
-    A type that is in both is tiled, where the kernels for tiles are used and compile.
+    A type that is in both is tiled, if the kernels for tiles are used and can be compiled.
     """
 
     tiled: frozenset[torch.dtype] = frozenset()  # by `tiled_linear`
@@ -49,13 +50,13 @@ class Products(NamedTuple):
 def products() -> Products:
     """The fastest products on this processor, or on the one that ONEDNN_MAX_CPU_ISA names.
 
-    Callers ask the module for it, so that tests can replace it there.
+    Callers read this function from the module, so that tests can replace it.
     """
     return fastest_products(cpu_info(), onednn_types())
 
 
 def onednn_types() -> frozenset[torch.dtype]:
-    """The types of which oneDNN has fast products here. Most builds of PyTorch contain it."""
+    """The types that oneDNN multiplies fast here. Most builds of PyTorch contain oneDNN."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return frozenset()
     has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -63,10 +64,11 @@ def onednn_types() -> frozenset[torch.dtype]:
 
 
 def fastest_products(info: Mapping[str, str], packed: frozenset[torch.dtype]) -> Products:
-    """The products of a processor with these lines of /proc/cpuinfo, where oneDNN has `packed`.
+    """The products for a processor with these lines of /proc/cpuinfo; oneDNN has `packed`.
 
     Our kernels multiply in float32, with AVX2. oneDNN's bfloat16 is faster with AMX, and with AMD's
-    vector units. Intel's take as long as for two products of float32, and converting is free.
+    vector units. Intel's vector units take as long for it as for two products of float32, and
+    converting is free.
     """
     flags = set(info.get("flags", "").split())
     has_fast_units = "amx_bf16" in flags or (

@@ -1,4 +1,4 @@
-// Reading a decode step's inputs from the device table.
+// Read a decode step's inputs from the device table.
 
 #pragma once
 

@@ -1,4 +1,4 @@
-"""Reading a decode step's inputs from the device table."""
+"""Read a decode step's inputs from the device table."""
 
 from nanovllm.kernels.cpu.library import function
 from nanovllm.kernels.plain import read_table as plain
@@ -10,7 +10,7 @@ def read_table(
 ) -> Decoding:
     """The inputs of the first `num_rows` rows of the batch; adds 1 to their lengths in the table.
 
-    Block tables are filled up with block 0. Several queries for each row are left to the twin.
+    Block tables are padded with block 0. For several queries a row, this calls the plain function.
     """
     if num_queries > 1:
         return plain.read_table(table, num_rows, width, block_size, num_queries)

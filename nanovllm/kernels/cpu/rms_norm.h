@@ -1,4 +1,4 @@
-// RMSNorm, alone and with the residual add before it.
+// RMSNorm, with or without the residual add before it.
 
 #pragma once
 
@@ -24,7 +24,7 @@ inline void scale_by(const T* x, float scale, const T* weight, int64_t size, T* 
     for (int64_t i = 0; i < size; i++) out[i] = narrow<T>(widen(x[i]) * scale * widen(weight[i]));
 }
 
-// Norms of x [rows, size]; with a residual, of the rounded sum, which is written to `total`.
+// The norm of x [rows, size], or with a residual, of the rounded sum, which is written to `total`.
 template <typename T>
 void rms_norm(const T* x, int64_t x_stride, const T* residual, int64_t residual_stride,
               const T* weight, T* out, T* total, int64_t rows, int64_t size, float eps,

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and with the residual add before it. T rows of N elements."""
+"""RMSNorm, with or without the residual add before it. T rows of N elements."""
 
 import torch
 
@@ -6,7 +6,7 @@ from nanovllm.kernels.cpu.library import function
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Norm of each row of x [T, N], in float32 inside. Reads x once, writes as much."""
+    """Norm of each row of x [T, N], in float32 inside. Reads [T, N] once, writes it once."""
     num_rows, size = x.shape
     assert x.dtype == weight.dtype and weight.shape == (size,)
     assert x.stride(1) == weight.stride(0) == 1
@@ -21,7 +21,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norm of `x + residual`, and the rounded sum. Two reads and two writes of [T, N]."""
+    """Norm of `x + residual`, and the rounded sum. Reads [T, N] twice, writes it twice."""
     num_rows, size = x.shape
     assert x.dtype == residual.dtype == weight.dtype
     assert residual.shape == x.shape and weight.shape == (size,)

@@ -1,4 +1,4 @@
-// Sampling: one pass over the logits, for greedy and temperature rows together.
+// Sample tokens in one pass over the logits, for greedy and temperature rows together.
 
 #pragma once
 
@@ -13,10 +13,10 @@
 
 namespace {
 
-constexpr int64_t CHUNK = 512;      // scores that are computed before their best is taken
-constexpr int64_t PIECE = 1 << 14;  // tokens that a thread takes together
+constexpr int64_t CHUNK = 512;      // scores that are computed before the best is searched
+constexpr int64_t PIECE = 1 << 14;  // tokens that a thread takes at a time
 
-// The first best of `count` scores, if it is better than `best`; `first` is the id of scores[0].
+// Find the first largest of `count` scores, if larger than `best`; `first` is the id of scores[0].
 inline void take_best(const float* scores, int64_t count, int64_t first, float& best, int64_t& id) {
     float top = -INFINITY;
 #pragma omp simd reduction(max : top)
@@ -26,8 +26,9 @@ inline void take_best(const float* scores, int64_t count, int64_t first, float& 
     id = first + (std::find(scores, scores + count, top) - scores);
 }
 
-// `temperatures` may be null: all rows are greedy. `best` and `ids` [rows, pieces] are scratch. With
-// `bitmaps`, it draws `rows` of the rows only, those of the numbers `chosen`, and what is allowed.
+// Draw a token for each row. If `temperatures` is null, all rows are greedy. `best` and `ids`
+// [rows, pieces] are scratch. With `bitmaps`, only the rows with the numbers `chosen` [rows] are
+// drawn, from their allowed tokens.
 template <typename T>
 void sample(const T* logits, int64_t stride, const float* temperatures, const int64_t* keys,
             const int64_t* chosen, const int32_t* bitmaps, int64_t bitmaps_stride, int64_t* out,

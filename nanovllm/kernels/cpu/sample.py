@@ -1,4 +1,4 @@
-"""Sampling: one pass over the logits, for greedy and temperature rows together."""
+"""Sample tokens in one pass over the logits, for greedy and temperature rows together."""
 
 import torch
 
@@ -8,7 +8,7 @@ from nanovllm.kernels.cpu.library import address, constant, function
 def sample(
     logits: torch.Tensor, temperatures: torch.Tensor | None, keys: torch.Tensor | None
 ) -> torch.Tensor:
-    """Token ids [B] for logits [B, V], as the twin defines them. Reads the logits once."""
+    """Token ids [B] for logits [B, V], as `plain/sample.py` defines them. Reads logits once."""
     out = logits.new_empty(len(logits), dtype=torch.int64)
     _sample(logits, temperatures, keys, None, None, out)
     return out
@@ -22,9 +22,9 @@ def sample_masked(
     bitmaps: torch.Tensor,
     token_ids: torch.Tensor,
 ) -> None:
-    """Write the token ids of the rows `rows` to `token_ids`, as the twin defines them.
+    """Write the token ids of the rows `rows` to `token_ids`, as `plain/mask.py` defines them.
 
-    It copies nothing, and reads only logits that have an allowed token near them.
+    Copies nothing, and reads only logits near allowed tokens.
     """
     assert rows.dtype == token_ids.dtype == torch.int64 and bitmaps.dtype == torch.int32
     assert rows.is_contiguous() and token_ids.is_contiguous() and bitmaps.stride(1) == 1

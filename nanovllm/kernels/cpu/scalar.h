@@ -1,4 +1,4 @@
-// Numbers: float, bf16 and e4m3 as each other, exponentials and logarithms.
+// Functions of numbers: conversions between float, bf16 and e4m3, exponentials and logarithms.
 
 #pragma once
 
@@ -26,8 +26,8 @@ inline To bit_cast(From from) {
 
 inline float widen(float x) { return x; }
 inline float widen(bf16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
-// A code's bits are those of a float with 2^-120 of its value: the exponent's bias is 120 more. NaN
-// becomes 480; the scales of NaNs are NaN.
+// Read as a float, a code's shifted bits have 2^-120 of its value, because the exponent's bias of
+// floats is larger by 120. NaN becomes 480; the scales of heads with NaN are NaN.
 constexpr int CODE_SHIFT = 20;
 constexpr int32_t CODE_BITS = int32_t(0x87f00000);
 inline float widen(e4m3 x) {

@@ -6,7 +6,7 @@ from nanovllm.kernels.cpu.library import function
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` of x [T, 2 * I]: [T, I]. Reads x once, writes half as much."""
+    """`silu(gate) * up` [T, I] of x [T, 2 * I]. Reads x once, writes half as many bytes."""
     num_rows, size = x.shape[0], x.shape[1] // 2
     assert x.stride(1) == 1
     out = x.new_empty(num_rows, size)

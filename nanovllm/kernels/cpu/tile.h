@@ -32,9 +32,9 @@ inline void multiply(float (*c)[TILE], const float* a, int64_t a_row, int64_t a_
     }
 }
 
-// Attention of a tile to the keys first .. end - 1, of which row r sees the `window` before
-// limits[r]. No operation crosses lanes. q [D, TILE] includes the factors scale and log2(e). Writes
-// the sums of weighted values [D, TILE] and of weights. Scores have a soft `cap`, unless it is 0.
+// Attention of a tile to the keys first .. end - 1; row r sees the `window` keys before limits[r].
+// No operation crosses lanes. q [D, TILE] includes the factors scale and log2(e). Writes the sums
+// of weighted values [D, TILE] and of weights. Scores have a soft `cap`, unless it is 0.
 template <typename T>
 void attend_tile(float (*sums)[TILE], float* total, const float (*q)[TILE], const int32_t* limits,
                  int64_t window, const Context<T>& context, int64_t head_dim, int64_t first,

@@ -1,5 +1,5 @@
-// Linear layers, as a library of their own: where oneDNN multiplies all matrices, a start does not
-// wait for its compilation.
+// Linear layers, as a separate library: if oneDNN multiplies all matrices, an engine does not wait
+// for its compilation when it starts.
 
 #include "tiled_linear.h"
 

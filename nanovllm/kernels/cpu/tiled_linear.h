@@ -2,8 +2,9 @@
 // inputs.
 //
 // All arithmetic is float32. A weight's inputs are divided into blocks, in the same way for any
-// batch. A block's products are added up in the order of its inputs. That sum, less the zero point
-// times the sum of the block's inputs, is multiplied by the scale and added to the output.
+// batch. A block's products are added up in the order of its inputs. The zero point times the sum
+// of the block's inputs is subtracted from this sum; the result is multiplied by the scale and
+// added to the output.
 
 #pragma once
 
@@ -19,24 +20,24 @@
 namespace {
 
 constexpr int64_t MAX_DEPTH = 128;  // inputs of a block: a tile's, in float32, fit the L1 cache
-constexpr int64_t MAX_ROWS = 256;   // rows that take a tile together: their sums fit the L2 cache
-constexpr int ROWS = 6;             // rows whose sums stay in registers
+constexpr int64_t MAX_ROWS = 256;   // rows that share a tile: their sums fit the L2 cache
+constexpr int ROWS = 6;             // the sums of this many rows stay in registers
 
 enum Kind { INT8, INT4, E4M3, BFLOAT16, FLOAT32 };
 
-// A weight, as `TiledMatrix` of tiled_linear.py describes it. It has P inputs, with the zeros that
-// fill up groups to whole blocks of B = `depth`.
+// A weight, as `TiledMatrix` of tiled_linear.py describes it. It has P inputs, including the zeros
+// that pad groups to whole blocks of B = `depth` inputs.
 struct Matrix {
     const int8_t* codes;   // [tiles, P, WIDTH], of 4 bits [tiles, P / 8, WIDTH, 4 bytes]; or numbers
     const float* scales;   // [tiles, groups, WIDTH], or null
-    const int8_t* zeros;   // the same
+    const int8_t* zeros;   // [tiles, groups, WIDTH], or null
     const int32_t* order;  // [P], or null
     int64_t outputs, depth, blocks, blocks_of_group, kind;
 
     int64_t groups() const { return blocks / blocks_of_group; }
 };
 
-// A matrix, and what it is multiplied by.
+// A matrix, and the inputs that it is multiplied by.
 struct Product : Matrix {
     const float* x;       // [blocks, rows, B]
     const float* x_sums;  // [blocks, rows]
@@ -57,8 +58,8 @@ __attribute__((always_inline)) inline void decode_step(const Codes& codes, int64
     }
 }
 
-// totals[row] += the block's products, for R rows from `row` on. Not inlined, so that the products
-// of decoded weights are compiled once.
+// totals[row] += the block's products, for R rows from `row` on. Not inlined, so that the code for
+// decoded weights is compiled once.
 template <int R, typename Codes>
 __attribute__((noinline)) void add_block(const Product& p, const Codes& codes, int64_t tile,
                                          int64_t block, int64_t row, float (*totals)[WIDTH]) {
@@ -74,7 +75,7 @@ __attribute__((noinline)) void add_block(const Product& p, const Codes& codes, i
                 for (int r = 0; r < R; r++)
                     for (int v = 0; v < VECS; v++) sums[r][v] += x[r * depth + input] * w[v];
             });
-#pragma GCC unroll 8  // or else the sums would be kept in memory
+# pragma GCC unroll 8  // otherwise the sums would be in memory
         for (int r = 0; r < R; r++)
             for (int v = 0; v < VECS; v++) {
                 const int at = column + v * LANES;
@@ -86,7 +87,7 @@ __attribute__((noinline)) void add_block(const Product& p, const Codes& codes, i
     }
 }
 
-// All rows of a block, up to R at a time.
+// Compute all rows of a block, up to R at a time.
 template <int R, typename Codes>
 inline void add_rows(const Product& p, const Codes& codes, int64_t tile, int64_t block, int64_t row,
                      float (*totals)[WIDTH]) {
@@ -94,7 +95,7 @@ inline void add_rows(const Product& p, const Codes& codes, int64_t tile, int64_t
     if constexpr (R > 1) add_rows<R - 1>(p, codes, tile, block, row, totals);
 }
 
-// Codes whose decoded weights are kept, for rows that come later.
+// A reader of codes that also stores the decoded weights, for later rows.
 template <typename Codes>
 struct Kept : Codes {
     float (*weights)[WIDTH];
@@ -105,7 +106,7 @@ struct Kept : Codes {
     }
 };
 
-// totals [rows, WIDTH] of a tile.
+// Compute totals [rows, WIDTH] of a tile.
 template <typename Codes>
 void multiply_tile(const Product& p, int64_t tile, float (*totals)[WIDTH]) {
     const int64_t block_bytes = p.depth * WIDTH * Codes::BITS / 8;
@@ -125,7 +126,7 @@ void multiply_tile(const Product& p, int64_t tile, float (*totals)[WIDTH]) {
     }
 }
 
-// x [rows, inputs] as [blocks, rows, B], and the sums of the blocks.
+// Copy x [rows, inputs] to [blocks, rows, B], and compute the sums of its blocks.
 template <typename T>
 void pack_rows(const T* x, int64_t stride, const Product& p, float* packed, float* sums,
                int64_t threads) {

@@ -1,8 +1,8 @@
-"""Linear layers with weights in tiles: plain ones, or codes that stay codes in memory.
+"""Linear layers with weights in tiles: plain numbers, or codes of a quantized weight.
 
-T rows, K inputs, N outputs. Everything is float32: inputs are not rounded, whatever a quantized
-weight allows, and bfloat16 is rounded once, at the end. AMX is not used: on processors that have
-it, bfloat16 prompts of many tokens are faster with `packed_linear`, decoding is not.
+T rows, K inputs, N outputs. Arithmetic is in float32: inputs are never rounded, even if a quantized
+weight allows it, and bfloat16 outputs are rounded once. AMX is not used: on processors with AMX,
+prompts of many tokens in bfloat16 are faster with `packed_linear`, but decoding is not.
 """
 
 import ctypes
@@ -32,10 +32,10 @@ class MatrixStruct(ctypes.Structure):
 class TiledMatrix:
     """A weight [N, K] in tiles of outputs, as tiled_linear.h reads it.
 
-    Each group's inputs are filled up with zeros to whole blocks, so that there are P of them.
+    Each group's inputs are padded with zeros to whole blocks; together these are P inputs.
     """
 
-    codes: torch.Tensor  # bytes: a weight of 8 bits has one, of 4 bits half a byte; or numbers
+    codes: torch.Tensor  # bytes, one or half of one for each weight; or plain numbers
     scales: torch.Tensor | None  # [tiles, groups, outputs of a tile]
     zeros: torch.Tensor | None  # the same, int8
     order: torch.Tensor | None  # [P], int32: the input at each place, or -1; None: in x's order
@@ -44,7 +44,7 @@ class TiledMatrix:
     blocks: int
     depth: int  # inputs of a block
     blocks_of_group: int
-    # What the kernel reads: addresses, so that the tensors' memory must stay where it is.
+    # The addresses that the kernel reads; the tensors' memory must not move.
     struct: MatrixStruct = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class TiledMatrix:
 def arrange(weight: QuantizedMatrix) -> TiledMatrix:
     """Copy a weight [N, K] into the kernel's layout.
 
-    Peak memory: 4 bytes for each weight, the copied codes included.
+    Peak memory: 4 bytes for each weight, including the copied codes.
     """
     assert weight.codes.dim() == 2, "the matrices of a stack are arranged one by one"
     kind = "e4m3" if weight.codes.dtype == torch.float8_e4m3fn else f"int{weight.bits}"
@@ -66,7 +66,7 @@ def arrange(weight: QuantizedMatrix) -> TiledMatrix:
     scales = _of_outputs(weight.scales.float(), weight)
     codes = weight.codes.view(torch.uint8)
     if kind == "e4m3":
-        # A NaN becomes its group's scale: the kernel's codes have none.
+        # The kernel's codes have no NaN: the scale of the group becomes NaN instead.
         scales = scales * constant("e4m3_unit")
         nan = (codes & 0x7F) == 0x7F
         if nan.any():
@@ -77,7 +77,7 @@ def arrange(weight: QuantizedMatrix) -> TiledMatrix:
 
 
 def arrange_plain(weight: torch.Tensor) -> TiledMatrix | None:
-    """The same of a plain weight, or None where oneDNN is faster. Peak memory: three weights."""
+    """Copy a plain weight; None if oneDNN is faster. Peak memory: three times the weight."""
     if weight.dtype not in processor.products().tiled:
         return None
     return _arranged(weight.detach(), PLAIN[weight.dtype], weight.shape[1])
@@ -99,7 +99,7 @@ def _arranged(
     zeros: torch.Tensor | None = None,
     order: torch.Tensor | None = None,
 ) -> TiledMatrix:
-    """A matrix of codes [N, K] with groups of this many inputs, each divided into even blocks."""
+    """Tile codes [N, K] with groups of `group` inputs, each divided into blocks of equal size."""
     size_out, size_in = codes.shape
     depth = min(constant("max_depth"), _round_up(group, constant("step_inputs")))
     padded = _round_up(group, depth)
@@ -109,7 +109,7 @@ def _arranged(
         zeros=zeros,
         order=_places(order, size_in, group, padded),
         kind=kind,
-        # A matrix may have more columns than inputs: some are zero, to fill up groups.
+        # A matrix may have more columns than inputs: zero columns pad its groups.
         shape=(size_out, size_in if order is None else int(order.max()) + 1),
         blocks=-(-size_in // group) * (padded // depth),
         depth=depth,
@@ -120,9 +120,9 @@ def _arranged(
 def tiled_linear(
     x: torch.Tensor, weight: TiledMatrix, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x @ weight.T + bias` of x [T, K]: [T, N]. Reads each weight once for up to 256 rows.
+    """`x @ weight.T + bias` [T, N] of x [T, K]. Reads each weight once for up to 256 rows.
 
-    An output depends on its own row alone, and not on the number of threads.
+    An output depends only on its own row, and not on the number of threads.
     """
     num_rows, size_in = x.shape
     size_out = weight.shape[0]
@@ -141,12 +141,12 @@ def _round_up(size: int, unit: int) -> int:
 
 
 def _of_outputs(values: torch.Tensor, weight: QuantizedMatrix) -> torch.Tensor:
-    """The values of blocks as values of each output: [N, groups]."""
+    """Expand a value for each block to a value for each output: [N, groups]."""
     return values.repeat_interleave(weight.block[0], dim=0)[: weight.codes.shape[0]]
 
 
 def _fill_up(codes: torch.Tensor, group: int, padded: int) -> torch.Tensor:
-    """Codes [N, K] with zeros after each group, and after the last output: [tiles, width, P]."""
+    """Pad codes [N, K] with zeros after each group and the last output: [tiles, width, P]."""
     size_out, size_in = codes.shape
     num_groups = -(-size_in // group)
     width = constant("tile_outputs")
@@ -161,7 +161,7 @@ def _fill_up(codes: torch.Tensor, group: int, padded: int) -> torch.Tensor:
 
 
 def _tiled_codes(codes: torch.Tensor, kind: str) -> torch.Tensor:
-    """[tiles, P, width] of codes [tiles, width, P]; of 4 bits, eight inputs in a word."""
+    """Transpose codes [tiles, width, P] to [tiles, P, width]; 8 inputs of 4 bits make a word."""
     if kind != "int4":
         return codes.transpose(1, 2).contiguous()
     low, high = (codes & 15).view(*codes.shape[:2], -1, 4, 2).unbind(4)
@@ -169,7 +169,7 @@ def _tiled_codes(codes: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def _tiled(values: torch.Tensor) -> torch.Tensor:
-    """[tiles, groups, width] of values [N, groups], filled up with zeros."""
+    """Tile values [N, groups] to [tiles, groups, width], padded with zeros."""
     width = constant("tile_outputs")
     filled = values.new_zeros(_round_up(len(values), width), values.shape[1])
     filled[: len(values)] = values
@@ -179,7 +179,7 @@ def _tiled(values: torch.Tensor) -> torch.Tensor:
 def _places(
     order: torch.Tensor | None, size_in: int, group: int, padded: int
 ) -> torch.Tensor | None:
-    """The input at each of the P places, or -1; None if they are x itself."""
+    """The input at each of the P places, or -1; None if the places are x in its own order."""
     num_places = -(-size_in // group) * padded
     if order is None and num_places == size_in:
         return None

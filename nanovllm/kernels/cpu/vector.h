@@ -1,4 +1,4 @@
-// The processor's vectors, and the sizes of attention's work that follow from them.
+// The processor's vectors, and sizes in attention that depend on them.
 
 #pragma once
 
@@ -32,7 +32,7 @@ inline Vec load(const bf16* x) {
     return (Vec)(__builtin_convertvector(*(const HalfVec*)x, IntVec) << 16);
 }
 
-// `load` of codes gives 2^-120 of them. Factors of 2^60 before and after a product of them stay far
+// `load` returns codes times 2^-120. Factors of 2^60 before and after a product of codes stay far
 // from infinity.
 constexpr float CODE_FACTOR = 0x1p60f;
 

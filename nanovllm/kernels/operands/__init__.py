@@ -1,1 +1,1 @@
-"""What kernels read apart from plain tensors, for every implementation."""
+"""Operands of kernels that are not plain tensors, the same for all implementations."""

@@ -1,4 +1,4 @@
-"""Cuts: the filters min_p, top_k and top_p, which leave a part of the tokens to draw from."""
+"""Cuts: the filters min_p, top_k and top_p, which limit the tokens to draw from."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ BLOCK = 64  # tokens that are searched together for the most likely ones
 
 @dataclass(slots=True)
 class Cuts:
-    """The filters of R rows: [R, 1] each, with a value that keeps everything for other rows.
+    """The filters of R rows: [R, 1] each. A row without a filter has a value that keeps all tokens.
 
     A filter is None if no row has it. If `num_candidates` is not 0, it is at least every top_k, and
-    rows are drawn from their first `num_candidates` tokens alone. A row with both top_k and top_p
-    needs that: top_p is a share of the mass that top_k keeps.
+    rows are drawn only from their first `num_candidates` tokens. A row with both top_k and top_p
+    needs this, because top_p is a share of the mass that top_k keeps.
     """
 
     min_p: torch.Tensor | None = None

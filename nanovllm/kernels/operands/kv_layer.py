@@ -1,4 +1,4 @@
-"""KVLayer: what attention needs to know of one layer beside queries, keys and values."""
+"""KVLayer: the KV cache of one layer, and the layer's settings for attention."""
 
 from dataclasses import dataclass
 
@@ -15,11 +15,11 @@ class KVLayer:
     the warm-up that measures memory runs without them. With a window, a query attends to the last
     `window` keys up to its own; without one (None), to all of them.
 
-    Where keys are values, too, both caches are the same tensor.
+    If keys are also the values (latent attention), both caches are the same tensor.
 
     A quantized cache has codes, and a scale for each head of a token: [blocks, KVH, block_size]. A
-    value is code * scale. The scale is computed from the head's values, or `fixed_scales` has it:
-    one for all keys, and one for all values.
+    value is code * scale. The scale is computed from the head's values, or fixed: `fixed_scales`
+    has one scale for all keys and one for all values.
 
     With a soft cap, a score s is soft_cap * tanh(s / soft_cap).
     """
@@ -35,7 +35,7 @@ class KVLayer:
 
     @property
     def is_shared(self) -> bool:
-        """Whether keys are values, too."""
+        """Whether the keys are also the values."""
         return self.k_cache is self.v_cache
 
     @property
@@ -45,5 +45,5 @@ class KVLayer:
 
 
 def head_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of a token's key, or value, of one head in a cache of this type."""
+    """Bytes of one head's key (or value) of a token, in a cache of this type."""
     return head_dim * dtype.itemsize + (SCALES.itemsize if dtype == CODES else 0)

@@ -1,6 +1,6 @@
 """LowRank: the adapters of a layer, stacked, as kernels read them.
 
-PairAdditions: what adds those of experts.
+PairAdditions: adds the adapters of experts.
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from torch import Tensor
 class LowRank:
     """For each of G groups of rows, a pair of matrices that adds `(x @ A.T) @ B.T` to them.
 
-    A layer has P projections of one input of K elements, the outputs of which, `sizes` of them, are
-    joined to N. Projection p of group g has rank `ranks[g, p]`, at most R; 0 if it has no adapter.
-    Its A are the first of the R rows `a[g, p * R : (p + 1) * R]`, and its transposed B is in the
-    first rows of `b[g]`, in the projection's columns. All else is never read.
+    A layer has P projections of the same input of K elements. Projection p has `sizes[p]` outputs;
+    together they have N. In group g it has the rank `ranks[g, p]`, at most R; 0 if it has no
+    adapter. Its A is in the first rows of `a[g, p * R : (p + 1) * R]`. Its transposed B is in the
+    first rows of `b[g]`, in the projection's columns. All other elements are never read.
     """
 
     a: Tensor  # [G, P * R, K]
@@ -31,13 +31,13 @@ class LowRank:
 
 
 class PairAdditions(Protocol):
-    """What adds adapters to the outputs of experts, in place, for N pairs of a row and an expert.
+    """Adds adapters to the outputs of experts, in place, for N pairs of a row and an expert.
 
-    A pair without an adapter, or with an expert of another rank, is left as it is.
+    Pairs without an adapter, and pairs with an expert of another rank, do not change.
     """
 
     def add_gates(self, x: Tensor, gates: Tensor, /) -> None:
-        """From rows x [T, hidden] to gates and ups [N, 2 * I]."""
+        """Add the adapters' outputs for rows x [T, hidden] to gates and ups [N, 2 * I]."""
 
     def add_outputs(self, inner: Tensor, outputs: Tensor, shares: Tensor, /) -> None:
-        """From inner [N, I] to outputs [N, hidden] that are multiplied by shares [N]."""
+        """Add the adapters' outputs for inner [N, I], times shares [N], to outputs [N, hidden]."""

@@ -10,20 +10,21 @@ import torch
 class QuantizedMatrix:
     """A weight [N, K], or a stack of weights [E, N, K]: `(codes - zeros) * scales`.
 
-    `codes` has an element for each weight: float8_e4m3fn, or int8, of which 4-bit codes use -8 to
-    7. A scale, and a zero point, belongs to a block of `block[0]` outputs and `block[1]` inputs;
-    blocks at the ends of a matrix may be cut off. If `order` [K] is given, column j multiplies
+    `codes` has an element for each weight: float8_e4m3fn, or int8; codes of 4 bits are int8 from -8
+    to 7. Each scale and zero point belongs to a block of `block[0]` outputs and `block[1]` inputs;
+    blocks at the ends of a matrix may be smaller. If `order` [K] is given, column j multiplies
     input `order[j]`. Several columns may have the same input if all except one of them are zero.
 
-    `rounds_inputs` allows kernels to round the inputs to the type of the codes, which is faster
-    where the device multiplies that type. Their scale is `input_scale`, or else each row has one.
+    `rounds_inputs` allows kernels to round the inputs to the type of the codes, which is faster if
+    the device multiplies that type. All inputs have the scale `input_scale`; without it, each row
+    has its own.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor  # [..., ceil(N / block[0]), ceil(K / block[1])], any float type
-    zeros: torch.Tensor | None  # of the shape of `scales`, int8
+    zeros: torch.Tensor | None  # int8, with the shape of `scales`
     block: tuple[int, int]
-    bits: int  # of a code: 8 or 4
+    bits: int  # the size of a code: 8 or 4
     order: torch.Tensor | None = None
     rounds_inputs: bool = False
     input_scale: torch.Tensor | None = None
@@ -37,7 +38,7 @@ class QuantizedMatrix:
 
 
 def stacked(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
-    """Matrices of one shape, kind and order as a stack [E, N, K]. Peak memory: twice theirs."""
+    """Stack matrices of one shape, kind and order to [E, N, K]. Peak memory: twice theirs."""
     first = matrices[0]
     assert all(other.block == first.block for other in matrices) and same_order(matrices)
 

@@ -1,6 +1,6 @@
-"""Scaled: rows whose norm is not finished. ExpertWeights: a layer of experts.
+"""Scaled: rows with an unfinished norm. ExpertWeights: the weights of a layer of experts.
 
-Both are for the kernels of decode steps of few rows.
+The kernels for decode steps of few rows read both.
 """
 
 from dataclasses import dataclass
@@ -13,23 +13,23 @@ import torch
 class Scaled:
     """Rows [T, K] times a norm's weight, not yet divided by each row's root mean square.
 
-    The missing factor of a row is 1 / sqrt(sum(squares) / K + eps). A linear layer can apply it to
-    its outputs instead.
+    The missing factor of a row is 1 / sqrt(sum(squares) / K + eps). A linear layer can multiply its
+    outputs by it, instead of its inputs.
     """
 
-    product: torch.Tensor  # of the rows and the norm's weight
+    product: torch.Tensor  # rows * the norm's weight
     squares: torch.Tensor  # [T, any], float32: parts of the rows' sums of squares
     eps: float
 
     def normed(self) -> torch.Tensor:
-        """The norm, in float32."""
+        """The finished norm, in float32."""
         squares = self.squares.sum(dim=1, keepdim=True)
         return self.product.float() * torch.rsqrt(squares / self.product.shape[1] + self.eps)
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """What the kernels read of a layer of experts: a token takes `per_token` of them."""
+    """The weights of a layer of experts, from which each token takes `per_token`."""
 
     router: Any
     gate_up: Any  # [E, 2 * I, hidden]

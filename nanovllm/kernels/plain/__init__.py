@@ -1,1 +1,1 @@
-"""Plain PyTorch: the definition of every operation, and what runs where nothing is faster."""
+"""Kernels in plain PyTorch: they define every operation, and run on every device."""

@@ -1,7 +1,7 @@
 """Accepting drafts: the last part of a decode step with several queries for each row.
 
-A draft is right if it equals the token that was drawn at its position. The tokens that count are
-those drawn after right drafts, and the one after the row's last token.
+A draft is right if it equals the token that was drawn at its position. The token after the row's
+last token counts, and so do the tokens that were drawn after right drafts.
 """
 
 import torch
@@ -14,9 +14,9 @@ def accept(
 ) -> torch.Tensor:
     """Add the tokens that count to their rows; returns [B, 2 + num_queries] in int64.
 
-    These are the number of tokens that count, the number of drafts, and all tokens. `token_ids`
-    [B * num_queries] were drawn for the queries of `decoding`. A row whose first query was not used
-    gets nothing. To accept other tokens of the same step replaces what was accepted.
+    The columns are the number of tokens that count, the number of drafts, and all tokens.
+    `token_ids` [B * num_queries] were drawn for the queries of `decoding`. A row gets nothing if
+    its first query was not used. Another call for the same step replaces the accepted tokens.
     """
     drawn = token_ids.view(-1, num_queries)
     rows = table.batch[: len(drawn)].long()

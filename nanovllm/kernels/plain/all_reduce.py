@@ -1,6 +1,7 @@
-"""Sums over the ranks, of all ranks' addends, with what follows them in a layer.
+"""Sums of all ranks' addends, fused with the operations that follow them in a layer.
 
-The ranks' exchanges compute sums otherwise: these define the Triton kernels. T rows of N elements.
+These functions only define the Triton kernels; ranks without them add up in other ways. T rows of N
+elements.
 """
 
 import torch
@@ -16,14 +17,14 @@ def all_reduce(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def embedding(ids: torch.Tensor, tables: list[torch.Tensor]) -> torch.Tensor:
-    """The rows of token ids [T] in the ranks' parts of a table, in order."""
+    """The table's rows for token ids [T]; `tables` are the ranks' parts of it, in order."""
     return F.embedding(ids, torch.cat(tables))
 
 
 def add_rms_norm(
     parts: list[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norm of the sum of `parts` and the residual, and that sum, rounded once."""
+    """The norm of the sum of `parts` and the residual, and this sum, which is rounded once."""
     total = (_sum(parts) + residual.float()).to(residual.dtype)
     return rms_norm(total, weight, eps), total
 

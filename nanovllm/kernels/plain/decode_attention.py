@@ -1,4 +1,4 @@
-"""Attention of a decode step through the paged KV cache: a query or a few for each sequence.
+"""Attention of a decode step over the paged KV cache: one or a few queries for each sequence.
 
 B sequences, K padded key length, H query heads, KVH key heads, G = H / KVH, D head dimension.
 """
@@ -28,8 +28,7 @@ def plan_decode(
 ) -> list[DecodeGroup]:
     """Group a decode step's rows, except those of length 0. Syncs, except on the CPU.
 
-    `num_queries` rows that follow each other are of one sequence, and share its row of
-    `block_tables`.
+    Each `num_queries` rows in order belong to one sequence, and share its row of `block_tables`.
     """
     lens = context_lens.tolist()
     rows = [row for row, length in enumerate(lens) if length]

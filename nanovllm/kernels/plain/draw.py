@@ -1,8 +1,8 @@
-"""Drawing from the tokens that min_p, top_k and top_p keep. R rows, V tokens.
+"""Draw a token from those that min_p, top_k and top_p keep. R rows, V tokens.
 
-`cut` defines which tokens are kept, by sorting; `draw` draws from them without sorting all tokens.
-docs/sampling.md derives how. A token comes before another if its logit is larger, or if they are
-equal and its id is lower.
+`cut` defines which tokens are kept, by sorting. `draw` draws from them without sorting all tokens;
+docs/sampling.md explains the method. A token comes before another if its logit is larger, or if
+they are equal and its id is lower.
 """
 
 import math
@@ -20,7 +20,7 @@ CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}  # as for `sample`, with more
 
 
 def cut(logits: torch.Tensor, temperatures: torch.Tensor, cuts: Cuts) -> torch.Tensor:
-    """Logits [R, V] in float32, minus infinity for tokens that are left out. Sorts all tokens."""
+    """The logits [R, V] in float32, with minus infinity for removed tokens. Sorts all tokens."""
     values, ids = logits.float().sort(dim=1, descending=True, stable=True)
     values.masked_fill_(_left_out(values, temperatures[:, None], cuts), -torch.inf)
     return torch.empty_like(values).scatter_(1, ids, values)
@@ -52,7 +52,7 @@ def draw(
 def _draw_from_candidates(
     x: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, cuts: Cuts
 ) -> torch.Tensor:
-    """Draw from the first tokens: their arrival times are the same as in a race of all."""
+    """Draw from the first tokens; their arrival times are the same as in a race of all tokens."""
     values, ids = most_likely(x, cuts.num_candidates)
     scores = log_exponential(keys, ids.int().mul_(GOLDEN)).mul_(-temperatures).add_(values)
     scores.masked_fill_(_left_out(values, temperatures, cuts), -torch.inf)
@@ -67,7 +67,7 @@ def _draw_from_all(
     keys: torch.Tensor,
     cuts: Cuts,
 ) -> torch.Tensor:
-    """Race all tokens, then check whether the winner is kept; if not, race those before it.
+    """Race all tokens, then check whether the winner is kept; if not, race the tokens before it.
 
     With top_p alone, a draw takes 1 + log(1 / top_p) rounds on average. Masks are floats, 1 for a
     token that is in the race: comparisons write floats several times faster than booleans.
@@ -128,7 +128,7 @@ def _least(top: torch.Tensor, temperatures: torch.Tensor, min_p: torch.Tensor) -
 
 
 def _enough(mass: torch.Tensor, top_p: torch.Tensor | None) -> torch.Tensor:
-    """The mass before a token from which on top_p leaves it out; above 0, to keep the first."""
+    """If this mass comes before a token, top_p removes the token; above 0 to keep the first."""
     if top_p is None:
         return torch.full_like(mass, torch.inf)
     share = (top_p * mass).clamp_(min=torch.finfo(mass.dtype).tiny)
@@ -145,8 +145,8 @@ def _mass(weights: torch.Tensor) -> torch.Tensor:
 def _before(x: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """A mask [R, V] of the tokens that come before `tokens` [R, 1].
 
-    Up to the token's own place, those with at least its value; after it, with at least the next
-    larger float.
+    Up to the token's own place, these are the tokens with at least its value; after its place,
+    those with at least the next larger float.
     """
     values = x.gather(1, tokens)
     above = values.nextafter(torch.full_like(values, torch.inf))

@@ -1,4 +1,4 @@
-"""Experts: feed-forward layers of which each token takes a few. T tokens, K experts of each."""
+"""Layers of experts: each of T tokens takes K of the feed-forward layers ("experts")."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -27,10 +27,10 @@ def experts(
 
     The weights are gate_up [E, 2 * I, hidden] and down [E, hidden, I]. A row's experts are
     expert_ids [T, K], with shares [T, K]; sums are float32. These E experts may be a part of all
-    `num_experts`: ids count from the first of the part, and an id below 0 or from E on is an expert
-    of another rank, which adds nothing here. The rows of one expert go through `linear` together,
-    and the weights of an expert without rows are not read. A row's sum is in the order of experts,
-    so it does not depend on the other rows. Syncs.
+    `num_experts`: ids count from the first expert of the part, and an id below 0 or from E on is an
+    expert of another rank, which adds nothing here. The rows of one expert go through `linear`
+    together, and the weights of an expert without rows are not read. A row adds up its experts in
+    their order, so its sum does not depend on the other rows. Syncs.
     """
     assert len(down) <= num_experts
     per_row = expert_ids.shape[1]
@@ -55,7 +55,8 @@ def adapted_experts(
 ) -> torch.Tensor:
     """As `experts`, with adapters added to the outputs of both matrices.
 
-    Without an adapter a row's result is the same to the bit. Peak memory: a row for each pair.
+    The result of a row without an adapter is bit for bit the same. Peak memory: a row for each
+    pair.
     """
     assert len(down) <= num_experts
     num_pairs, per_row = expert_ids.numel(), expert_ids.shape[1]
@@ -81,7 +82,7 @@ def adapted_experts(
 
 
 def _members(expert_ids: torch.Tensor, num_here: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each expert that has pairs of a row and an expert, with these pairs."""
+    """Each expert that some row takes, with its pairs of a row and an expert."""
     ids, pairs = expert_ids.flatten().sort(stable=True)
     bounds = torch.searchsorted(ids, torch.arange(-1, num_here, device=ids.device), right=True)
     for expert, (start, stop) in enumerate(pairwise(bounds.tolist())):

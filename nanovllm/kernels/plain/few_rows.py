@@ -1,6 +1,6 @@
-"""Layers with the norm, activation or residual add beside them fused in, in float32 inside.
+"""Linear layers fused with the norm, activation or residual add next to them, in float32 inside.
 
-Plain PyTorch has no use for them: they define the Triton kernels for decode steps of few rows.
+They only define the Triton kernels for decode steps of few rows; plain PyTorch does not use them.
 T rows, K inputs, N outputs.
 """
 
@@ -41,9 +41,9 @@ def add_linear(
 def add_experts(
     x: Scaled, weights: ExpertWeights, residual: torch.Tensor, norm: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, Scaled]:
-    """The residual plus the norm's experts, and the same sum scaled by the next norm's weight.
+    """The residual plus the experts' outputs, and the same sum scaled by the next norm's weight.
 
-    Here the router is its weight [E, hidden].
+    The router is given by its weight [E, hidden].
     """
     normed = x.normed()
     shares, ids = route(normed, weights.router, weights.per_token, weights.normalized)

@@ -1,7 +1,8 @@
-"""Reading the inputs of guesses from the device table: those of an EAGLE-3 head or a draft model.
+"""Read the inputs of an EAGLE-3 head or a draft model from the device table.
 
-The head reads what the large model has computed at a row's last positions, and the tokens after
-these, which the table has. A draft model reads these tokens alone, at their own positions.
+A head reads the states that the large model has computed at a row's last positions, and the tokens
+after these positions, from the table. A draft model reads only these tokens, at their own
+positions.
 """
 
 from typing import NamedTuple
@@ -11,13 +12,13 @@ import torch
 from nanovllm.kernels.plain.noise import noise_keys
 from nanovllm.kernels.plain.read_table import TableState
 
-MODEL_FIRST = 2  # tokens that a draft model reads at first
+MODEL_FIRST = 2  # tokens that a draft model reads in its first step
 
 
 class Kept(NamedTuple):
-    """What the model has computed in the last step of each row, at positions from `first` on.
+    """States that the model computed in each row's last step: `counts` positions from `first` on.
 
-    Of these `counts` positions the ones before the row's length are right.
+    The states at positions before the row's length are right; the others are those of wrong drafts.
     """
 
     first: torch.Tensor  # [rows] in int32
@@ -26,15 +27,15 @@ class Kept(NamedTuple):
 
 
 class GuessInputs(NamedTuple):
-    """The inputs of guesses for B rows in a step with Q queries: first F of each row, then 1 each.
+    """Inputs to guess drafts for B rows in a step with Q queries: at first F of each row, then 1.
 
-    A head's first ones are a row's last computed positions, Q at most; a draft model's are the last
-    token, and the one before if that was a draft. Where they are fewer than F, the last queries are
-    not used. An unused one has slot -1 and context length 0. Row i of the `later` ones is that of
-    draft i; row 0 only says whether the first draft has a place.
+    The first inputs of a head are a row's last computed positions, at most Q. Those of a draft
+    model are the last token, and the token before it if that was a draft. If there are fewer than
+    F, the last queries are not used. An unused query has slot -1 and context length 0. Row i of the
+    `later` fields belongs to draft i; row 0 only says whether there is room for the first draft.
     """
 
-    sources: torch.Tensor  # [B * F] in int64: which of all kept states; for a head
+    sources: torch.Tensor  # [B * F] in int64: which of all kept states a head reads
     next_ids: torch.Tensor  # [B * F] in int64, as are the next two: the tokens that are read
     positions: torch.Tensor
     slots: torch.Tensor
@@ -51,11 +52,10 @@ class GuessInputs(NamedTuple):
 def guess_inputs(
     table: TableState, kept: Kept | None, num_rows: int, num_queries: int, block_size: int
 ) -> GuessInputs:
-    """The inputs of guesses for the first rows of the batch: a head's with `kept`, or a model's.
+    """Inputs for the first rows of the batch: of a head if `kept` is given, else of a draft model.
 
-    `kept` is set for the step that comes: its first position is the row's length. Of more than F
-    new positions, the last F are read: what was made of the others when they were guessed is in
-    the cache.
+    `kept` is updated for the next step: its first position becomes the row's length. Of more than F
+    new positions, the last F are read; the cache has the others since they were guessed.
     """
     rows = table.batch[:num_rows].long()
     lengths, block_tables = table.lengths[rows, None].long(), table.block_tables[rows]
@@ -102,7 +102,7 @@ def guess_inputs(
 def _places(
     here: torch.Tensor, block_tables: torch.Tensor, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Positions, slots and context lengths of the positions `here` [B, any]; -1 for none."""
+    """Positions, slots and context lengths for the positions `here` [B, any]; -1 means unused."""
     positions = here.clamp(min=0)
     blocks = block_tables.gather(1, positions // block_size).long()
     slots = (blocks * block_size + positions % block_size).where(here >= 0, -1)

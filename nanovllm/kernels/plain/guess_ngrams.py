@@ -1,4 +1,4 @@
-"""Guessing drafts from n-grams: what came after a row's last tokens when they occurred before."""
+"""Guess drafts by n-grams: the tokens after an earlier occurrence of a row's last tokens."""
 
 import torch
 
@@ -10,10 +10,10 @@ def guess_ngrams(
 ) -> None:
     """Write drafts for the first rows of the batch.
 
-    They are the tokens after the longest n-gram that ends the row and occurred before, of equal
-    ones the latest. Where the row's tokens end, the drafts repeat themselves. Before that, the
-    recent tokens are added to the history. Where drafts are accepted by chance, each row has some:
-    without an n-gram its last token.
+    The drafts are the tokens after the latest earlier occurrence of the longest n-gram that ends
+    the row. If they reach the end of the row's tokens, they repeat themselves. The row's recent
+    tokens are first added to its history. If drafts are accepted by chance (for measurements), each
+    row gets drafts: without an n-gram, copies of its last token.
     """
     state = table.drafts
     for row in table.batch[:num_rows].tolist():
@@ -32,7 +32,7 @@ def guess_ngrams(
 
 
 def _end_of_match(token_ids: list[int], shortest: int, longest: int) -> int:
-    """Where the longest n-gram ended before; 0 if none of these lengths did."""
+    """Where the longest of the n-grams ended earlier; 0 if none of them occurred."""
     for n in range(min(longest, len(token_ids) - 1), shortest - 1, -1):
         for end in range(len(token_ids) - 1, n - 1, -1):
             if token_ids[end - n : end] == token_ids[-n:]:

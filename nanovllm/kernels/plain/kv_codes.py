@@ -1,4 +1,4 @@
-"""Keys and values of a quantized cache: e4m3 codes, with a scale for each head of a token.
+"""Quantize keys and values for the cache: e4m3 codes, with a scale for each head of a token.
 
 T tokens, KVH key heads, D head dimension.
 """
@@ -8,7 +8,7 @@ import torch
 from nanovllm.kernels.operands.kv_layer import CODES, SCALES, KVLayer
 
 LARGEST = 448.0  # the largest code
-SMALLEST_SCALE = 2.0**-100  # of heads of zeros
+SMALLEST_SCALE = 2.0**-100  # for heads of zeros
 
 
 def quantize(
@@ -16,9 +16,9 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [T, KVH, D] and scales [T, KVH] of x [T, KVH, D].
 
-    The scale is the least one with which no code is too large; the codes of a fixed scale saturate.
-    If a head has a NaN, its scale is NaN, and so are all of its values: not every kernel knows the
-    code of NaN.
+    A computed scale is the smallest with which no code is too large; with a fixed scale, codes
+    saturate. If a head has a NaN, its scale and so all its values are NaN, because not every kernel
+    can read the code of NaN.
     """
     wide = x.float()
     largest = wide.abs().amax(-1)
@@ -31,15 +31,16 @@ def quantize(
 
 
 def round_up(x: torch.Tensor) -> torch.Tensor:
-    """The next bfloat16 from x >= 0 upwards, as float32: the upper half of the bits."""
+    """Round x >= 0 up to the next bfloat16, returned as float32."""
     rounded = ((x.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
     return rounded.where(x.isfinite(), x)
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values [..., D] that codes [..., D] with scales [...] stand for, rounded once.
+    """The values [..., D] of codes [..., D] with scales [...], rounded once.
 
-    Codes are exact in every type, and so are scales in all that the product is computed in.
+    Every type represents codes exactly, and the types that the product is computed in represent
+    scales exactly.
     """
     return (codes.to(dtype) * scales[..., None]).to(dtype)
 
@@ -51,7 +52,7 @@ def store_codes(
     slots: torch.Tensor,
     kept: slice | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize key, value [T, KVH, D], store those `kept`, and return what the cache holds."""
+    """Quantize key, value [T, KVH, D], store the tokens `kept`, and return the cached values."""
     slots = slots[kept]
     fixed = kv.fixed_scales or (None, None)
     stored = []

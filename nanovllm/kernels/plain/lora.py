@@ -1,6 +1,6 @@
-"""Low-rank additions to a layer's output, which differ between groups of rows.
+"""Add adapters (low-rank products) to a layer's output; groups of rows have different adapters.
 
-T rows, or T pairs of a row of x and one of its T / len(x) experts. The names of sizes are those of
+T rows, or T pairs of a row of x and one of its T / len(x) experts. Other sizes are named as in
 `LowRank`.
 """
 
@@ -14,17 +14,17 @@ from nanovllm.kernels.operands.low_rank import LowRank
 
 
 def group_rows(group_ids: torch.Tensor, num_groups: int) -> Any:  # noqa: ARG001
-    """What `lora_down` and `lora_up` need to know of rows with these group ids [T] int32.
+    """Find the rows of each group for `lora_down` and `lora_up`, from group ids [T] int32.
 
-    An id below 0 or from `num_groups` on is that of a row without an adapter.
+    A row with an id below 0 or from `num_groups` on has no adapter.
     """
     return group_ids
 
 
 def lora_down(x: torch.Tensor, weights: LowRank, groups: Any) -> torch.Tensor:
-    """`x @ A.T` for the rows with an adapter, as parts [S, T, P * R] of which the sum is wanted.
+    """`x @ A.T` for the rows with an adapter, as parts [S, T, P * R] that the caller must add up.
 
-    What belongs to other rows, and what is beyond a projection's rank, is undefined. Syncs.
+    Values of other rows, and values beyond a projection's rank, are undefined. Syncs.
     """
     down = x.new_zeros(len(groups), weights.a.shape[1])
     per_row = len(groups) // max(1, len(x))
@@ -43,7 +43,7 @@ def lora_up(
 ) -> None:
     """Add `down @ B.T` to the rows of `out` [T, N] with an adapter, times `shares` [T] if given.
 
-    The sum of the parts `down` is rounded to the weights' type; all else is float32. Syncs.
+    The sum of the parts `down` is rounded to the weights' type; everything else is float32. Syncs.
     """
     size = weights.max_rank
     for group, rows in _members(groups, len(weights.b)):
@@ -60,7 +60,7 @@ def lora_up(
 
 
 def _members(group_ids: torch.Tensor, num_groups: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each group that has rows, with these rows."""
+    """Yield each group that has rows, with its rows."""
     for group in torch.unique(group_ids).tolist():
         if 0 <= group < num_groups:
             yield group, (group_ids == group).nonzero()[:, 0]

@@ -28,10 +28,10 @@ def sample_masked(
     bitmaps: torch.Tensor,
     token_ids: torch.Tensor,
 ) -> None:
-    """Write the token ids of the rows `rows` [R] to `token_ids` [B]: `sample`, of what is allowed.
+    """Write the token ids of the rows `rows` [R] to `token_ids` [B]: `sample` from allowed tokens.
 
-    `mask` defines the bitmaps [R, W]. A row that may draw nothing gives token 0. Rows of -1 are
-    left out. Peak memory: that of `mask` and `sample`, and a float32 copy of these rows.
+    `mask` defines the bitmaps [R, W]. A row without allowed tokens gives token 0. Rows of -1 are
+    skipped. Peak memory: that of `mask` and `sample`, and a float32 copy of these rows.
     """
     if bool((rows < 0).any()):
         rows, bitmaps = rows[rows >= 0], bitmaps[rows >= 0]

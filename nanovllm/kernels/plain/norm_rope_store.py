@@ -1,6 +1,6 @@
-"""From a step's projections to attention's inputs: norm, rotate, store.
+"""Norm, rotate and store: from a step's projections to the inputs of attention.
 
-T tokens, H query heads, KVH key heads, D head dimension, R of it rotated.
+T tokens, H query heads, KVH key heads, D head dimension; R elements of a head are rotated.
 """
 
 import torch
@@ -24,9 +24,9 @@ def norm_rope_store(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries [T, H, D], keys and values [T, KVH, D] of qkv [T, H + 2 * KVH, D].
 
-    Queries and keys are normalised with the weights `norms`, if given, and rotated. Keys and
-    values are also written to their slots of the cache, -1 for none, and returned as the cache
-    holds them: values as a view, unless it is quantized.
+    Queries and keys are normalised with the weights `norms`, if given, and rotated. Keys and values
+    are also written to their slots of the cache (not if the slot is -1), and returned as the cache
+    stores them: values as a view, unless the cache is quantized.
     """
     heads = [qkv.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads]
     q, k, v = torch.split(qkv, heads, dim=1)

@@ -1,7 +1,7 @@
-"""What prefill and decode attention share: groups of similar lengths, and blocks as rows.
+"""Functions that prefill and decode attention share: groups of similar lengths, blocks as rows.
 
 B sequences, K padded key length, KVH key heads, D head dimension. Sequences of similar length are
-padded to one size and attended to together, so that a layer takes a few calls for any batch.
+padded to one size and computed together, so that a layer takes a few calls for any batch.
 """
 
 import math
@@ -36,7 +36,7 @@ def seen_blocks(
     Also returns the position [B] of each row's first column. A row with fewer blocks repeats its
     last one.
     """
-    # Enough columns wherever in a block the first key is.
+    # Enough columns for any position of the first key in its block.
     count = min(tables.shape[1], (num_keys - 2) // block_size + 2)
     firsts = first_keys.clamp(min=0) // block_size
     columns = firsts[:, None] + torch.arange(count, device=tables.device)
@@ -49,7 +49,7 @@ def attend_capped(
 ) -> torch.Tensor:
     """Attention of queries [B, H, Q, D] with a soft cap on the scores, at least in float32.
 
-    `seen` says which scores [B, H, Q, K] count; its sizes may be 1.
+    `seen` [B, H, Q, K] is true for the scores that count; its sizes may be 1.
     """
     assert kv.soft_cap is not None
     num_kv_heads, shape = keys.shape[1], queries.shape

@@ -1,4 +1,4 @@
-"""Causal attention of a prefill step, through the paged KV cache where a part is cached.
+"""Causal attention of a prefill step, over the paged KV cache if a part is cached.
 
 T query tokens, B sequences, Q and K padded query and key lengths, H query heads, KVH key heads,
 D head dimension. The plan groups a step's sequences once for all layers.
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from nanovllm.kernels.operands.kv_layer import KVLayer
 from nanovllm.kernels.plain.paged import attend_capped, gather_blocks, group_by_length, seen_blocks
 
-# Elements of one explicit mask: bounds the memory of chunks that attend to long cached prefixes.
+# Elements of one explicit mask. This bounds the memory of chunks that attend to long prefixes.
 MAX_MASK_ELEMENTS = 1 << 24
 
 
@@ -23,15 +23,15 @@ class PrefillGroup:
 
     q_rows: torch.Tensor  # [B, Q] rows of q; padding repeats a row
     k_rows: torch.Tensor | None  # [B, K] rows of k where nothing is cached
-    tables: torch.Tensor | None  # [B, ceil(K / block_size)] blocks of the cache otherwise
+    tables: torch.Tensor | None  # [B, ceil(K / block_size)] blocks of the cache, if any
     q_starts: torch.Tensor  # [B] position of each first query
     k_lens: torch.Tensor  # [B]
     num_keys: int  # K
 
 
 @dataclass(slots=True)
-class PrefillPlan:
-    """All groups, and the row of each token's output among the groups' outputs: [T]."""
+class GroupedPrefillPlan:
+    """All groups, and where each token's output is among the groups' outputs: `out_rows` [T]."""
 
     groups: list[PrefillGroup]
     out_rows: torch.Tensor
@@ -42,7 +42,7 @@ def plan_prefill(
     cu_seqlens_k: torch.Tensor,
     block_tables: torch.Tensor | None,
     block_size: int,
-) -> PrefillPlan:
+) -> GroupedPrefillPlan:
     """Group a prefill step's sequences. Syncs, except on the CPU."""
     device = cu_seqlens_q.device
     q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
@@ -74,13 +74,13 @@ def plan_prefill(
                 num_keys=num_keys,
             )
         )
-    return PrefillPlan(groups, out_rows)
+    return GroupedPrefillPlan(groups, out_rows)
 
 
 def _padded_rows(
     starts: torch.Tensor, lens: torch.Tensor, num_queries: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [B, Q] of each sequence's queries, its last one repeated, and which are not padding."""
+    """Rows [B, Q] of each sequence's queries, padded with its last one, and which rows are real."""
     within = torch.arange(num_queries, device=starts.device).expand(len(starts), -1)
     return starts[:, None] + torch.minimum(within, lens[:, None] - 1), within < lens[:, None]
 
@@ -90,7 +90,7 @@ def prefill_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     kv: KVLayer,
-    plan: PrefillPlan,
+    plan: GroupedPrefillPlan,
 ) -> torch.Tensor:
     """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is cached.
 
@@ -131,13 +131,13 @@ def _attend_in_slices(
     k_starts: torch.Tensor,
     kv: KVLayer,
 ) -> torch.Tensor:
-    """Attention of queries [B, H, Q, D] that start anywhere in a context, a few at a time."""
+    """Attention of queries [B, H, Q, D] from any position of a context on, a few at a time."""
     batch_size, num_heads, num_queries, _ = queries.shape
     offsets = torch.arange(keys.shape[2], device=queries.device)
     key_positions = k_starts[:, None, None, None] + offsets  # [B, 1, 1, K]
     of_query = batch_size * keys.shape[2]
     if kv.soft_cap is not None:
-        of_query *= num_heads  # scores are as large as a mask for each head
+        of_query *= num_heads  # the scores take as much memory as a mask for each head
     step = max(1, MAX_MASK_ELEMENTS // of_query)
     outs = []
     for start in range(0, num_queries, step):

@@ -1,4 +1,4 @@
-"""Rows rounded to the type of a weight's codes: what kernels that round their inputs compute."""
+"""Round rows to the type of a weight's codes, as kernels that round their inputs do."""
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,8 @@ def quantize_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [T, K] of x [T, K], and their scales: float32 [T, 1], or [T, ceil(K / group)].
 
-    A scale is the largest input of its row, or of its group of a row, over the largest code; or
-    `scale`, for all rows. Inputs beyond the codes become the last code.
+    A scale is the largest input of its row, or of a group of the row, divided by the largest code.
+    If `scale` is given, it applies to all rows, and inputs beyond the range of the codes saturate.
     """
     size = x.shape[1]
     width = group or size

@@ -1,4 +1,4 @@
-"""Linear layers with quantized weights: what they compute. T rows, K inputs, N outputs."""
+"""Define the results of linear layers with quantized weights. T rows, K inputs, N outputs."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,7 @@ from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
 
 def dequantize(weight: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The matrix [..., N, K] that the codes stand for, computed in float32.
+    """The matrix [..., N, K] of the codes' values, computed in float32.
 
     Its columns are in the order of the codes. Peak memory: a few float32 copies of the matrix.
     """
@@ -36,7 +36,7 @@ def quantized_linear(
 
 
 def _of_each(values: torch.Tensor, weight: QuantizedMatrix) -> torch.Tensor:
-    """The values of blocks as values of the elements, in float32."""
+    """Expand a value for each block to a value for each element, in float32."""
     size_out, size_in = weight.codes.shape[-2:]
     rows = values.float().repeat_interleave(weight.block[0], dim=-2)[..., :size_out, :]
     return rows.repeat_interleave(weight.block[1], dim=-1)[..., :size_in]

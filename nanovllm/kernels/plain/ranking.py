@@ -1,4 +1,4 @@
-"""The most likely tokens in order; of equal ones, the lower id first. R rows, V tokens."""
+"""Find the most likely tokens in order, of equal ones the lower id first. R rows, V tokens."""
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +9,8 @@ from nanovllm.kernels.operands.cuts import BLOCK, are_few
 def most_likely(x: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The first `number` of x [R, V] by value and then by id: values and ids [R, K].
 
-    A small number is searched only in the `number` blocks with the largest maxima, the lower block
-    first: the maximum of each of them comes before all tokens of the other blocks. Peak memory:
+    For a small number, only the `number` blocks with the largest maxima are searched (of equal ones
+    the lower block first): their maxima come before all tokens of the other blocks. Peak memory:
     about 40 bytes for each logit, if the number is large.
     """
     num_rows, size = x.shape
@@ -30,8 +30,8 @@ def most_likely(x: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tenso
 def _sortable(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Distinct integers in the order of values, and of descending ids among equal values.
 
-    The bits of floats are ordered as integers once those of negative ones, except the sign, are
-    inverted.
+    As integers, the bits of floats have the order of the floats, if those of negative floats are
+    inverted except for the sign.
     """
     bits = (x.float() + 0.0).view(torch.int32)  # never a negative zero
     bits = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))

@@ -1,7 +1,7 @@
-"""Reading a decode step's inputs from the device table, and what the table holds.
+"""Read a decode step's inputs from the device table; the columns of the table.
 
-Every running sequence owns a row of the table. A decode step is a batch of row numbers; the rest of
-its inputs is on the device already.
+Every running sequence owns a row of the table. A decode step is a batch of row numbers; its other
+inputs are already on the device.
 """
 
 from typing import NamedTuple
@@ -17,19 +17,19 @@ CHANCE_BITS = 20  # of `DraftState.chance`
 
 
 class DraftState(NamedTuple):
-    """What the device table has for drafts: empty columns where there are none.
+    """The columns of the device table for drafts; they are empty in an engine without drafts.
 
-    A row's drafts are tokens that may come after its last one, NO_DRAFT where there are fewer. They
-    are guessed at the beginning of the step that verifies them. The last `counts` tokens of a row
-    are those that its last step has added: the `recent` ones.
+    A row's drafts are guesses of the tokens after its last one, with NO_DRAFT if there are fewer.
+    They are guessed at the beginning of the step that verifies them. The `recent` tokens of a row
+    are the `counts` tokens that its last step has added.
     """
 
     tokens: torch.Tensor  # [rows, most drafts] in int32
-    limits: torch.Tensor  # [rows] in int32: the first position that has no block or no use
+    limits: torch.Tensor  # [rows] in int32: the first position without a block, or beyond the end
     counts: torch.Tensor  # [rows] in int32
     recent: torch.Tensor  # [rows, 1 + most drafts] in int32
     history: torch.Tensor  # [rows, any] in int32: tokens by position, without the recent ones
-    chance: torch.Tensor  # [1] in int32: that a wrong draft is accepted, in 2^-20; for measurements
+    chance: torch.Tensor  # [1] in int32: chance to accept a wrong draft, in 2^-20; for measurements
 
 
 class TableState(NamedTuple):
@@ -49,7 +49,7 @@ class TableState(NamedTuple):
 
 
 class Decoding(NamedTuple):
-    """The inputs of B queries of a decode step: of each sequence one, or as many as it may have.
+    """The inputs of B queries of a decode step: the same number of queries for each sequence.
 
     An unused query has slot -1 and context length 0.
     """
@@ -70,9 +70,8 @@ def read_table(
     """The inputs of the first `num_rows` rows of the batch; adds 1 to their lengths in the table.
 
     Block tables are the first `width` columns. Entries after a row's last block have no meaning.
-
-    With several queries for each row, which are its last token and its first drafts, lengths stay,
-    and `rows` is the table's last one: `accept` updates the row when the tokens are drawn.
+    With several queries for each row (its last token and its first drafts), lengths do not change,
+    and `rows` is the table's last row: `accept` updates the rows when the tokens are drawn.
     """
     rows = table.batch[:num_rows].long()
     block_tables = table.block_tables[:, :width][rows]

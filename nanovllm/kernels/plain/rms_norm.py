@@ -1,4 +1,4 @@
-"""RMSNorm, alone and with the residual add before it."""
+"""RMSNorm, with or without the residual add before it."""
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of `x + residual`, and the sum."""
+    """The norm of `x + residual`, and this sum."""
     total = x + residual
     return rms_norm(total, weight, eps), total

@@ -1,4 +1,4 @@
-"""The router of a layer of experts: which K of its E experts each of T tokens takes."""
+"""The router of a layer of experts: it chooses K of E experts for each of T tokens."""
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +9,8 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The shares [T, K] in float32 and the ids [T, K] of the rows' experts.
 
-    The scores are `x @ weight.T` in float32, for x [T, hidden] and weight [E, hidden]: rounding
-    must not decide between experts.
+    The scores are `x @ weight.T` for x [T, hidden] and weight [E, hidden], in float32, because
+    rounding must not decide between experts.
     """
     return choose(F.linear(x.float(), weight.float()), per_token, normalized)
 
@@ -18,9 +18,9 @@ def route(
 def choose(
     scores: torch.Tensor, per_token: int, normalized: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The K largest probabilities of scores [T, E], and their places.
+    """The K largest probabilities of scores [T, E], and their experts.
 
-    If `normalized`, those of a row sum to one.
+    If `normalized`, the K probabilities of a row sum to one.
     """
     shares, ids = scores.softmax(dim=-1).topk(per_token, dim=-1)
     if normalized:

@@ -1,10 +1,10 @@
-"""Sampling: the first token of a race, for greedy and temperature rows together."""
+"""Sample tokens: the winner of a race, for greedy and temperature rows together."""
 
 import torch
 
 from nanovllm.kernels.plain.noise import GOLDEN, log_exponential
 
-# Logits that are raced at a time: few enough that a pass finds the last one's results in the cache.
+# Logits that race at a time: few enough that each pass finds the previous one's results cached.
 CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 BLOCK = 64
 
@@ -15,9 +15,9 @@ def sample(
     """Token ids [B] for logits [B, V]: a draw from the softmax of each row.
 
     Temperatures [B] in float32, 0 for greedy; keys [B] in int64, from `noise`. If either is None,
-    every row is greedy. `noise` says why the first token to arrive is a draw; rounding can change
-    it only where the first two arrive within that rounding. A row with NaN gives some id of the
-    vocabulary. Peak memory: 12 bytes for each of CHUNK_ELEMENTS logits.
+    every row is greedy. `noise` explains why the first token to arrive is a draw. Rounding can
+    change the draw only if the first two tokens arrive within it. A row with NaN gives some id of
+    the vocabulary. Peak memory: 12 bytes for each of CHUNK_ELEMENTS logits.
     """
     if temperatures is None or keys is None:
         return first_max(logits)
@@ -36,7 +36,7 @@ def sample(
 def first_max(x: torch.Tensor) -> torch.Tensor:
     """Index of the first largest entry of each row of x [B, V]: argmax, several times faster.
 
-    The maxima of blocks are found with vector instructions, which an index does not allow.
+    The maxima of blocks are found with vector instructions; argmax cannot use these.
     """
     num_rows, size = x.shape
     if size % BLOCK:

@@ -1,4 +1,4 @@
-"""Writing a step's keys and values to the paged cache."""
+"""Write a step's keys and values to the paged cache."""
 
 import torch
 
@@ -10,8 +10,8 @@ def store_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write key, value [T, KVH, D] to slots [T] of the caches, if there are any.
 
-    Slot -1 writes nothing. Returns keys and values as the cache holds them: the same tensors,
-    unless the cache is quantized. Syncs where the device is not the CPU.
+    A token with slot -1 is not written. Returns keys and values as the cache stores them: the same
+    tensors, unless the cache is quantized. Syncs, except on the CPU.
     """
     kept: slice | torch.Tensor = slice(None)
     if slot_mapping.numel() and int(slot_mapping.min()) < 0:

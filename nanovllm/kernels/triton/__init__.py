@@ -1,1 +1,1 @@
-"""Triton kernels for GPUs. Each file's twin in `kernels/plain/` defines what it computes."""
+"""Triton kernels for GPUs. The file of the same name in `kernels/plain/` defines the results."""

@@ -1,4 +1,4 @@
-"""What the Triton kernels share. N keys of a tile, D head dimension."""
+"""Functions that the Triton kernels share. N keys of a tile, D head dimension."""
 
 import functools
 
@@ -10,20 +10,20 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.operands.kv_layer import KVLayer
 
-MEASURED = 90  # the compute capability where early launches and copied tiles are known to help
+MEASURED = 90  # the compute capability on which early launches and copied tiles were measured
 GLUON = ("3.6.", "3.7.")  # the versions of Triton that compile our kernels in Gluon
-LOG2E = 1.4426950408889634  # exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
+LOG2E = 1.4426950408889634  # exp(x) = exp2(x * LOG2E), and the hardware has only exp2
 CONVERTS_CODES = 89  # the compute capability from which GPUs convert e4m3
 ROOM = 128  # rows of the largest tile of a matrix product
-TILE = 64  # keys of a tile, at most
-TILE_BYTES = 1 << 14  # of its K and of its V: shared memory holds two or three of each
+TILE = 64  # the most keys of a tile
+TILE_BYTES = 1 << 14  # of a tile's K, and of its V: shared memory has room for two or three tiles
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """How many programs run at the same time, with one on each multiprocessor."""
+    """The number of multiprocessors: programs that run at the same time with one on each."""
     if device.type != "cuda":
-        return 4  # the interpreter has none; work is divided in the same way
+        return 4  # for the interpreter, so that it divides work in the same way
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -37,24 +37,24 @@ INTERPRETED = tl.constexpr(not isinstance(_nothing, triton.JITFunction))
 
 
 def can_copy_tiles(device: torch.device) -> bool:
-    """Whether Hopper's tensor memory accelerator copies tiles of matrices for kernels there.
+    """Whether kernels on the device copy tiles of matrices by Hopper's tensor memory accelerator.
 
-    Such kernels take the host longer to launch: each launch describes the matrices.
+    The host needs longer to launch such kernels, because each launch describes the matrices.
     """
     return bool(INTERPRETED) or capability(device) == MEASURED
 
 
 def can_overlap(device: torch.device) -> bool:
-    """Whether kernels in Gluon run there: for Hopper GPUs, and the versions in GLUON.
+    """Whether kernels in Gluon run on the device: on Hopper GPUs, with the versions in GLUON.
 
-    It is experimental, and may change with any version.
+    Gluon is experimental, and may change with any version of Triton.
     """
     known = triton.__version__.startswith(GLUON)
     return known and not INTERPRETED and capability(device) == MEASURED
 
 
 def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """The accelerator's description of a matrix: its address, and the size of its tiles.
+    """Describe a matrix to the tensor memory accelerator: its address, and the size of its tiles.
 
     Rows must be contiguous and begin at multiples of 16 bytes.
     """
@@ -64,15 +64,15 @@ def tiles_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
 def rows_with_room(
     num_rows: int, size: int, like: torch.Tensor, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """New rows for matrix products to read, with memory after them that fills tiles of ROOM."""
+    """Allocate rows for matrix products to read, with memory after them for whole tiles of ROOM."""
     whole = like.new_empty(cdiv(num_rows, ROOM) * ROOM, size, dtype=dtype or like.dtype)
     return whole[:num_rows]
 
 
 def with_room(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """x with the rows after it in memory that fill its last tile, if they exist.
+    """Extend x by the rows after it in memory that complete its last tile, if they exist.
 
-    Tiles that extend over the end of a matrix take up to twice as long.
+    Tiles that extend beyond the end of a matrix take up to twice as long.
     """
     assert x.is_contiguous()
     size = x.shape[1]
@@ -90,12 +90,12 @@ def capability(device: torch.device) -> int:
 
 
 def converts_codes(device: torch.device) -> bool:
-    """Whether kernels there read codes with the GPU's own conversion."""
+    """Whether kernels on the device convert codes by the GPU's own instruction."""
     return capability(device) >= CONVERTS_CODES
 
 
 def shared_bytes(device: torch.device) -> int:
-    """The shared memory of a multiprocessor that a program can fill with tiles."""
+    """The bytes of shared memory that a program can use for tiles."""
     at = capability(device)
     return (210 << 10) if at in (90, 100, 103) else (144 << 10) if at in (80, 87) else 88 << 10
 
@@ -103,13 +103,13 @@ def shared_bytes(device: torch.device) -> int:
 def early(device: torch.device) -> dict[str, bool]:
     """Options that let a kernel start while the kernel before it ends.
 
-    Every program of such a kernel calls `await_inputs` before it writes, and before it reads what
-    the previous kernel wrote. That waits for the previous kernel, which waited for the one before
-    it, or was launched without these options and so after the end of all earlier ones. All earlier
-    writes are then visible.
+    Every program of such a kernel calls `await_inputs` before it writes, and before it reads data
+    from the previous kernel. This waits for the end of the previous kernel, which itself waited for
+    the kernel before it (or was launched without these options, after the end of all earlier
+    kernels). Then all earlier writes are visible.
 
-    What older kernels wrote, like weights, may be read before: a kernel calls `let_next_begin`
-    after `await_inputs`, so the kernels before the previous one have ended.
+    Data that older kernels wrote, such as weights, may be read earlier: a kernel calls
+    `let_next_begin` after `await_inputs`, so the kernels before the previous one have ended.
     """
     can = not INTERPRETED and capability(device) == MEASURED
     return {"EARLY": True, "launch_pdl": True} if can else {"EARLY": False}
@@ -124,9 +124,9 @@ def await_inputs(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def let_next_begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Let the next kernel start once all programs of this one have called this function.
+    """Let the next kernel start when all programs of this kernel have called this function.
 
-    The best place in a kernel was measured: for a linear layer of more than two rows, its end.
+    The best place for the call was measured: for a linear layer of more than two rows, the end.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -149,10 +149,10 @@ def leave_parts(  # type: ignore[no-untyped-def]
     acc, up, parts_ptr, arrivals_ptr, tile, split, size, at, real,
     SPLIT: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """Give this program's part of a tile that SPLIT share; return whether it is the last one.
+    """Store this program's part of a tile that SPLIT programs share; return whether it is the last.
 
     TWO: a part has two tiles, acc and up. `at` are the places of a tile's elements in a matrix of
-    `size` of them.
+    `size` elements.
     """
     if SPLIT == 1:
         return True
@@ -160,7 +160,8 @@ def leave_parts(  # type: ignore[no-untyped-def]
     tl.store(parts_at, acc.to(tl.float32), mask=real)
     if TWO:
         tl.store(parts_at + size, up.to(tl.float32), mask=real)
-    # The barrier puts all threads' writes before the release; the acquire the reads after it.
+    # The barrier orders all threads' writes before the release; the acquire orders the reads after
+    # it.
     tl.debug_barrier()
     return tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
 
@@ -170,13 +171,13 @@ def sum_parts(  # type: ignore[no-untyped-def]
     acc, up, parts_ptr, arrivals_ptr, tile, size, at, real,
     SPLIT: tl.constexpr, TWO: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
-    """The sums of all parts, for the last program: in their order, whichever came last.
+    """For the last program: the sums of all parts, added in order whichever program is the last.
 
-    UNROLLED reads all parts at once, for which large tiles have no registers.
+    UNROLLED reads all parts at once; large tiles do not have enough registers for this.
     """
     acc, up = acc.to(tl.float32), up.to(tl.float32)
     if SPLIT > 1:
-        tl.store(arrivals_ptr + tile, 0)  # for the next call
+        tl.store(arrivals_ptr + tile, 0)  # reset for the next call
         acc = tl.zeros_like(acc)
         up = acc
         for part in tl.range(0, SPLIT, loop_unroll_factor=SPLIT if UNROLLED else 1):
@@ -188,15 +189,16 @@ def sum_parts(  # type: ignore[no-untyped-def]
 
 
 def tile_keys(block_d: int, dtype: torch.dtype) -> int:
-    """Keys of a tile, for rows of `block_d` elements: a power of two that divides TILE.
+    """The number of keys of a tile with rows of `block_d` elements: a power of two that divides
+    TILE.
 
-    `dtype` is that of queries: codes have it when they are multiplied.
+    `dtype` is the type of queries; codes are converted to it before the product.
     """
     return max(16, min(TILE, TILE_BYTES // (block_d * dtype.itemsize)))
 
 
 def cap_log2(kv: KVLayer) -> float:
-    """The soft cap on scores that include the factor log2(e); 0 if a layer has none."""
+    """The soft cap on scores, which include the factor log2(e); 0 without a cap."""
     return 0.0 if kv.soft_cap is None else kv.soft_cap * LOG2E
 
 
@@ -207,8 +209,8 @@ def cache_offsets(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Offsets of the keys `first_key + [0, BLOCK_N)` of one head in the paged cache, in 64 bits.
 
-    Those of the first elements, and those of the scales. `first_key` is a multiple of BLOCK_N, so a
-    tile is in one block if BLOCK_N divides its size.
+    Returns the offsets of their first elements and of their scales. `first_key` is a multiple of
+    BLOCK_N, so a tile is in one block if BLOCK_N divides the block's size.
     """
     key = first_key + tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
@@ -225,7 +227,7 @@ def attend(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One tile of online softmax: fold keys k [N, D], values v [N, D] into (top, total, acc).
 
-    CAP is that of the scores, times log2(e); 0: they have none.
+    CAP is the soft cap on the scores, times log2(e); 0: no cap.
     """
     scores = dot(q, tl.trans(k)) * scale_log2
     if CAP > 0:

@@ -1,11 +1,11 @@
-"""A dry run: calls whose kernels are compiled, many at the same time, and not launched.
+"""Dry runs: calls that compile their kernels, many at the same time, and do not launch them.
 
-Triton compiles a kernel at its first launch, so without this a start compiles one after the other.
-Its compiler runs outside of Python's lock: threads are enough.
+Triton compiles a kernel at its first launch. Without a dry run, an engine's start would compile one
+kernel after the other. The compiler runs outside of Python's lock, so threads are enough.
 
-What such calls compute is wrong, so their results are dropped. New tensors hold zeros in a dry run:
-the ids, positions and slots that no kernel has written are valid, and PyTorch's own kernels, which
-do run, read no memory out of bounds.
+The results of such calls are wrong, and are dropped. New tensors are filled with zeros in a dry
+run. So ids, positions and slots that no kernel has written are valid, and PyTorch's own kernels,
+which do run, do not read memory out of bounds.
 """
 
 import threading
@@ -30,10 +30,10 @@ UNINITIALIZED = {
 def dry_run(call: Callable[[], object], num_threads: int) -> None:
     """Call it, and wait until all kernels that it would have launched are compiled.
 
-    The launch of a kernel that did not compile raises the compiler's error.
+    If a kernel does not compile, its launch later raises the compiler's error.
     """
     with LOCK, ThreadPoolExecutor(num_threads) as pool:
-        # Triton's mode is a variable of a context: in a copy, it ends with the call in any case.
+        # Triton's mode is a context variable: in a copied context, it ends with the call.
         copy_context().run(_compile_only, call, pool)
 
 
@@ -41,7 +41,7 @@ def _compile_only(call: Callable[[], object], pool: ThreadPoolExecutor) -> None:
     run, thread = JITFunction.run, threading.get_ident()
 
     def compile_in_thread(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
-        is_dry = threading.get_ident() == thread  # other threads launch
+        is_dry = threading.get_ident() == thread  # other threads still launch
         return run(self, *args, warmup=warmup or is_dry, **kwargs)
 
     with Compilers(pool), _Zeros():
@@ -53,9 +53,9 @@ def _compile_only(call: Callable[[], object], pool: ThreadPoolExecutor) -> None:
 
 
 class Compilers(AsyncCompileMode):  # type: ignore[misc]
-    """Triton's own mode in which kernels are compiled by a pool, each once.
+    """Triton's mode in which a pool compiles kernels, each once; their launchers too.
 
-    So are their launchers: Triton 3.6 has a C program for each, which takes a third of a second.
+    A launcher is a C program in Triton 3.6; compiling it takes a third of a second.
     """
 
     raw_futures: list[Future[Any]]
@@ -63,24 +63,25 @@ class Compilers(AsyncCompileMode):  # type: ignore[misc]
     def submit(self, key: str, compile_fn: Any, finalize_fn: Callable[[Any], None]) -> Any:
         def compile_all() -> Any:
             compiled = compile_fn()
-            with suppress(Exception):  # the launch makes it again, and raises its error
+            with suppress(Exception):  # the launch tries again, and raises the error
                 driver.active.launcher_cls(compiled.src, compiled.metadata)
             return compiled
 
         kernel = super().submit(key, compile_all, finalize_fn)
-        finalize_fn(kernel)  # so that the next launch finds it, and does not hash its source again
+        finalize_fn(kernel)  # the next launch then finds it without hashing its source
         return kernel
 
     def __exit__(self, *error: object) -> None:
-        """Wait for all. What failed stays where launches find it, and is raised by those."""
+        """Wait for all kernels. Errors are kept for the launches, which raise them."""
         self.raw_futures = [future for future in self.raw_futures if not future.exception()]
         super().__exit__(*error)
 
 
 class _Zeros(TorchFunctionMode):
-    """Fill what PyTorch would leave as it is.
+    """Fill new tensors with zeros if PyTorch would not initialize them.
 
-    Not a mode of dispatch: the first one of a process imports PyTorch's compiler, for seconds.
+    This is not a dispatch mode, because the first one of a process imports PyTorch's compiler,
+    which takes seconds.
     """
 
     def __torch_function__(

@@ -4,7 +4,7 @@ import torch
 
 from nanovllm.kernels.plain import decode_attention, prefill_attention
 from nanovllm.kernels.plain.decode_attention import DecodeGroup
-from nanovllm.kernels.plain.prefill_attention import PrefillPlan
+from nanovllm.kernels.plain.prefill_attention import GroupedPrefillPlan
 from nanovllm.layers.attention.base import PlannedBackend
 from nanovllm.layers.context import Context
 
@@ -26,7 +26,7 @@ class TorchBackend(PlannedBackend):
 
     def plan_prefill(
         self, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, context: Context
-    ) -> PrefillPlan:
+    ) -> GroupedPrefillPlan:
         """Group the sequences by their lengths."""
         return prefill_attention.plan_prefill(
             cu_seqlens_q, cu_seqlens_k, context.block_tables, self.block_size

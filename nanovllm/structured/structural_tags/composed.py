@@ -1,4 +1,4 @@
-"""Formats that are made of others: rows, choices, repetitions and tags."""
+"""Formats that are made of other formats: sequences, choices, repetitions and tags."""
 
 import itertools
 from typing import Any
@@ -15,16 +15,16 @@ from nanovllm.structured.structural_tags.formats import (
     text_of,
 )
 from nanovllm.structured.structural_tags.openings import elements_of, heads_of, is_open
-from nanovllm.structured.structural_tags.writer import NOTHING, Ends, Writer, any_of
+from nanovllm.structured.structural_tags.writer import NOTHING, Ends, GrammarWriter, any_of
 
 
-def sequence(writer: Writer, place: str, node: Format, ends: Ends) -> str:
-    """Formats behind each other."""
+def sequence(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
+    """Formats one after the other."""
     return _row(writer, elements_of(place, node), ends)
 
 
-def _row(writer: Writer, items: list[tuple[str, Any]], ends: Ends) -> str:
-    """Formats behind each other. One that has no end is written with how the next begins."""
+def _row(writer: GrammarWriter, items: list[tuple[str, Any]], ends: Ends) -> str:
+    """Formats one after the other. A format without an end is written up to the next one."""
     written: list[str] = []
     for first, following in itertools.pairwise(items):
         heads = heads_of(writer, *following) if is_open(*first) else []
@@ -36,13 +36,13 @@ def _row(writer: Writer, items: list[tuple[str, Any]], ends: Ends) -> str:
 
 
 def _up_to(
-    writer: Writer,
+    writer: GrammarWriter,
     heads: list[tuple[Mark, Format | None]],
     first: tuple[str, Any],
     others: list[tuple[str, Any]],
     ends: Ends,
 ) -> str:
-    """A format up to each of the marks that the next one begins with, and what follows."""
+    """A format up to one of the marks that the next format begins with, and the rest after it."""
     ways = []
     for mark, rest in heads:
         left = ([] if rest is None else [(others[0][0], rest)]) + others[1:]
@@ -52,30 +52,30 @@ def _up_to(
     return any_of(ways)
 
 
-def one_of(writer: Writer, place: str, node: Format, ends: Ends) -> str:
+def one_of(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
     """One of several formats."""
     with writer.whole_texts(is_open(place, node)):
         return any_of(writer.format(*item, ends) for item in elements_of(place, node))
 
 
-def optional(writer: Writer, place: str, node: Format, ends: Ends) -> str:
+def optional(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
     """The content, or nothing."""
     content = writer.format(f"{place}/content", node["content"], ends)
     return any_of([content, writer.marks(ends) or literal("")])
 
 
-def star(writer: Writer, place: str, node: Format, ends: Ends) -> str:
+def star(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
     """The content any number of times."""
     return _repeated(writer, place, node, "*", ends)
 
 
-def plus(writer: Writer, place: str, node: Format, ends: Ends) -> str:
+def plus(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
     """The content at least once."""
     return _repeated(writer, place, node, "+", ends)
 
 
-def repeat(writer: Writer, place: str, node: Format, ends: Ends) -> str:
-    """The content `min` to `max` times; a `max` of -1 is no bound."""
+def repeat(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
+    """The content `min` to `max` times; a `max` of -1 means no limit."""
     least, most = count_of(f"{place}/min", node["min"]), node["max"]
     if most == -1:
         return _repeated(writer, place, node, f"{{{least},}}", ends)
@@ -83,12 +83,12 @@ def repeat(writer: Writer, place: str, node: Format, ends: Ends) -> str:
     return _repeated(writer, place, node, f"{{{least},{most}}}", ends)
 
 
-def _repeated(writer: Writer, place: str, node: Format, times: str, ends: Ends) -> str:
+def _repeated(writer: GrammarWriter, place: str, node: Format, times: str, ends: Ends) -> str:
     content = writer.format(f"{place}/content", node["content"], NOTHING)
     return f"({content}){times} {writer.marks(ends)}"
 
 
-def tag(writer: Writer, place: str, node: Format, ends: Ends) -> str:
+def tag(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
     """The content between `begin` and `end`, or one of several ends."""
     begin = writer.mark_of(f"{place}/begin", node["begin"])
     marks = [writer.mark_of(f"{place}/end", one) for one in as_list(node["end"])]
@@ -103,7 +103,7 @@ def tag(writer: Writer, place: str, node: Format, ends: Ends) -> str:
     return f"{writer.mark(begin)} {any_of(ways)}"
 
 
-def tags_with_separator(writer: Writer, place: str, node: Format, ends: Ends) -> str:
+def tags_with_separator(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
     """Tags with a text between them."""
     least = flag_of(place, node, "at_least_one")
     separator = text_of(f"{place}/separator", node["separator"])
@@ -114,7 +114,7 @@ def tags_with_separator(writer: Writer, place: str, node: Format, ends: Ends) ->
 
 
 def tags_of(place: str, node: Format) -> list[tuple[str, Any]]:
-    """The tags of a format, the type of which may be left out, with their places."""
+    """The tags of a format, with their places; a tag may lack its `type`."""
     tags = listed(f"{place}/tags", node["tags"], dict)
     items = [(f"{place}/tags/{i}", {"type": "tag", **tag}) for i, tag in enumerate(tags)]
     for at, tag in items:

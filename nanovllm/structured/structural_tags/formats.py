@@ -1,4 +1,4 @@
-"""The formats of structural tags: their fields, and what these may hold."""
+"""The formats of structural tags: their fields, and checks of these."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -47,7 +47,7 @@ def schemas_in(described: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def older_form(described: Format) -> Format:
-    """Triggers and structures as a format."""
+    """Convert the form with triggers and structures to a format."""
     tags = []
     for index, part in enumerate(listed("structures", described["structures"], dict)):
         if set(part) != {"begin", "schema", "end"}:
@@ -61,7 +61,7 @@ def older_form(described: Format) -> Format:
 
 
 def kind_of(place: str, node: Any) -> str:
-    """The type of a format, whose fields are checked."""
+    """The type of a format; its fields are checked."""
     if not isinstance(node, dict) or "type" not in node:
         raise TypeError(f"{place} must be an object with a `type`, got {shorten(node)}")
     kind = node["type"]
@@ -87,7 +87,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def listed(place: str, values: Any, kind: Any, empty: bool = False) -> list[Any]:
-    """The list, whose items are of this kind."""
+    """The list, after a check that its items are of this kind."""
     if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
         what = {str: "texts", dict: "objects", list: "pairs"}.get(kind, "tokens")
         raise TypeError(f"{place} must be a list of {what}, got {shorten(values)}")
@@ -97,7 +97,7 @@ def listed(place: str, values: Any, kind: Any, empty: bool = False) -> list[Any]
 
 
 def text_of(place: str, value: Any) -> str:
-    """The value, which is a text."""
+    """The value, after a check that it is a text."""
     if not isinstance(value, str):
         raise TypeError(f"{place} must be a text, got {shorten(value)}")
     return value
@@ -120,7 +120,7 @@ def flag_of(place: str, node: Format, name: str, default: bool = False) -> bool:
 
 
 def count_of(place: str, value: Any, least: int = 0) -> int:
-    """The value, which is an int."""
+    """The value, after a check that it is an int."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{place} must be an int >= {least}, got {shorten(value)}")
     return value

@@ -1,9 +1,9 @@
-"""From a structural tag to its grammar.
+"""Convert a structural tag to a grammar.
 
 Both of vLLM's forms are read: `{"structures": [...], "triggers": [...]}`, and xgrammar's `{"type":
-"structural_tag", "format": {...}}`, whose formats are within each other. Whatever has no end of its
-own (free text, a pattern) is one lazy lexeme together with the text that must follow it, and so
-ends where that text first occurs.
+"structural_tag", "format": {...}}` with nested formats. A part without an end of its own (free
+text, a pattern) is one lazy lexeme together with the text that must follow it, and so ends where
+that text first occurs.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,7 +11,7 @@ from typing import Any
 
 from nanovllm.structured.structural_tags import composed, pieces, triggered
 from nanovllm.structured.structural_tags.formats import older_form
-from nanovllm.structured.structural_tags.writer import Ends, WriteFormat, Writer
+from nanovllm.structured.structural_tags.writer import Ends, GrammarWriter, WriteFormat
 from nanovllm.utils.checks import shorten
 
 FUNCTIONS: dict[str, WriteFormat] = {
@@ -44,14 +44,14 @@ def tag_grammar(described: Any, tokens: Mapping[str, int], eos_token_ids: Collec
         raise TypeError(f"it must be an object, got {shorten(described)}")
     if described.get("type", "structural_tag") != "structural_tag":
         raise ValueError(f"type must be 'structural_tag', got {shorten(described['type'])}")
-    writer = Writer(FUNCTIONS, tokens, eos_token_ids)
+    writer = GrammarWriter(FUNCTIONS, tokens, eos_token_ids)
     fields = set(described) - {"type"}
     if fields == {"format"}:
         return _grammar(writer, "format", described["format"])
     if fields == {"triggers", "structures"}:
         try:
             return _grammar(writer, "", older_form(described))
-        except (TypeError, ValueError) as error:  # whose places are those of the newer form
+        except (TypeError, ValueError) as error:  # its places are those of the newer form
             text = str(error).replace("/content/json_schema", "/schema")
             text = text.replace("/tags", "structures").replace("/triggers", "triggers")
             raise type(error)(text) from None
@@ -61,6 +61,6 @@ def tag_grammar(described: Any, tokens: Mapping[str, int], eos_token_ids: Collec
     )
 
 
-def _grammar(writer: Writer, place: str, node: Any) -> str:
+def _grammar(writer: GrammarWriter, place: str, node: Any) -> str:
     start = writer.format(place, node, Ends(final=True))
     return "\n".join(["%llguidance {}", f"start: {start}", *writer.rules])

@@ -1,13 +1,13 @@
-"""How formats begin, and whether they have an end of their own.
+"""Find how formats begin, and whether they have an end of their own.
 
-A format without one ends where the next begins, so these are asked of two formats in a row.
+A format without an end of its own ends where the next format begins.
 """
 
 import itertools
 from typing import Any
 
 from nanovllm.structured.structural_tags.formats import Format, Mark, as_list, kind_of, listed
-from nanovllm.structured.structural_tags.writer import Writer
+from nanovllm.structured.structural_tags.writer import GrammarWriter
 
 
 def is_open(place: str, node: Any) -> bool:
@@ -24,8 +24,8 @@ def is_open(place: str, node: Any) -> bool:
     return kind in ("regex", "any_text", "any_tokens", "dispatch", "token_dispatch")
 
 
-def heads_of(writer: Writer, place: str, node: Any) -> list[tuple[Mark, Format | None]]:
-    """The marks that the format may begin with, and what then follows; [] for others."""
+def heads_of(writer: GrammarWriter, place: str, node: Any) -> list[tuple[Mark, Format | None]]:
+    """The marks that the format may begin with, and the rest after each; [] without such marks."""
     kind = kind_of(place, node)
     if kind == "const_string" and isinstance(node["value"], str) and node["value"]:
         return [(node["value"], None)]
@@ -50,6 +50,6 @@ def elements_of(place: str, node: Format) -> list[tuple[str, Any]]:
 
 
 def _joined(first: Format | None, others: list[Format]) -> Format | None:
-    """A sequence; None if nothing is in it."""
+    """A sequence of these formats; None if there are none."""
     elements = ([] if first is None else [first]) + others
     return {"type": "sequence", "elements": elements} if elements else None

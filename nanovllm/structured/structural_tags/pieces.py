@@ -5,17 +5,17 @@ import json
 from nanovllm.structured.lark import JSON_OPTIONS, lark_of, pattern_literal
 from nanovllm.structured.schemas import check_schema, without_neutral
 from nanovllm.structured.structural_tags.formats import Format, count_of, text_of, texts_of
-from nanovllm.structured.structural_tags.writer import Ends, Writer, none_of
+from nanovllm.structured.structural_tags.writer import Ends, GrammarWriter, none_of
 from nanovllm.utils.checks import shorten
 
 
-def const_string(writer: Writer, place: str, node: Format, ends: Ends) -> str:
+def const_string(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
     """`value` as it is."""
     value = text_of(f"{place}/value", node["value"])
     return f"{writer.mark(value, ends.final and not ends.marks)} {writer.marks(ends)}"
 
 
-def json_schema(writer: Writer, place: str, node: Format, ends: Ends) -> str:
+def json_schema(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
     """A JSON value of the schema."""
     place, schema = f"{place}/json_schema", node["json_schema"]
     for name, value in (("style", "json"), ("any_order", False)):
@@ -29,7 +29,7 @@ def json_schema(writer: Writer, place: str, node: Format, ends: Ends) -> str:
     return f"{writer.rule(f'%json {written}')} {writer.marks(ends)}"
 
 
-def grammar(writer: Writer, place: str, node: Format, ends: Ends) -> str:
+def grammar(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
     """A text of the grammar."""
     text = text_of(f"{place}/grammar", node["grammar"])
     try:
@@ -40,7 +40,7 @@ def grammar(writer: Writer, place: str, node: Format, ends: Ends) -> str:
     return f"{nested} {writer.marks(ends)}"
 
 
-def regex(writer: Writer, place: str, node: Format, ends: Ends) -> str:
+def regex(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
     """A text that the pattern matches."""
     pattern = text_of(f"{place}/pattern", node["pattern"])
     try:
@@ -50,25 +50,25 @@ def regex(writer: Writer, place: str, node: Format, ends: Ends) -> str:
     return writer.until(name, ends) if ends.marks else name
 
 
-def any_text(writer: Writer, place: str, node: Format, ends: Ends) -> str:
+def any_text(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
     """Free text without the excluded texts."""
     return writer.free_text(place, texts_of(place, node, "excludes"), ends)
 
 
-def token(writer: Writer, place: str, node: Format, ends: Ends) -> str:
+def token(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
     """One token."""
     mark = writer.mark_of(place, node)
     return f"{writer.mark(mark, ends.final and not ends.marks)} {writer.marks(ends)}"
 
 
-def exclude_token(writer: Writer, place: str, node: Format, ends: Ends) -> str:
-    """Any token but the excluded ones."""
+def exclude_token(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
+    """Any token except the excluded ones."""
     excluded = {*writer.token_ids(place, node, "exclude_tokens"), *writer.eos}
     return f"{none_of(excluded)} {writer.marks(ends)}"
 
 
-def any_tokens(writer: Writer, place: str, node: Format, ends: Ends) -> str:
-    """Free tokens without the excluded ones, `max_tokens` at most."""
+def any_tokens(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
+    """Free tokens without the excluded ones, at most `max_tokens`."""
     most = node.get("max_tokens")
     times = "*" if most is None else f"{{0,{count_of(f'{place}/max_tokens', most)}}}"
     excluded = writer.token_ids(place, node, "exclude_tokens")

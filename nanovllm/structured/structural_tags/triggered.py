@@ -1,4 +1,4 @@
-"""Formats of free text in which something begins at triggers."""
+"""Formats of free text in which other formats begin at triggers."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,21 +12,21 @@ from nanovllm.structured.structural_tags.formats import (
     text_of,
     texts_of,
 )
-from nanovllm.structured.structural_tags.writer import NOTHING, Ends, Writer, any_of
+from nanovllm.structured.structural_tags.writer import NOTHING, Ends, GrammarWriter, any_of
 from nanovllm.utils.checks import shorten
 
 Way = tuple[Mark, str]  # a mark, and the rule for what must follow it
 
 
-def triggered_tags(writer: Writer, place: str, node: Format, ends: Ends) -> str:
-    """Free text; where a trigger occurs, it begins one of the tags."""
+def triggered_tags(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
+    """Free text; a trigger in it begins one of the tags."""
     triggers = texts_of(place, node, "triggers")
     if not triggers:
         raise ValueError(f"{place}/triggers must be a list of texts that is not empty, got []")
     behind, ways = Ends(final=ends.final and not ends.marks), []
     for at, tag in tags_of(place, node):
         begin = text_of(f"{at}/begin", tag["begin"])
-        # The shortest one: it occurs before longer ones do.
+        # The shortest trigger: it is complete before longer ones.
         trigger = min((t for t in triggers if begin.startswith(t)), key=len, default=None)
         if trigger is None:
             raise ValueError(f"{at}: no trigger begins {shorten(begin)}")
@@ -35,7 +35,7 @@ def triggered_tags(writer: Writer, place: str, node: Format, ends: Ends) -> str:
     return _in_text(writer, place, node, ways, ends)
 
 
-def token_triggered_tags(writer: Writer, place: str, node: Format, ends: Ends) -> str:
+def token_triggered_tags(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
     """Free tokens; a trigger begins one of the tags."""
     triggers = writer.token_ids(place, node, "trigger_tokens")
     behind, ways = Ends(final=ends.final and not ends.marks), []
@@ -47,12 +47,12 @@ def token_triggered_tags(writer: Writer, place: str, node: Format, ends: Ends) -
     return _in_tokens(writer, place, node, ways, triggers, ends)
 
 
-def dispatch(writer: Writer, place: str, node: Format, ends: Ends) -> str:
+def dispatch(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
     """Free text; where the text of a rule occurs, its format follows."""
     return _in_text(writer, place, node, _rules_of(writer, place, node, writer.mark_of), ends)
 
 
-def token_dispatch(writer: Writer, place: str, node: Format, ends: Ends) -> str:
+def token_dispatch(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
     """Free tokens; the format of a rule follows its token."""
     ways = _rules_of(writer, place, node, writer.token_id)
     triggers = [mark for mark, _ in ways if isinstance(mark, int)]
@@ -60,7 +60,7 @@ def token_dispatch(writer: Writer, place: str, node: Format, ends: Ends) -> str:
 
 
 def _rules_of(
-    writer: Writer, place: str, node: Format, mark_of: Callable[[str, Any], Mark]
+    writer: GrammarWriter, place: str, node: Format, mark_of: Callable[[str, Any], Mark]
 ) -> list[Way]:
     """The rules of a dispatch."""
     ways = []
@@ -72,14 +72,21 @@ def _rules_of(
     return ways
 
 
-def _in_text(writer: Writer, place: str, node: Format, ways: Sequence[Way], ends: Ends) -> str:
+def _in_text(
+    writer: GrammarWriter, place: str, node: Format, ways: Sequence[Way], ends: Ends
+) -> str:
     excluded = texts_of(place, node, "excludes")
     free = lambda behind: writer.free_text(place, excluded, behind)  # noqa: E731
     return _dispatched(writer, place, node, ways, free, ends)
 
 
 def _in_tokens(
-    writer: Writer, place: str, node: Format, ways: Sequence[Way], triggers: list[int], ends: Ends
+    writer: GrammarWriter,
+    place: str,
+    node: Format,
+    ways: Sequence[Way],
+    triggers: list[int],
+    ends: Ends,
 ) -> str:
     excluded = [*triggers, *writer.token_ids(place, node, "exclude_tokens")]
     free = lambda behind: writer.free_tokens(place, excluded, behind)  # noqa: E731
@@ -87,14 +94,14 @@ def _in_tokens(
 
 
 def _dispatched(
-    writer: Writer,
+    writer: GrammarWriter,
     place: str,
     node: Format,
     ways: Sequence[Way],
     free: Callable[[Ends], str],
     ends: Ends,
 ) -> str:
-    """Free text up to each mark, behind which the rule holds; and free text at last."""
+    """Free text up to each mark, after which its rule applies; free text at the end."""
     first = flag_of(place, node, "at_least_one")
     once = flag_of(place, node, "stop_after_first") or not flag_of(place, node, "loop", True)
     begun = any_of(f"{writer.mark(mark)} {rule}" for mark, rule in ways)

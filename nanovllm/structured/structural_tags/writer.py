@@ -1,4 +1,4 @@
-"""Writer: the rules of a grammar, and the marks and free text that formats are made of."""
+"""GrammarWriter: the rules of a grammar, and the marks and free text that formats are made of."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -8,15 +8,15 @@ from nanovllm.structured.lark import literal
 from nanovllm.structured.structural_tags.formats import Format, Mark, kind_of, listed
 from nanovllm.utils.checks import shorten
 
-MOST_FORMATS = 2_000  # after free text, what follows it is written once for each way to begin
-MOST_LETTERS = 64  # of a text, that are lexemes of their own
+MOST_FORMATS = 2_000  # formats after free text are written once for each way to begin
+MOST_LETTERS = 64  # letters of a text that are separate lexemes
 ANY = "/(?s:.*)/"
 
 
 class Ends(NamedTuple):
-    """What is written behind a format: one of `marks`, or nothing if there are none.
+    """The text after a format: one of `marks`, or nothing if there are none.
 
-    `final` says whether the output may end behind that.
+    `final` says whether the output may end after it.
     """
 
     marks: tuple[Mark, ...] = ()
@@ -26,11 +26,11 @@ class Ends(NamedTuple):
 NOTHING = Ends()
 
 
-class Writer:
+class GrammarWriter:
     """Writes rules. `tokens` are the added tokens by their texts.
 
-    `functions` has one for each type of format: it takes the writer, the format and its place,
-    and what is behind it, and returns an expression for both.
+    `functions` has a function for each type of format: it takes the writer, the format with its
+    place, and the text after it, and returns an expression for both.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Writer:
         self._whole = False
 
     def format(self, place: str, node: Any, ends: Ends) -> str:
-        """A format of any type, and what is behind it."""
+        """A format of any type, and the text after it."""
         kind = kind_of(place, node)
         self._num_formats += 1
         if self._num_formats > MOST_FORMATS:
@@ -62,8 +62,9 @@ class Writer:
     def mark(self, mark: Mark, final: bool = False) -> str:
         """A text, letter by letter or as the added token that it names; or a token.
 
-        Letters are lexemes: of two texts that begin alike, the longer one would win at once.
-        A token at which the output ends is written where it may end.
+        Letters are separate lexemes: between two texts with the same beginning, a lexer would
+        choose the longer one at once. A token that ends the output is written where the output may
+        end.
         """
         if isinstance(mark, int):
             if mark in self.eos and not final:
@@ -78,18 +79,18 @@ class Writer:
         return f"({letters} | <[{token}]>)"
 
     def marks(self, ends: Ends) -> str:
-        """One of the marks behind a format."""
+        """One of the marks after a format."""
         return any_of(self.mark(mark, ends.final) for mark in ends.marks) if ends.marks else ""
 
     @contextlib.contextmanager
     def whole_texts(self, beside_free_text: bool) -> Iterator[None]:
-        """Let texts in the block be one lexeme: beside free text, letters would be free text."""
+        """Make texts in the block one lexeme; letters would match the free text around them."""
         before, self._whole = self._whole, self._whole or beside_free_text
         yield
         self._whole = before
 
     def until(self, terminal: str, ends: Ends) -> str:
-        """A terminal, and the first of the marks behind it."""
+        """A terminal, and the first of the marks after it."""
         texts = [literal(mark) for mark in ends.marks if isinstance(mark, str)]
         ways = []
         if texts:
@@ -149,7 +150,7 @@ class Writer:
         raise TypeError(f"{place} must be a text or a format `token`, got {shorten(value)}")
 
 
-WriteFormat = Callable[[Writer, str, Format, Ends], str]
+WriteFormat = Callable[[GrammarWriter, str, Format, Ends], str]
 
 
 def _check_free(place: str, ends: Ends) -> None:

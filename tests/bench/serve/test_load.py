@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanovllm.bench.serve.arrivals import arrival_times
-from nanovllm.bench.serve.options import Load
+from nanovllm.bench.serve.options import ServerLoad
 from nanovllm.bench.serve.prompts import RandomPrompts, Vocabulary, read_dataset
 
 
@@ -18,7 +18,7 @@ def gaps(times: list[float]) -> list[float]:
 
 
 def test_without_a_rate_all_are_sent_at_once() -> None:
-    assert arrival_times(Load(), 3) == [0.0, 0.0, 0.0]
+    assert arrival_times(ServerLoad(), 3) == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("burstiness", "spread"), [(0.25, 2.0), (1.0, 1.0), (16.0, 0.25)])
@@ -26,23 +26,25 @@ def test_the_times_between_requests_follow_the_gamma_distribution(
     burstiness: float, spread: float
 ) -> None:
     """Its standard deviation is the mean divided by the root of the shape; the seed is fixed."""
-    times = arrival_times(Load(request_rate=4, burstiness=burstiness), 10_001)
+    times = arrival_times(ServerLoad(request_rate=4, burstiness=burstiness), 10_001)
     assert times[0] == 0.0 and times == sorted(times)
     assert times[-1] == pytest.approx(2500), "the rate is exactly what was asked for"
     assert statistics.stdev(gaps(times)) * 4 == pytest.approx(spread, rel=0.08)
 
 
 def test_times_depend_on_the_seed_alone() -> None:
-    one, same, other = (arrival_times(Load(request_rate=4, seed=s), 9) for s in (1, 1, 2))
+    one, same, other = (arrival_times(ServerLoad(request_rate=4, seed=s), 9) for s in (1, 1, 2))
     assert one == same != other
 
 
 def test_a_single_request_is_sent_at_once() -> None:
-    assert arrival_times(Load(request_rate=0.1), 1) == [0.0]
+    assert arrival_times(ServerLoad(request_rate=0.1), 1) == [0.0]
 
 
 def test_random_ids_have_the_asked_lengths() -> None:
-    prompts = RandomPrompts(Load(input_len=40, output_len=20, range_ratio=0.5), Vocabulary([3, 5]))
+    prompts = RandomPrompts(
+        ServerLoad(input_len=40, output_len=20, range_ratio=0.5), Vocabulary([3, 5])
+    )
     drawn = [prompts.draw() for _ in range(400)]
     assert {token for fields in drawn for token in fields["prompt"]} == {3, 5}
     lengths = [len(fields["prompt"]) for fields in drawn]
@@ -52,7 +54,7 @@ def test_random_ids_have_the_asked_lengths() -> None:
 
 
 def test_lengths_are_at_least_one() -> None:
-    prompts = RandomPrompts(Load(input_len=1, output_len=1, range_ratio=1), Vocabulary([3]))
+    prompts = RandomPrompts(ServerLoad(input_len=1, output_len=1, range_ratio=1), Vocabulary([3]))
     drawn = [prompts.draw() for _ in range(50)]
     assert {len(fields["prompt"]) for fields in drawn} == {1, 2}
     assert {fields["max_tokens"] for fields in drawn} == {1, 2}
@@ -60,14 +62,14 @@ def test_lengths_are_at_least_one() -> None:
 
 def test_random_prompts_depend_on_the_seed() -> None:
     def drawn(seed: int) -> Any:
-        return RandomPrompts(Load(seed=seed), Vocabulary(range(100))).draw()
+        return RandomPrompts(ServerLoad(seed=seed), Vocabulary(range(100))).draw()
 
     assert drawn(1) == drawn(1) != drawn(2)
 
 
 def test_a_chat_gets_words() -> None:
     """As many as make the asked number of tokens."""
-    load = Load(input_len=40, endpoint="chat")
+    load = ServerLoad(input_len=40, endpoint="chat")
     fields = RandomPrompts(load, Vocabulary([3], tokens_per_word=2.0)).draw()
     (message,) = fields["messages"]
     assert message["role"] == "user" and len(message["content"].split()) == 20
@@ -79,7 +81,7 @@ def dataset(path: Path, *lines: Any, **load: Any) -> list[dict[str, Any]]:
     file.write_text(
         "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
     )
-    return read_dataset(file, Load(**load))
+    return read_dataset(file, ServerLoad(**load))
 
 
 def test_a_dataset_has_prompts_and_lengths(tmp_path: Path) -> None:

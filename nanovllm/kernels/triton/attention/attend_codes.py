@@ -1,7 +1,7 @@
 """One tile of attention over e4m3 codes. N keys of a tile, D head dimension, G queries.
 
-A tile of codes is read as 16-bit pairs [N, D / 2] of neighbouring columns, which become the even
-and the odd columns as float16: exact, and in few instructions.
+A tile of codes is read as 16-bit pairs [N, D / 2] of neighbouring columns. Few instructions convert
+them to float16, exactly: one tile with the even columns, and one with the odd columns.
 """
 
 import triton
@@ -32,7 +32,7 @@ SHIFT = tl.constexpr(
 
 @triton.jit
 def halves(pairs, CONVERTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The even and the odd codes of pairs, in float16: times 2^-8, except if CONVERTED."""
+    """The even and the odd codes of pairs, in float16; times 2^-8 unless CONVERTED."""
     if INTERPRETED:
         even, odd = as_float16(pairs), as_float16(pairs >> 8)
     elif CONVERTED:
@@ -48,7 +48,7 @@ def halves(pairs, CONVERTED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def factor_of_codes(CONVERTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What `halves` leaves out of the codes."""
+    """The factor that the results of `halves` lack."""
     return 1.0 if CONVERTED and not INTERPRETED else 256.0
 
 
@@ -58,8 +58,8 @@ def halves_of_queries(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The even and the odd columns [D / 2, G] of queries at `q_at` [G], and the factor of scores.
 
-    They are multiplied by a power of two that makes the largest 2^14 to 2^15: all of bfloat16's
-    that count have their exact values in float16.
+    They are multiplied by a power of two, so that the largest is between 2^14 and 2^15: then
+    float16 represents all bfloat16 values that matter exactly.
     """
     pair = tl.arange(0, BLOCK_D // 2)
     real = inside[None, :] & (pair < D // 2)[:, None]
@@ -80,7 +80,7 @@ def halves_of_queries(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def log2(x):  # type: ignore[no-untyped-def]
-    """Of normal x > 0, in one instruction, with a relative error of 2^-22."""
+    """log2 of normal x > 0, in one instruction, with a relative error of 2^-22."""
     if INTERPRETED:
         y = tl.log2(x)
     else:
@@ -92,7 +92,7 @@ def log2(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def reciprocal(x):  # type: ignore[no-untyped-def]
-    """Of normal x, in one instruction, with an error of an ulp."""
+    """1 / x for normal x, in one instruction, with an error of an ulp."""
     if INTERPRETED:
         y = 1.0 / x
     else:
@@ -112,9 +112,9 @@ def attend_codes(  # type: ignore[no-untyped-def]
     Codes are the first operand of the products: groups of up to 8 queries then fill a tile of the
     tensor cores. So q_even, q_odd, even and odd are [D / 2, G], and `visible` is [N, 1] or [N, G].
 
-    A weight is multiplied by its value's scale in the exponent. So the largest product is what the
-    weights are relative to, and float16 holds them with 11 bits down to 2^-29 of it. It is divided
-    out of `total`, in float32.
+    A weight is multiplied by its value's scale in the exponent. So weights are relative to the
+    largest product, and float16 represents them with 11 bits down to 2^-29 of it. The scale is
+    divided out of `total`, in float32.
     """
     k_even, k_odd = halves(k, CONVERTED)
     v_even, v_odd = halves(v, CONVERTED)
@@ -139,5 +139,5 @@ def attend_codes(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def interleave(even, odd, CONVERTED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sums of `attend_codes` as [G, D], with the factor that `halves` leaves out."""
+    """The sums of `attend_codes` as [G, D], times the factor that `halves` leaves out."""
     return tl.interleave(tl.trans(even), tl.trans(odd)) * factor_of_codes(CONVERTED)

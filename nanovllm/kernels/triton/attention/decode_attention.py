@@ -1,20 +1,20 @@
-"""Attention of a decode step: a query or a few for each sequence, contexts divided evenly.
+"""Attention of a decode step: one or a few queries for each sequence, contexts divided evenly.
 
 B sequences, Q queries of each, H query heads, KVH key heads, G = H / KVH, D head dimension, P
 programs for each key head.
 
-Decode is bound by reading K and V, so a program reads its keys once for all Q * G queries of a
-sequence and key head. Several queries of a sequence are its last token and the drafts after it.
-Tiles of keys that all of them see need no mask.
+Reading K and V takes the time of decode, so a program reads its keys once for all Q * G queries of
+a sequence and key head. Several queries of a sequence are its last token and the drafts after it.
+Tiles of keys that all queries see need no mask.
 
-The tiles of all contexts of a batch form one line, which is divided into P shares of equal size:
-all programs start and end together, for any lengths. A context that several shares divide is
-merged, by log-sum-exp, by the last of its programs to finish. Grid and scratch depend on shapes
-alone, and the line is divided on the device, so a CUDA graph can hold the launch.
+The tiles of all contexts of a batch form one line, which is divided into P shares of equal size, so
+that all programs start and end together for any lengths. If several programs share a context, the
+last one to finish merges their parts by log-sum-exp. Grid and scratch depend only on shapes, and
+the line is divided on the device, so a CUDA graph can contain the launch.
 
-A GPU that reads memory at full speed is at its power limit, where instructions slow it down. So
-whole tiles, each in one block, are copied by Hopper's tensor memory accelerator, which takes far
-fewer instructions. A context's last tile is partly filled, and is loaded by threads.
+A GPU that reads memory at full speed is at its power limit, where more instructions make it slower.
+So Hopper's tensor memory accelerator copies whole tiles, each in one block, with far fewer
+instructions. A context's last tile is only partly filled; threads load it.
 """
 
 from dataclasses import dataclass
@@ -48,32 +48,32 @@ from nanovllm.kernels.triton.common import (
     tiles_of,
 )
 
-PROGRAMS_PER_MULTIPROCESSOR = 4  # as many as registers and shared memory hold
-MIN_SHARE = 2  # tiles: merging smaller shares costs more than they save
-BLOCK_B = 512  # sequences that the plan reads together
-MOST_QUERIES = 64  # of a key head and a program: what registers hold
-HALF = 32  # of the queries: with more, half as many programs run at the same time
-NEXT_FIRST_ROWS = 32  # up to which the next kernel begins at the start of this one
-CODES_STAGES = 5  # of codes: two tiles are in flight
+PROGRAMS_PER_MULTIPROCESSOR = 4  # as many as registers and shared memory allow
+MIN_SHARE = 2  # tiles of a share: merging smaller ones costs more than they save
+BLOCK_B = 512  # sequences that the plan reads at a time
+MOST_QUERIES = 64  # queries of a key head in a program: as many as registers hold
+HALF = 32  # with more queries, half as many programs run at the same time
+NEXT_FIRST_ROWS = 32  # up to this many rows, the next kernel begins at the start of this one
+CODES_STAGES = 5  # stages for codes: two tiles are in flight
 
 
 @dataclass(slots=True)
 class DecodePlan:
-    """A batch's contexts, and how they are divided; shared by all layers."""
+    """A batch's contexts, and their division among programs; shared by all layers."""
 
     context_lens: torch.Tensor  # [B * Q], int32; 0 for rows that are not used
     block_tables: torch.Tensor  # [B, blocks], int32
-    starts: torch.Tensor  # [P, 4], int32: first row, the tiles before it, its length, the share
-    arrivals: torch.Tensor  # [P, KVH], int32: programs that are done with the row divided there
-    copies_tiles: bool  # of keys, if their shape allows it
-    num_queries: int  # of a sequence
+    starts: torch.Tensor  # [P, 4], int32: first row, tiles before it, its length, the share's size
+    arrivals: torch.Tensor  # [P, KVH], int32: programs that have finished the row divided there
+    copies_tiles: bool  # copy tiles of keys, if their shape allows it
+    num_queries: int  # queries of a sequence
 
 
 @triton.jit
 def _tiles(  # type: ignore[no-untyped-def]
     lens_ptr, first, batch_size, BLOCK_B: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Tiles of the sequences `first + [0, BLOCK_B)`. One without keys has one: it has output."""
+    """Tiles of the sequences `first + [0, BLOCK_B)`; at least one each, as each has output."""
     row = first + tl.arange(0, BLOCK_B)
     lens = longest(lens_ptr, row, row < batch_size, ROWS)
     return tl.where(row < batch_size, tl.maximum(tl.cdiv(lens, TILE), 1), 0)
@@ -85,7 +85,7 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
     BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, MIN_SHARE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """A program finds the start of its share: its first row, and the tiles of the rows before."""
+    """Find the start of a program's share: its first row, and the tiles of the rows before it."""
     program = tl.program_id(0)
     total = tl.zeros([], tl.int32)
     for first in range(0, batch_size, BLOCK_B):
@@ -121,7 +121,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     MERGED: tl.constexpr, UNROLLED: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr,
     NEXT_FIRST: tl.constexpr, EARLY: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a share of one key head: the end of a row, whole rows, the start of a row."""
+    """Compute a share of one key head: the end of a row, whole rows, the start of a row."""
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
     row = tl.load(starts_ptr + program * 4)
@@ -159,7 +159,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         table = tables_ptr + wide_row * table_stride
         begin_key = (tile - row_begin) * TILE
-        if WINDOW:  # tiles before it are skipped, maybe all of this share's tiles of the row
+        if WINDOW:  # skip tiles before it, maybe all tiles of the row in this share
             begin_key = tl.maximum(begin_key, (shortest - WINDOW) // BLOCK_N * BLOCK_N)
         if COPIED:  # whole tiles only: memory after a context's end may be NaN
             common = tl.minimum(end_key, shortest) if ROWS > 1 else end_key
@@ -196,7 +196,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             out_at = out_ptr + heads[:, None] * D + d[None, :]
             tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=real)
         else:
-            # A share starts in at most one divided row, and ends in at most one other.
+            # A share starts in at most one divided row, and ends in at most one other divided row.
             slot = (program * num_kv_heads + kv_head) * 2 + (tile != first).to(tl.int32)
             tl.store(lse_ptr + slot * (Q * G) + g, top + tl.log2(safe_total), mask=g < Q * G)
             tl.store(partial_ptr + (slot * (Q * G) + g)[:, None] * D + d[None, :], acc, mask=real)
@@ -222,11 +222,11 @@ def plan_decode(
 ) -> DecodePlan:
     """Divide a batch's contexts among programs, on the device. Reads lengths, writes a few KiB.
 
-    The attention reads the plan while the kernel before it ends: that must be another one.
+    The attention reads the plan while the kernel before it ends; so that must be another kernel.
 
     A sequence has `num_queries` rows, at consecutive positions, and one row of `block_tables`.
-    `context_lens` [B * num_queries] has the keys that each row sees, itself included: 0 for rows
-    that are not used, which are the last ones of a sequence or all. `group` heads share a key head.
+    `context_lens` [B * num_queries] has the number of keys that each row sees, including its own: 0
+    for unused rows, which are the last ones of a sequence or all. `group` heads share a key head.
     """
     device = context_lens.device
     programs = num_multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR // num_kv_heads
@@ -245,13 +245,12 @@ def plan_decode(
 
 
 def decode_attention(q: torch.Tensor, kv: KVLayer, plan: DecodePlan) -> torch.Tensor:
-    """Attention of the plan's queries q [B * Q, H, D] to their contexts; a row of length 0 gives
-    zeros.
+    """Attention of the plan's queries q [B * Q, H, D] to their contexts; zeros for length 0.
 
     Any block size; q may be strided, except in its last dimension. Bytes moved: each sequence's K
-    and V once, or the part of them in the window, and two rows of float32 for each program and
-    query; K and V again for each MOST_QUERIES of a key head. With a window, shares of equal size
-    are unequal work, so its layers are less well balanced.
+    and V once for each MOST_QUERIES of a key head (only the part in the window), and two rows of
+    float32 for each program and query. With a window, shares of equal size are unequal work, so
+    such layers are less well balanced.
     """
     out = rows_with_room(len(q), q.shape[1] * q.shape[2], q).view(q.shape)
     limit = MOST_QUERIES if kv.k_scales is None else HALF
@@ -269,7 +268,7 @@ def _attend(
     _, num_heads, head_dim = q.shape
     quantized = kv.k_scales is not None
     k_cache, v_cache = (as_pairs(x) if quantized else x for x in (kv.k_cache, kv.v_cache))
-    _, block_size, num_kv_heads, width = k_cache.shape  # the width is half of head_dim, of codes
+    _, block_size, num_kv_heads, width = k_cache.shape  # for codes, the width is half of head_dim
     assert q.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
     group = num_heads // num_kv_heads
     parts = len(plan.starts) * num_kv_heads * 2 * count * group
@@ -289,7 +288,7 @@ def _attend(
     warps = 2 if (copied and block_g <= HALF) or (narrow and block_g < 16) else 4
     merged = min(16, max(1, (4096 if narrow else 2048) // (block_g * max(128, block_d))))
     unrolled = 1
-    if plan.num_queries > 1:  # two parts are in flight, as rounds of the loop
+    if plan.num_queries > 1:  # two parts are in flight, as iterations of the loop
         merged, unrolled = 1, 1 if block_g > HALF else 2
     options = dict(
         ROWS=plan.num_queries, FIRST=first, Q=count, G=group, D=head_dim, BLOCK_SIZE=block_size,

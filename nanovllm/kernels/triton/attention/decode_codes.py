@@ -1,9 +1,9 @@
 """The kernel of a decode step's attention over a quantized cache: pairs of codes, in float16.
 
-Shapes and the division of contexts are those of `decode_attention`. A tile of 16-bit pairs moves as
-one of bfloat16 does: it is copied, and it is transposed when it is read. In registers the pairs
-become two tiles, of the even and of the odd columns, in less than one instruction for a code. So a
-tile has two products of half the depth for scores, and two of half the width for the output.
+Shapes and the division of contexts are those of `decode_attention`. A tile of 16-bit pairs is
+copied, and transposed when it is read, like a tile of bfloat16. In registers the pairs become two
+tiles, with the even and with the odd columns, in less than one instruction for a code. So a tile
+has two products of half the depth for scores, and two of half the width for the output.
 """
 
 import triton
@@ -30,7 +30,7 @@ def decode_codes_kernel(  # type: ignore[no-untyped-def]
     MERGED: tl.constexpr, UNROLLED: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr,
     CONVERTED: tl.constexpr, NEXT_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A program takes a share of one key head: the end of a row, whole rows, the start of a row."""
+    """Compute a share of one key head: the end of a row, whole rows, the start of a row."""
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
     row = tl.load(starts_ptr + program * 4)
@@ -71,7 +71,7 @@ def decode_codes_kernel(  # type: ignore[no-untyped-def]
         odd = tl.zeros([BLOCK_D // 2, BLOCK_G], tl.float32)
         table = tables_ptr + wide_row * table_stride
         begin_key = (tile - row_begin) * TILE
-        if WINDOW:  # tiles before it are skipped, maybe all of this share's tiles of the row
+        if WINDOW:  # skip tiles before it, maybe all tiles of the row in this share
             begin_key = tl.maximum(begin_key, (shortest - WINDOW) // BLOCK_N * BLOCK_N)
         if COPIED:  # whole tiles only: memory after a context's end may be NaN
             common = tl.minimum(end_key, shortest) if ROWS > 1 else end_key
@@ -118,7 +118,7 @@ def decode_codes_kernel(  # type: ignore[no-untyped-def]
             out_at = out_ptr + heads[:, None] * D + d[None, :]
             tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=real)
         else:
-            # A share starts in at most one divided row, and ends in at most one other.
+            # A share starts in at most one divided row, and ends in at most one other divided row.
             slot = (program * num_kv_heads + kv_head) * 2 + (tile != first).to(tl.int32)
             tl.store(lse_ptr + slot * (Q * G) + g, top + tl.log2(safe_total), mask=g < Q * G)
             tl.store(partial_ptr + (slot * (Q * G) + g)[:, None] * D + d[None, :], acc, mask=real)

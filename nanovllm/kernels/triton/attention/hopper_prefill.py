@@ -1,4 +1,4 @@
-"""Causal attention of a prefill step on Hopper GPUs, where copies, products and softmax overlap.
+"""Causal attention of a prefill step on Hopper GPUs: copies, products and softmax overlap.
 
 A program has three parts that run at the same time. One warp copies tiles of queries, keys and
 values with the tensor memory accelerator. Two warpgroups multiply ROWS rows of scores each: queries
@@ -7,8 +7,8 @@ this tile's weights and values, computes the softmax of the next tile, and only 
 product. The two take turns to issue, so that products of one run during the softmax of the other.
 
 A program takes one tile of queries after the other, and copies the next tile before the end of this
-one. Gluon, the language of layouts and barriers under Triton's, is experimental: the caller makes
-sure of its version.
+one. Gluon, the language of layouts and barriers below Triton's, is experimental: the caller checks
+its version.
 
 T query tokens, S sequences, H query heads, KVH key heads, G = H / KVH, D head dimension.
 """
@@ -35,11 +35,11 @@ from nanovllm.kernels.triton.attention.hopper_tiles import (
     copy,
     tile_of,
 )
-from nanovllm.kernels.triton.attention.prefill_plan import PrefillPlan
+from nanovllm.kernels.triton.attention.prefill_plan import TiledPrefillPlan
 from nanovllm.kernels.triton.common import LOG2E, num_multiprocessors
 
-REGISTERS = 168  # of a thread: as many as three warpgroups can have; 240 where it multiplies
-SHORT = 1024  # queries of a sequence, up to which the start and end of a program cost more
+REGISTERS = 168  # of a thread: the most for three warpgroups; 240 in those that multiply
+SHORT = 1024  # queries of a sequence: up to this many, a program's start and end cost more
 
 _BARRIER = gl.constexpr(mbarrier.MBarrierLayout())
 _STORED = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes a thread
@@ -48,7 +48,7 @@ _wait_for_warps = getattr(gl, "barrier", None) or gl.thread_barrier  # its name 
 
 @gluon.jit
 def _scores(q, k_memory, stage, nothing):  # type: ignore[no-untyped-def]
-    """Issue their computation. `nothing` [ROWS, KEYS] has the layout of the result."""
+    """Issue the computation of scores. `nothing` [ROWS, KEYS] has the layout of the result."""
     k = k_memory.index(stage).permute((1, 0))
     return warpgroup_mma(q, k, nothing, use_acc=False, is_async=True)
 
@@ -58,7 +58,7 @@ def _softmax(  # type: ignore[no-untyped-def]
     scores, top, total, scale_log2, position, key,
     MASKED: gl.constexpr, layout: gl.constexpr,
 ):  # fmt: skip
-    """One tile of online softmax: its weights, and how much earlier sums shrink."""
+    """One tile of online softmax: its weights, and the factor by which earlier sums shrink."""
     if MASKED:
         n = gl.arange(0, KEYS, layout=gl.SliceLayout(0, layout))
         scores = gl.where((key + n)[None, :] <= position[:, None], scores, -float("inf"))
@@ -86,7 +86,7 @@ def _multiply(  # type: ignore[no-untyped-def]
     W: gl.constexpr, inputs, G: gl.constexpr, HEADS: gl.constexpr, BLOCK_Q: gl.constexpr,
     D: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup W: rows of BLOCK_Q queries of HEADS heads, or of half of the queries if G is 1."""
+    """Warpgroup W: it computes BLOCK_Q queries of HEADS heads, or half of the queries if G is 1."""
     memory, full, empty, turns, steps, out_ptr, scale_log2, total_tiles, num_kv_heads = inputs
     q_memory, k_memory, v_memory = memory
     q_full, k_full, v_full = full
@@ -151,8 +151,8 @@ def _multiply(  # type: ignore[no-untyped-def]
                 weights, top, total, shrink = _softmax(
                     scores, top, total, scale_log2, position, i * KEYS, masked == 1, scores_layout
                 )
-                # Between softmax and product, the wait for values keeps the assembler from
-                # moving the wait for the product to before the softmax.
+                # The wait for values is between softmax and product, so that the assembler
+                # does not move the wait for the product before the softmax.
                 mbarrier.wait(v_full.index(stage), phase)
                 next_p = gl.convert_layout(weights.to(q_memory.dtype), weights_layout)
                 acc, p, next_p, top, total, shrink = warpgroup_mma_wait(
@@ -226,7 +226,7 @@ def _hopper_prefill_kernel(  # type: ignore[no-untyped-def]
 
 
 def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: KVLayer, paged: bool) -> bool:
-    """Whether the kernel can compute this layer: the common shapes of 16-bit types."""
+    """Whether the kernel can compute this layer: it has a common shape and a 16-bit type."""
     _, num_heads, head_dim = q.shape
     whole_blocks = kv.k_scales is None and kv.k_cache.shape[1] % PART.value == 0 if paged else True
     return (
@@ -247,16 +247,16 @@ def _can_be_copied(x: torch.Tensor) -> bool:
 
 
 def hopper_prefill(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: KVLayer, plan: PrefillPlan
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: KVLayer, plan: TiledPrefillPlan
 ) -> torch.Tensor:
     """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache: as `prefill_attention`.
 
-    For layers that it `fits`.
+    The layer must fit (`fits`).
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group = num_heads // num_kv_heads
-    # Two warpgroups have the same queries of other heads, or other queries of a single head.
+    # The two warpgroups have the same queries of different heads, or different queries of one head.
     block_g = next_power_of_2(group)
     heads, block_q = max(1, block_g // 2), 2 * ROWS.value // block_g
     tiles = plan.tiles(block_q)
@@ -281,6 +281,6 @@ def hopper_prefill(
 
 
 def _described(x: torch.Tensor, box: list[int]) -> TensorDescriptor:
-    """The accelerator's description of a tensor, of which it copies boxes."""
+    """Describe a tensor to the accelerator, which copies boxes of it."""
     layout = gl.NVMMASharedLayout(128, 16, len(box))
     return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)

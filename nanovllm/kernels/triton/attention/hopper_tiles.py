@@ -1,16 +1,16 @@
 """The tiles of `hopper_prefill`, and the warp that copies them to shared memory.
 
-T query tokens, S sequences, KVH key heads, G query heads share one, D head dimension.
+T query tokens, S sequences, KVH key heads, G query heads for a key head, D head dimension.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-ROWS = gl.constexpr(64)  # of scores, of a warpgroup
-KEYS = gl.constexpr(128)  # of a tile
+ROWS = gl.constexpr(64)  # rows of scores of a warpgroup
+KEYS = gl.constexpr(128)  # keys of a tile
 PART = gl.constexpr(64)  # keys of a tile that are in one block; columns that are copied at once
-STAGES = gl.constexpr(2)  # tiles of keys, and of values, that shared memory holds
+STAGES = gl.constexpr(2)  # tiles of keys, and of values, in shared memory
 MATRIX = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))  # how the accelerator lays tiles out
 
 
@@ -20,7 +20,7 @@ def tile_of(number, steps, num_kv_heads, BLOCK_Q: gl.constexpr):  # type: ignore
     cu_q_ptr, cu_k_ptr, tile_seqs_ptr, tile_ends_ptr = steps
     tile = number // num_kv_heads
     seq = gl.load(tile_seqs_ptr + tile)
-    # Counted from a sequence's end: the tiles with the most keys start first.
+    # Tiles are counted from a sequence's end, so that those with the most keys start first.
     query = (gl.load(tile_ends_ptr + seq) - 1 - tile) * BLOCK_Q
     row = gl.load(cu_q_ptr + seq)
     num_queries = gl.load(cu_q_ptr + seq + 1) - row
@@ -37,7 +37,7 @@ def _copy_tile(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Copy a tile of keys, or of values, as soon as its stage is empty; `full` reports its end.
 
-    PAGED: from `row` and `other_row`, PART keys each.
+    PAGED: copy PART keys from `row`, and PART keys from `other_row`.
     """
     stage = count % STAGES
     mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
@@ -65,7 +65,7 @@ def copy(  # type: ignore[no-untyped-def]
     q_memory, k_memory, v_memory = memory
     q_full, k_full, v_full = full
     q_empty, k_empty, v_empty = empty
-    other_heads: gl.constexpr = BLOCK_Q * HEADS == ROWS  # of one query in the other warpgroup
+    other_heads: gl.constexpr = BLOCK_Q * HEADS == ROWS  # the other warpgroup has other heads
     count = 0
     done = 0
     for number in range(gl.program_id(0), total, gl.num_programs(0)):
@@ -88,7 +88,7 @@ def copy(  # type: ignore[no-untyped-def]
             other_row = row
             if BLOCK_SIZE:
                 key = i * KEYS
-                other = gl.minimum(key + PART, last)  # a part without keys: any that exist
+                other = gl.minimum(key + PART, last)  # for a part without keys, any keys
                 row = gl.load(table + key // BLOCK_SIZE) * BLOCK_SIZE + key % BLOCK_SIZE
                 other_row = gl.load(table + other // BLOCK_SIZE) * BLOCK_SIZE + other % BLOCK_SIZE
             at = (row, other_row, kv_head * D)

@@ -1,7 +1,7 @@
-"""Keys and values of a quantized cache: e4m3 codes as bytes, with a scale for each head of a token.
+"""Convert keys and values to e4m3 codes, with a scale for each head of a token, and back.
 
-Codes are made with integers, so that every GPU makes the same ones. They are read with the GPU's
-own conversion where it has one.
+Codes are computed with integers, so that every GPU computes the same codes. They are read by the
+GPU's own conversion if it has one.
 """
 
 import torch
@@ -17,17 +17,17 @@ SMALLEST_SCALE = tl.constexpr(kv_codes.SMALLEST_SCALE)
 
 @triton.jit
 def largest_of(x, AXIS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest absolute value of float32 x, or NaN if there is one: its bits are larger."""
+    """The largest absolute value of float32 x, or NaN if there is one, as its bits are larger."""
     bits = tl.max(tl.abs(x).to(tl.int32, bitcast=True), axis=AXIS)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def scale_of(largest, fixed):  # type: ignore[no-untyped-def]
-    """The scale of heads whose largest absolute value is `largest`, or the `fixed` one if not 0.
+    """The scale of a head with this `largest` absolute value, or `fixed` if that is not 0.
 
-    If a head has a NaN, its scale is NaN, and so are all of its values: not every kernel knows the
-    code of NaN.
+    If a head has a NaN, its scale and so all its values are NaN, because not every kernel can read
+    the code of NaN.
     """
     exact = tl.where(fixed > 0, fixed, tl.div_rn(largest, LARGEST))
     rounded_up = (exact.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000
@@ -41,7 +41,7 @@ def codes_of(x, scale):  # type: ignore[no-untyped-def]
     quotient = tl.div_rn(x, scale)
     size = tl.minimum(tl.abs(quotient), LARGEST)
     bits = size.to(tl.int32, bitcast=True)
-    # Three bits of the mantissa, and 7 for 127 as the exponent of 1.
+    # Three bits of the mantissa; the exponent of 1 is 7 instead of 127.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     # Multiples of 2^-9, which is the last bit of floats from 2^14 on.
     subnormal = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
@@ -52,27 +52,27 @@ def codes_of(x, scale):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def as_float16(codes):  # type: ignore[no-untyped-def]
-    """Codes times 2^-8, exactly: float16 has one bit more in its exponent."""
+    """Codes times 2^-8 in float16, exactly: its exponent has one bit more."""
     wide = codes.to(tl.int16)
     return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def values_of(codes, scale):  # type: ignore[no-untyped-def]
-    """What codes stand for, in float32."""
+    """The values of codes, in float32."""
     return as_float16(codes).to(tl.float32) * 256.0 * scale
 
 
 def as_bytes(cache: torch.Tensor) -> torch.Tensor:
-    """A cache as kernels take it: codes are bytes."""
+    """The cache as kernels read it: with codes as bytes."""
     return cache.view(torch.uint8) if cache.dtype == CODES else cache
 
 
 def as_pairs(cache: torch.Tensor) -> torch.Tensor:
-    """A cache of codes [..., D] as pairs of neighbouring ones, [..., D / 2]."""
+    """A cache of codes [..., D] as pairs of neighbouring codes [..., D / 2]."""
     return cache.view(torch.int16)
 
 
 def fixed_scales(kv: KVLayer) -> tuple[float, float]:
-    """The fixed scales of keys and values, or 0 for those that are computed."""
+    """The fixed scales of keys and values; 0 if scales are computed."""
     return kv.fixed_scales or (0.0, 0.0)

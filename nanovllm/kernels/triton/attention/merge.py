@@ -1,4 +1,4 @@
-"""The parts of a divided row become its output. Shapes are those of `decode_attention`."""
+"""Merge the parts of a divided row to its output. Shapes are those of `decode_attention`."""
 
 import triton
 import triton.language as tl
@@ -14,8 +14,8 @@ def merge_if_last(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Count a part of a row as written; the program of the last part merges all, MERGED at a time.
 
-    The barrier puts all threads' writes before the release; the acquire puts the reads after it.
-    The counter is reset to 0 for the next layer.
+    The barrier orders all threads' writes before the release; the acquire orders the reads after
+    it. The counter is reset to 0 for the next layer.
     """
     first_program = row_begin // share
     last_program = (row_end - 1) // share

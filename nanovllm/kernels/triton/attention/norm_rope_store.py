@@ -1,7 +1,7 @@
-"""From a step's projections to attention's inputs in one launch: norm, rotate, store.
+"""Norm, rotate and store in one launch: from a step's projections to the inputs of attention.
 
-T tokens, H query heads, KVH key heads, D head dimension, R of it rotated. All heads of a token are
-in one row: H queries, KVH keys, KVH values.
+T tokens, H query heads, KVH key heads, D head dimension; R elements of a head are rotated. All
+heads of a token are in one row: H queries, KVH keys, KVH values.
 """
 
 import torch
@@ -75,9 +75,10 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     STORE: tl.constexpr, QUANTIZED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program takes some heads of one token, each as two halves: the elements of each pair.
+    """One program computes some heads of one token, as two halves with the elements of each pair.
 
-    If R < D, the first R / 2 elements of a half are rotated; the others share the rest of the head.
+    If R < D, the first R / 2 elements of a half are rotated; the other elements of the head are
+    divided among the halves.
     """
     HALF: tl.constexpr = D // 2  # noqa: N806
     token = tl.program_id(0).to(tl.int64)
@@ -103,7 +104,7 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
         q2 = tl.load(q_weight_ptr + d2, mask=inside, other=0.0).to(tl.float32)
         k1 = tl.load(k_weight_ptr + d1, mask=inside, other=0.0).to(tl.float32)
         k2 = tl.load(k_weight_ptr + d2, mask=inside, other=0.0).to(tl.float32)
-        # Rounded between norm and rotation, as in the twin.
+        # Rounded between norm and rotation, as in the plain definition.
         x1 = (x1 * scale * tl.where(is_q[:, None], q1[None, :], k1[None, :])).to(raw1.dtype)
         x2 = (x2 * scale * tl.where(is_q[:, None], q2[None, :], k2[None, :])).to(raw1.dtype)
         x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
@@ -114,7 +115,7 @@ def _norm_rope_store_kernel(  # type: ignore[no-untyped-def]
     q_at = q_ptr + token * H * D + head[:, None] * D
     tl.store(q_at + d1[None, :], out1, mask=is_q[:, None] & inside[None, :])
     tl.store(q_at + d2[None, :], out2, mask=is_q[:, None] & inside[None, :])
-    if (tl.program_id(1) + 1) * BLOCK_H > H:  # the others have no keys and values
+    if (tl.program_id(1) + 1) * BLOCK_H > H:  # other programs have only queries
         _store_kv(out1, out2, raw1, raw2, k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slots_ptr,
                   k_scales_ptr, v_scales_ptr, k_fixed, v_fixed, block_size, token, head - H, d1, d2,
                   inside, D, KVH, STORE, QUANTIZED)  # fmt: skip
@@ -131,10 +132,10 @@ def norm_rope_store(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries [T, H, D], keys and values [T, KVH, D] of qkv [T, H + 2 * KVH, D].
 
-    Queries and keys are normalised with the weights `norms`, if given, and rotated. Keys and
-    values are also written to their slots of the cache, -1 for none, and returned as the cache
-    holds them: values as a view, unless it is quantized. Bytes moved: qkv read once; queries
-    written once, values once, keys twice; with a quantized cache, also values twice.
+    Queries and keys are normalised with the weights `norms`, if given, and rotated. Keys and values
+    are also written to their slots of the cache (not if the slot is -1), and returned as the cache
+    stores them: values as a view, unless the cache is quantized. Bytes moved: qkv is read once;
+    queries and values are written once, keys twice; with a quantized cache, values twice too.
     """
     num_tokens, num_heads, head_dim = qkv.shape
     quantized = kv.k_scales is not None

@@ -1,4 +1,4 @@
-"""Causal attention of a prefill step: queries start anywhere in a context.
+"""Causal attention of a prefill step, with queries that start at any position of a context.
 
 T query tokens, S sequences, H query heads, KVH key heads, G = H / KVH, D head dimension.
 
@@ -19,7 +19,7 @@ from nanovllm.kernels.triton.attention.attend_codes import (
     interleave,
 )
 from nanovllm.kernels.triton.attention.kv_codes import as_pairs
-from nanovllm.kernels.triton.attention.prefill_plan import PrefillPlan
+from nanovllm.kernels.triton.attention.prefill_plan import TiledPrefillPlan
 from nanovllm.kernels.triton.common import (
     LOG2E,
     TILE,
@@ -40,7 +40,7 @@ def _fold_tiles(  # type: ignore[no-untyped-def]
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, COPIED: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Fold in the keys [start, stop) of a sequence. MASKED: some query does not see all of them."""
+    """Add the keys [start, stop) of a sequence. MASKED: some query does not see all of them."""
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     for key in range(start, stop, BLOCK_N):
@@ -61,7 +61,7 @@ def _fold_tiles(  # type: ignore[no-untyped-def]
             v_at = v_ptr + v_at[:, None] + d[None, :]
             if MASKED or D < BLOCK_D:
                 loaded = (key + n < end)[:, None] & (d < D)[None, :]
-                if WINDOW:  # keys before the window may be in a block that has a new owner
+                if WINDOW:  # blocks before the window may belong to another sequence now
                     loaded &= (key + n >= begin)[:, None]
                 k = tl.load(k_at, mask=loaded, other=0)
                 v = tl.load(v_at, mask=loaded, other=0)
@@ -82,7 +82,7 @@ def _fold_codes(  # type: ignore[no-untyped-def]
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, CONVERTED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The same with pairs of codes from the cache."""
+    """As `_fold_tiles`, with pairs of codes from the cache."""
     pair = tl.arange(0, BLOCK_D // 2)
     n = tl.arange(0, BLOCK_N)
     for key in range(start, stop, BLOCK_N):
@@ -113,7 +113,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, COPIED: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a tile of queries [M, BLOCK_D] over all keys that one of them sees."""
+    """The sums of a tile of queries [M, BLOCK_D] over all keys that some query sees."""
     total = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], BLOCK_D], tl.float32)
     for masked in tl.static_range(2):
@@ -133,7 +133,7 @@ def _attend_pairs(  # type: ignore[no-untyped-def]
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, CONVERTED: tl.constexpr,
 ):  # fmt: skip
-    """The same with pairs of codes from the cache, for queries at `q_at` [M]."""
+    """As `_attend_tiles`, with pairs of codes from the cache, for queries at `q_at` [M]."""
     q_even, q_odd, factor = halves_of_queries(q_at, inside, D, BLOCK_D, CONVERTED)
     factor *= scale_log2
     total = tl.zeros([q_at.shape[0]], tl.float32)
@@ -160,15 +160,15 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr, COPIED: tl.constexpr, QUANTIZED: tl.constexpr, CONVERTED: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries. BLOCK_SIZE 0: K and V are the step's own, one row for each token.
+    """Compute one tile of queries. BLOCK_SIZE 0: K and V are the step's own, a row for each token.
 
-    QUANTIZED: those that are not the step's own are codes in the cache.
+    QUANTIZED: keys and values of the cache are codes.
     """
     kv_head = tl.program_id(0) % num_kv_heads
     number = tl.program_id(0) // num_kv_heads
     seq = tl.load(tile_seqs_ptr + number)
     if seq < num_seqs:
-        # Counted from a sequence's end: the tiles with the most keys start first.
+        # Tiles are counted from a sequence's end, so that those with the most keys start first.
         tile = tl.load(tile_ends_ptr + seq) - 1 - number
         first_row = tl.load(cu_q_ptr + seq)
         num_queries = tl.load(cu_q_ptr + seq + 1) - first_row
@@ -220,12 +220,12 @@ def prefill_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     kv: KVLayer,
-    plan: PrefillPlan,
+    plan: TiledPrefillPlan,
 ) -> torch.Tensor:
     """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is cached.
 
     A sequence's queries are its last tokens. q, k and v may be strided, except in their last
-    dimension. FLOPs: 4 * D for each head, query and key that it sees.
+    dimension. FLOPs: 4 * D for each head, query and key that the query sees.
     """
     _, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -250,11 +250,11 @@ def prefill_attention(
     tiles = plan.tiles(queries)
     tables = plan.block_tables if plan.block_tables is not None else tiles.seqs[None]
     block_n = tile_keys(block_d, q.dtype)
-    # Tiles in flight: the fastest number, or what shared memory holds.
+    # Tiles in flight: the fastest number, or as many as fit in shared memory.
     stages = 1 if block_n == 16 else 2 if paged or block_n < TILE else 3
     # With a window, all tiles may be masked, and masked tiles are not copied.
     copied = plan.copies_tiles and kv.window is None and all(map(_is_matrix_of_heads, (k, v)))
-    copied &= quantized or not paged  # it gains less where a table must be read for each tile
+    copied &= quantized or not paged  # copying gains less if a table must be read for each tile
     k_tiles, v_tiles = (
         tiles_of(x.flatten(1), block_n, head_dim) if copied else None for x in (k, v)
     )
@@ -274,13 +274,13 @@ def prefill_attention(
 
 
 def _tile_queries(group: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Queries of a tile: times G = `group` heads, as many rows as registers hold."""
+    """Queries of a tile: with G = `group` heads each, as many rows as registers hold."""
     rows = 64 if dtype.itemsize <= 2 and head_dim <= 256 else 16
     return max(1, rows // next_power_of_2(group))
 
 
 def _is_matrix_of_heads(x: torch.Tensor) -> bool:
-    """Whether tiles of keys x [T, KVH, D] can be copied: 16-bit, heads contiguous, aligned."""
+    """Whether tiles of keys x [T, KVH, D] can be copied: 16 bits, contiguous heads, aligned."""
     head_dim = x.shape[2]
     whole = x.stride(1) == head_dim == next_power_of_2(head_dim)
     return whole and x.dtype.itemsize == 2 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0

@@ -1,4 +1,4 @@
-"""What the layers of a prefill step share: its sequences, and their division into tiles.
+"""The plan that the layers of a prefill step share: its sequences, and their tiles.
 
 S sequences.
 """
@@ -9,8 +9,8 @@ import torch
 
 from nanovllm.kernels.triton.common import can_copy_tiles, can_overlap
 
-MANY_TOKENS = 4096  # of a step: enough work to hide the launch of kernels with copied tiles
-LONG = 256  # tokens of a step's sequences, on average, from which the kernel for Hopper is used
+MANY_TOKENS = 4096  # tokens of a step: enough work to hide the launch of kernels with copied tiles
+LONG = 256  # from this many tokens a sequence on average, the kernel for Hopper is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +22,15 @@ class QueryTiles:
 
 
 @dataclass(slots=True)
-class PrefillPlan:
+class TiledPrefillPlan:
     """A step's sequences, and its tiles; shared by all layers."""
 
     cu_seqlens_q: torch.Tensor  # [S + 1], int32
     cu_seqlens_k: torch.Tensor  # [S + 1], int32
     block_tables: torch.Tensor | None  # [S, blocks], int32; None: keys are the step's own
     num_tokens: int
-    copies_tiles: bool  # of the step's own keys, if their shape allows it
-    overlaps: bool  # in the kernel for Hopper GPUs, where that fits a layer
+    copies_tiles: bool  # copy tiles of the step's own keys, if their shape allows it
+    overlaps: bool  # use the kernel for Hopper GPUs, if it fits a layer
     _tiles: dict[int, QueryTiles] = field(default_factory=dict)  # by their queries
 
     def tiles(self, queries: int) -> QueryTiles:
@@ -53,11 +53,11 @@ def plan_prefill(
     cu_seqlens_k: torch.Tensor,
     block_tables: torch.Tensor | None,
     num_tokens: int,
-) -> PrefillPlan:
+) -> TiledPrefillPlan:
     """The plan of a step of `num_tokens` queries. All tensors are on the device."""
     device = cu_seqlens_q.device
     copies = num_tokens >= MANY_TOKENS and can_copy_tiles(device)
     enough = MANY_TOKENS if block_tables is None else MANY_TOKENS // 2
     long = num_tokens >= max(enough, LONG * (len(cu_seqlens_q) - 1))
     overlaps = long and can_overlap(device)
-    return PrefillPlan(cu_seqlens_q, cu_seqlens_k, block_tables, num_tokens, copies, overlaps)
+    return TiledPrefillPlan(cu_seqlens_q, cu_seqlens_k, block_tables, num_tokens, copies, overlaps)

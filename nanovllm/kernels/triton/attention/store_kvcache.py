@@ -1,4 +1,4 @@
-"""Writing a step's keys and values to the paged cache."""
+"""Write a step's keys and values to the paged cache."""
 
 import torch
 import triton
@@ -24,7 +24,7 @@ def _store_kernel(  # type: ignore[no-untyped-def]
     num_heads, block_size, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, STORE: tl.constexpr,
     QUANTIZED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """One program moves one token's K and V of one head; slots are widened to 64 bits first."""
+    """One program moves one token's K and V of one head; slots are first widened to 64 bits."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots_ptr + token).to(tl.int64) if STORE else -1
@@ -61,9 +61,10 @@ def store_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write key, value [T, KVH, D] to slots [T] of the caches, if there are any.
 
-    Slot -1 writes nothing. Returns keys and values as the cache holds them: the same tensors,
-    unless the cache is quantized. Inputs may be strided, except in their last dimension. Bytes
-    moved: each key and value read once and written once, or twice, of which once as codes.
+    A token with slot -1 is not written. Returns keys and values as the cache stores them: the same
+    tensors, unless the cache is quantized. Inputs may be strided, except in their last dimension.
+    Bytes moved: each key and value is read once and written once; with a quantized cache, also
+    written as codes.
     """
     num_tokens, num_heads, head_dim = key.shape
     assert key.stride(2) == value.stride(2) == 1

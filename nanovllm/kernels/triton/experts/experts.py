@@ -2,10 +2,10 @@
 
 Many pairs of dense weights have kernels of their own, in `many_pairs`.
 
-T tokens, K experts of each, N = T * K pairs of a token and an expert, E experts of this rank.
-Pairs are in the order of tokens everywhere except in `order`, which sorts them by expert. Nothing
-syncs, and all shapes depend on those of the arguments, so CUDA graphs can hold it. There is a row
-for each pair; those of other ranks' experts are neither written nor read.
+T tokens, K experts of each, N = T * K pairs of a token and an expert, E experts of this rank. Pairs
+are in the order of tokens, except in `order`, which sorts them by expert. Nothing syncs, and all
+shapes depend only on those of the arguments, so CUDA graphs can contain the kernels. Every pair has
+a row; the rows of other ranks' experts are neither written nor read.
 """
 
 import torch
@@ -63,11 +63,12 @@ def grouped_linear(
     shares: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """For each pair of this rank, its row of x times its expert's matrix of weight [E, out, in].
+    """For each pair of this rank, multiply its row of x by its expert's matrix of weight [E, out,
+    in].
 
-    Rows of x are tokens [T, in] or pairs [N, in]; the result's are pairs [N, out], multiplied by
-    `shares` [N] in float32 if given. Bytes moved: the weights of each expert that has pairs, once
-    for each of its tiles.
+    Rows of x are tokens [T, in] or pairs [N, in]. The result has a row for each pair [N, out],
+    multiplied by `shares` [N] in float32 if given. Bytes moved: the weights of each expert with
+    pairs, once for each of its tiles.
     """
     if isinstance(weight, ArrangedMatrix):
         if weight.order is not None:
@@ -125,9 +126,9 @@ def experts(
 ) -> torch.Tensor:
     """For each row of x [T, hidden], the sum of its K experts' outputs, weighted by `shares`.
 
-    Arguments are the twin's. A row's sum is in the order of its expert_ids. Peak memory: N rows of
-    gate and up, and N of the output in float32, or less for many pairs; only those of this rank's
-    experts are touched.
+    Arguments are those of `plain/experts.py`. A row adds up its experts in the order of its
+    expert_ids. Peak memory: N rows of gate and up, and N rows of the output in float32, or less for
+    many pairs; only the rows of this rank's experts are used.
     """
     expert_ids, shares = expert_ids.contiguous(), shares.contiguous()
     parts = _parts(x, gate_up, down, expert_ids, shares, num_experts)
@@ -152,7 +153,7 @@ def adapted_experts(
 def _add_up(
     x: torch.Tensor, parts: torch.Tensor, expert_ids: torch.Tensor, num_here: int
 ) -> torch.Tensor:
-    """For each row of x, the sum of the parts of its pairs that are here."""
+    """For each row of x, the sum of its pairs' parts, for experts of this rank."""
     (num_rows, per_row), hidden = expert_ids.shape, x.shape[1]
     out = torch.empty_like(x)
     _add_up_kernel[(num_rows, cdiv(hidden, BLOCK))](
@@ -189,7 +190,7 @@ def _grouped_parts(
     num_experts: int,
     additions: PairAdditions | None = None,
 ) -> torch.Tensor:
-    """As `_parts`, by kernels for any weights."""
+    """As `_parts`, with the kernels for any weights."""
     num_pairs, (num_here, _, size) = expert_ids.numel(), down.shape
     groups = group(expert_ids, num_here, num_experts)
     gates = grouped_linear(x, gate_up, groups, None, x.dtype)

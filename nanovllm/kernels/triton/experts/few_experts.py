@@ -1,9 +1,9 @@
 """Layers of experts for few rows, in four kernels (five for quantized weights), with norm and sum.
 
 T tokens, K experts of each, N = T * K pairs of a token and an expert, E experts. The router's
-kernel sorts the pairs by expert. Here are the experts' two grouped products, of which the first
-also applies the norm's factor and the activation, and the sum of each token's experts, which adds
-the residual and makes the rows for the next norm.
+kernel sorts the pairs by expert. This file has the experts' two grouped products and the sum of
+each token's experts. The first product also applies the norm's factor and the activation. The sum
+adds the residual and prepares the rows for the next norm.
 """
 
 import torch
@@ -27,7 +27,7 @@ from nanovllm.kernels.triton.linear.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.linear.silu_and_mul import gated
 
 BLOCK_N, BLOCK_SUM = 64, 512
-# Of the smallest tiles, and of larger ones; a multiprocessor holds two programs.
+# For the smallest tiles, and for larger ones; a multiprocessor runs two programs.
 BLOCK_K, STAGES = (128, 64), (3, 4)
 
 
@@ -41,7 +41,8 @@ def _expert_rows_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """BLOCK_N outputs of a tile of pairs: GATED, `silu(gate) * up`; else times the pairs' shares.
 
-    PER_ROW pairs have a row of x together. P parts of the rows' sums of squares give their factor.
+    PER_ROW pairs share a row of x. The rows' factor is computed from P parts of their sums of
+    squares.
     """
     await_inputs(EARLY)
     expert, place, real = find_tile(
@@ -94,7 +95,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     parts_ptr, residual_ptr, norm_ptr, out_ptr, product_ptr, squares_ptr,
     K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A part of a row: the sum of its experts' outputs and the residual; its norm's product."""
+    """Compute a part of a row: the sum of its experts' outputs and the residual, times the norm."""
     row = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < H
@@ -118,7 +119,7 @@ def _activate_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr, K: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr,
     PER_ROW: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A part of a pair's `silu(gate) * up`, of products that miss their norm's factor."""
+    """Compute a part of a pair's `silu(gate) * up`, from products that lack their norm's factor."""
     pair = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     p = tl.arange(0, BLOCK_P)
@@ -136,7 +137,7 @@ def _activate_kernel(  # type: ignore[no-untyped-def]
 def add_experts(
     x: Scaled, weights: ExpertWeights, residual: torch.Tensor, norm: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, Scaled]:
-    """The twin of `plain.few_rows.add_experts`; the router is its kernel."""
+    """As `plain.few_rows.add_experts` defines; the router is a `Router`."""
     routed = weights.router.route_few(x, weights.per_token, weights.normalized)
     inner = expert_gates(x, weights.gate_up, routed.groups, weights.per_token)
     parts = expert_parts(inner, weights.down, routed.groups, routed.shares)
@@ -146,7 +147,7 @@ def add_experts(
 def expert_gates(
     x: Scaled, weight: torch.Tensor | ArrangedMatrix, groups: Groups, per_row: int
 ) -> torch.Tensor:
-    """For each pair, `silu(gate) * up` of its row's norm and its expert's matrix: [N, I].
+    """`silu(gate) * up` [N, I] for each pair, from its row's norm and its expert's matrix.
 
     weight is [E, 2 * I, hidden].
     """
@@ -171,7 +172,7 @@ def _activate(x: Scaled, gates: torch.Tensor, out: torch.Tensor, per_row: int) -
 def expert_parts(
     x: torch.Tensor, weight: torch.Tensor | ArrangedMatrix, groups: Groups, shares: torch.Tensor
 ) -> torch.Tensor:
-    """For each pair, its row of x [N, I] times its expert's matrix, times its share: [N, hidden].
+    """Each pair's row of x [N, I] times its expert's matrix, times its share: [N, hidden].
 
     weight is [E, hidden, I]; the result is float32.
     """
@@ -212,7 +213,7 @@ def _launch(
 def add_parts(
     parts: torch.Tensor, per_row: int, residual: torch.Tensor, norm: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, Scaled]:
-    """The residual [T, hidden] plus its rows' parts [N, hidden], and the sum scaled by the norm."""
+    """The residual [T, hidden] plus its pairs' parts [N, hidden]; the sum scaled by the norm."""
     num_rows, hidden = residual.shape
     total, product = torch.empty_like(residual), rows_with_room(num_rows, hidden, residual)
     columns = cdiv(hidden, BLOCK_SUM)

@@ -16,9 +16,9 @@ LEAST, MOST = 16, 64  # pairs of a tile
 
 
 def pairs_of_a_tile(num_pairs: int, num_experts: int) -> int:
-    """Enough for nearly every expert to have one tile, if the pairs are distributed evenly.
+    """A tile size so that nearly every expert has one tile, if pairs are distributed evenly.
 
-    A second tile reads the expert's weights again.
+    A second tile of an expert would read its weights again.
     """
     mean = max(1, num_pairs // num_experts)
     return max(LEAST, min(MOST, next_power_of_2(mean + mean // 2)))
@@ -27,8 +27,8 @@ def pairs_of_a_tile(num_pairs: int, num_experts: int) -> int:
 class Groups(NamedTuple):
     """Pairs sorted by expert, and where the pairs and the tiles of each expert of this rank end.
 
-    An expert's pairs begin where those of the one before it end. Pairs of other ranks' experts are
-    before the first and after the last.
+    An expert's pairs begin where those of the previous expert end. Pairs of other ranks' experts
+    come before the first and after the last expert.
     """
 
     order: torch.Tensor  # [N]
@@ -50,7 +50,7 @@ def group(expert_ids: torch.Tensor, num_here: int, num_experts: int) -> Groups:
 
 
 def most_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """The most tiles that there can be, for any division of the pairs among the experts."""
+    """The most tiles that any division of the pairs among the experts can have."""
     return num_pairs // block_m + min(num_experts, num_pairs)
 
 
@@ -58,9 +58,9 @@ def most_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
 def find_tile(  # type: ignore[no-untyped-def]
     tile, bounds_ptr, tile_ends_ptr, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The expert of a tile, the places in the order of its pairs, and which of these exist.
+    """The expert of a tile, the places of its pairs in the order, and which of these exist.
 
-    A surplus tile has expert `num_experts`, and no pairs.
+    A surplus tile has the expert `num_experts`, and no pairs.
     """
     e = tl.arange(0, BLOCK_E)
     tile_ends = tl.load(tile_ends_ptr + e, mask=e < num_experts, other=0x7FFFFFFF)

@@ -1,13 +1,13 @@
-"""The two products of a layer of experts for many pairs of a token and an expert, as prompts have.
+"""The two products of a layer of experts for many pairs of a token and an expert (prompts).
 
 T tokens, K experts of each, N = T * K pairs, E experts of this rank, H hidden size, I inputs of an
 expert's second matrix.
 
 The first launch computes gate, up and their activation. Its results are in the order of experts, so
-that the second one reads whole tiles of them. Sums are float32, and a result is rounded once. On
-Hopper GPUs the tensor memory accelerator copies the tiles of weights and of those results. Its
+that the second launch reads whole tiles of them. Sums are float32, and a result is rounded once. On
+Hopper GPUs the tensor memory accelerator copies the tiles of weights and of these results. Its
 description of the weights has a dimension for the matrices of a stack, so that no tile extends from
-one into the next; gate and up are a tile of two matrices.
+one matrix into the next; gate and up are a tile of two matrices.
 """
 
 from dataclasses import dataclass
@@ -23,15 +23,15 @@ from nanovllm.kernels.triton.experts.tiled_pairs import tile_pairs
 from nanovllm.kernels.triton.linear.silu_and_mul import gated
 
 TOGETHER = 8  # tiles of rows for which neighbouring programs read the same weights
-ALIGNED = 16  # rows of whole multiples of it are loaded several numbers at a time
+ALIGNED = 16  # if rows are a multiple of this long, several numbers are loaded at a time
 LARGE, SMALL = 128, 64  # rows of a tile
-LEAST_OF_LARGE = 64  # pairs of an expert, in the mean
-LEAST_COPIED, LEAST = 4, 32  # the same, for which these kernels are used
+LEAST_OF_LARGE = 64  # pairs of an expert, on average, from which tiles are large
+LEAST_COPIED, LEAST = 4, 32  # pairs of an expert, on average, from which these kernels are used
 
 
 @dataclass(frozen=True, slots=True)
 class PairTiles:
-    """How a product is divided, except its rows."""
+    """The tiles of a product, except for their rows."""
 
     outputs: int  # of each matrix
     inputs: int  # at a time
@@ -65,10 +65,10 @@ def _multiply(  # type: ignore[no-untyped-def]
     MATRICES: tl.constexpr, EVEN: tl.constexpr, COPIED: tl.constexpr, COPIED_X: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows times outputs of MATRICES matrices in a stack: [BLOCK_M, MATRICES * BLOCK_N].
+    """Multiply rows by outputs of MATRICES matrices in a stack: [BLOCK_M, MATRICES * BLOCK_N].
 
-    The rows are those at x_at, or if COPIED_X those from `first` on. Results are undefined for
-    outputs that do not exist.
+    The rows are at x_at, or from `first` on if COPIED_X. Results are undefined for outputs that do
+    not exist.
     """
     k = tl.arange(0, BLOCK_K)
     if not COPIED:
@@ -130,7 +130,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr, PROGRAMS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One of PROGRAMS programs, which reads its next tile while it stores one."""
+    """One of PROGRAMS programs; it reads its next tile while it stores the last one."""
     columns, num_tiles = tl.cdiv(size_out, BLOCK_N), tl.load(num_tiles_ptr)
     for program in tl.range(tl.program_id(0), num_tiles * columns, PROGRAMS, flatten=COPIED):
         expert, first, end, column = _tile_of(program, num_tiles, columns, tiles_ptr, TOGETHER)
@@ -151,14 +151,14 @@ def _down_kernel(  # type: ignore[no-untyped-def]
 
 
 def takes(x: torch.Tensor, down: torch.Tensor, num_pairs: int, num_experts: int) -> bool:
-    """Whether `multiply` is the faster way for rows x and that many pairs of all experts."""
+    """Whether `multiply` is faster than `grouped_linear` for rows x and `num_pairs` pairs."""
     least = LEAST_COPIED if can_copy_tiles(x.device) else LEAST
     aligned = not any(size % ALIGNED for size in down.shape[1:])
     return aligned and x.itemsize == 2 and num_pairs >= least * num_experts
 
 
 def rows_of_tile(num_pairs: int, num_experts: int) -> int:
-    """The pairs of a tile, by the mean pairs of an expert."""
+    """The pairs of a tile, by the mean number of pairs of an expert."""
     return LARGE if num_pairs >= LEAST_OF_LARGE * num_experts else SMALL
 
 
@@ -172,7 +172,7 @@ def multiply(
 ) -> torch.Tensor:
     """The outputs [N, H] of all pairs, times their shares, rounded to the type of x.
 
-    Those of other ranks' experts are not written. Peak memory: N rows of I and N of H.
+    The outputs of other ranks' experts are not written. Peak memory: N rows of I, and N rows of H.
     """
     (num_here, hidden, size), per_row = down.shape, expert_ids.shape[1]
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
@@ -201,6 +201,6 @@ def multiply(
 
 
 def _matrices(stack: torch.Tensor, matrices: int, tiles: PairTiles) -> TensorDescriptor:
-    """The accelerator's description of a stack, for tiles of neighbouring matrices in it."""
+    """Describe a stack to the accelerator, for tiles of neighbouring matrices in it."""
     block = [matrices, tiles.outputs, tiles.inputs]
     return TensorDescriptor(stack, list(stack.shape), list(stack.stride()), block)

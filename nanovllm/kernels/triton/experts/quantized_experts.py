@@ -85,7 +85,7 @@ def grouped_quantized(
     assert x.is_contiguous() and x.shape[1] == size_in and weight.has_rows_kernel
     out = x.new_empty(num_pairs, size_out, dtype=dtype)
     few = groups.block_m < 64
-    outputs = BLOCK_N if few or can_copy_tiles(x.device) else BLOCK_N // 2  # by the registers
+    outputs = BLOCK_N if few or can_copy_tiles(x.device) else BLOCK_N // 2  # registers limit it
     _grouped_quantized_kernel[(groups.num_tiles, cdiv(size_out, outputs))](
         x, weight.words, weight.scales, weight.scales if weight.zeros is None else weight.zeros,
         out, groups.order, groups.bounds, groups.tile_ends, out if shares is None else shares,

@@ -1,8 +1,8 @@
 """The router of a layer of experts in one kernel: scores, the K best experts, and their shares.
 
-T tokens, K experts of each, N = T * K pairs of a token and an expert, E experts. A program has a
-tile of tokens, or a part of its inputs; the last program of a tile chooses. For few rows, the last
-one of all sorts the pairs by expert.
+T tokens, K experts of each, N = T * K pairs of a token and an expert, E experts. A program computes
+a tile of tokens, or a part of its inputs; the last program of a tile chooses the experts. For few
+rows, the last program of all sorts the pairs by expert.
 """
 
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ from nanovllm.kernels.triton.common import (
 )
 from nanovllm.kernels.triton.experts.grouping import Groups, most_tiles, pairs_of_a_tile
 
-FEW_ROWS, MANY_ROWS = 16, 64  # of a tile
-MOST_EXPERTS_OF_MANY = 256  # whose scores of many rows the registers hold
-FEW_FLOAT32 = 512  # rows, as tensor cores do not multiply them
-LEAST_INPUTS, MOST_INPUTS = 16, 128  # at a time
-MOST_SPLITS = 8  # programs that share a tile
-MOST_TILES = 256  # that are shared
+FEW_ROWS, MANY_ROWS = 16, 64  # rows of a tile
+MOST_EXPERTS_OF_MANY = 256  # with more experts, registers do not hold the scores of many rows
+FEW_FLOAT32 = 512  # the most rows in float32, which tensor cores do not multiply
+LEAST_INPUTS, MOST_INPUTS = 16, 128  # inputs at a time
+MOST_SPLITS = 8  # the most programs that share a tile
+MOST_TILES = 256  # the most tiles that programs share
 CHUNK = 1024  # pairs that are sorted at a time
 
 
@@ -40,7 +40,7 @@ def _choose(  # type: ignore[no-untyped-def]
     scores, E: tl.constexpr, K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
     NORMALIZED: tl.constexpr,
 ):  # fmt: skip
-    """The K best of each row's scores [T, BLOCK_E]: their ids and shares [T, BLOCK_K]."""
+    """The K best experts of each row's scores [T, BLOCK_E]: their ids and shares [T, BLOCK_K]."""
     e = tl.arange(0, BLOCK_E)[None, :]
     k = tl.arange(0, BLOCK_K)[None, :]
     left = tl.where(e < E, scores, -float("inf"))
@@ -50,7 +50,7 @@ def _choose(  # type: ignore[no-untyped-def]
     best = tl.full([scores.shape[0], BLOCK_K], -float("inf"), tl.float32)
     for i in range(K):
         score, at = tl.max(left, axis=1, return_indices=True)
-        at = tl.minimum(at, E - 1)[:, None]  # of rows that are not finite, any
+        at = tl.minimum(at, E - 1)[:, None]  # any expert for rows that are not finite
         ids = tl.where(k == i, at, ids)
         best = tl.where(k == i, score[:, None], best)
         left = tl.where(e == at, -float("inf"), left)
@@ -65,7 +65,7 @@ def _sort(  # type: ignore[no-untyped-def]
     ids_ptr, slots_ptr, counts_ptr, order_ptr, bounds_ptr, tile_ends_ptr, num_pairs,
     E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Sort all pairs by expert, from their number and the pairs' slots among those of an expert."""
+    """Sort all pairs by expert, from the experts' counts and each pair's number in its expert."""
     e = tl.arange(0, BLOCK_E)
     counts = tl.load(counts_ptr + e, mask=e < E, other=0, cache_modifier=".cg")
     ends = tl.cumsum(counts, axis=0)
@@ -74,7 +74,7 @@ def _sort(  # type: ignore[no-untyped-def]
     tile_ends = tl.cumsum((counts + BLOCK_M - 1) // BLOCK_M, axis=0)
     tl.store(tile_ends_ptr + e, tile_ends, mask=e < E)
     tl.debug_barrier()  # all threads have read the counts, and see the bounds
-    tl.store(counts_ptr + e, 0, mask=e < E)  # for the next call
+    tl.store(counts_ptr + e, 0, mask=e < E)  # reset for the next call
     for start in range(0, num_pairs, CHUNK):
         pair = start + tl.arange(0, CHUNK)
         inside = pair < num_pairs
@@ -93,7 +93,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Route one tile of rows. There is a counter for each expert, each tile, and for all tiles."""
+    """Route one tile of rows. Each expert and each tile has a counter, and all tiles have one."""
     tile = tl.program_id(0)
     t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
     e = tl.arange(0, BLOCK_E)
@@ -152,7 +152,7 @@ class Routed:
 class Router:
     """The kernel for one layer: its weight [E, hidden], and counters that are zero between calls.
 
-    A weight that `dtype` holds exactly is multiplied as such: sums are float32 in any case.
+    If `dtype` represents the weight exactly, it is multiplied in that type; sums are float32.
     """
 
     weight: torch.Tensor
@@ -160,7 +160,7 @@ class Router:
 
     @classmethod
     def of(cls, weight: torch.Tensor, dtype: torch.dtype) -> "Router":
-        """The kernel for rows of a type."""
+        """Make the kernel for rows of type `dtype`."""
         short = weight.to(dtype)
         counters = weight.new_zeros(len(weight) + MOST_TILES + 1, dtype=torch.int32)
         return cls(short if torch.equal(short.to(weight.dtype), weight) else weight, counters)
@@ -168,14 +168,14 @@ class Router:
     def route(
         self, x: torch.Tensor, per_token: int, normalized: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The twin of `plain.route`, for rows x [T, hidden]. cuBLAS multiplies many in float32."""
+        """Choose experts for rows x [T, hidden]. cuBLAS multiplies many rows in float32."""
         if len(x) > FEW_FLOAT32 and self.weight.dtype == torch.float32:
             return plain.route(x, self.weight, per_token, normalized)
         ids = torch.empty(len(x), per_token, dtype=torch.long, device=x.device)
         return self._launch(x, None, ids, normalized, None), ids
 
     def route_few(self, x: Scaled, per_token: int, normalized: bool) -> Routed:
-        """The same for few rows without their norm's factor, and their pairs sorted."""
+        """Route few rows that lack their norm's factor, and sort their pairs."""
         num_rows, (num_experts, _) = len(x.product), self.weight.shape
         num_pairs = num_rows * per_token
         block_m = pairs_of_a_tile(num_pairs, num_experts)
@@ -231,9 +231,9 @@ router_for = Router.of
 
 
 def _inputs(bytes_of_one: int, room: int, rows: int) -> tuple[int, int]:
-    """The inputs at a time, of which shared memory holds two tiles or more, and the stages.
+    """The inputs at a time, so that shared memory has room for at least two tiles, and the stages.
 
-    It holds the tiles of all stages, or of few rows those of all but one.
+    Shared memory has room for the tiles of all stages; for few rows, of all stages except one.
     """
     inputs = MOST_INPUTS
     while inputs > LEAST_INPUTS and 2 * inputs * bytes_of_one > room:
@@ -243,7 +243,7 @@ def _inputs(bytes_of_one: int, room: int, rows: int) -> tuple[int, int]:
 
 
 def _splits(tiles: int, steps: int, processors: int) -> int:
-    """Programs that share a tile, while all run at once and each has some of the inputs."""
+    """The programs that share a tile: all must run at once, and each must have some inputs."""
     splits = 1
     while splits < MOST_SPLITS and 2 * splits * tiles <= processors:
         if steps < 4 * splits:

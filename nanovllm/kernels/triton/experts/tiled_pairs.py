@@ -1,7 +1,7 @@
-"""Many pairs of a token and an expert, sorted by expert and divided into tiles: a counting sort.
+"""Sort many pairs of a token and an expert by expert, and divide them into tiles: a counting sort.
 
 T tokens, K experts of each, N = T * K pairs, E experts of this rank. A bin has the pairs of one
-expert; the first and the last ones have those of other ranks' experts. Three launches take a
+expert; the first and the last bin have the pairs of other ranks' experts. Three launches take a
 quarter of the time of PyTorch's sort and the small kernels after it.
 """
 
@@ -14,15 +14,15 @@ import triton.language as tl
 from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.triton.experts.grouping import most_tiles
 
-CHUNK = 128  # pairs that a program counts, and places
-PART = 16  # pairs with which all of a chunk are compared at once
-SCANNED = 1024  # chunks whose counts are added up at once
+CHUNK = 128  # pairs that a program counts and places
+PART = 16  # pairs that are compared with the whole chunk at a time
+SCANNED = 1024  # chunks with counts that are added up at a time
 
 
 class TiledPairs(NamedTuple):
     """Pairs sorted by expert, and tiles of up to `rows` pairs of one expert.
 
-    Pairs of other ranks' experts are before and after those of the tiles.
+    Pairs of other ranks' experts come before and after the pairs of tiles.
     """
 
     order: torch.Tensor  # [N] int32
@@ -34,7 +34,7 @@ class TiledPairs(NamedTuple):
 
 @triton.jit
 def _bins(ids_ptr, pair, num_pairs, num_here, BINS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The bins of pairs; those that do not exist are in the last one, after all others."""
+    """The bins of pairs; pairs that do not exist are in the last bin, after all others."""
     expert = tl.load(ids_ptr + pair, mask=pair < num_pairs, other=BINS)
     expert = tl.minimum(tl.maximum(expert, -1), num_here).to(tl.int32)
     return tl.where(pair < num_pairs, expert + 1, BINS - 1)
@@ -44,7 +44,7 @@ def _bins(ids_ptr, pair, num_pairs, num_here, BINS: tl.constexpr):  # type: igno
 def _count_kernel(  # type: ignore[no-untyped-def]
     ids_ptr, counts_ptr, num_pairs, num_here, num_chunks, BINS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of one chunk in each bin."""
+    """Count the pairs of one chunk in each bin."""
     chunk = tl.program_id(0)
     bins = _bins(ids_ptr, chunk * CHUNK + tl.arange(0, CHUNK), num_pairs, num_here, BINS)
     counts = tl.histogram(bins, BINS)
@@ -94,7 +94,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     num_tiles = tl.sum(counts, axis=0)
     tile = chunk * TILES + tl.arange(0, TILES)
     inside = (ends - counts)[None, :] <= tile[:, None]
-    mine = (inside & (tile[:, None] < ends[None, :])).to(tl.int32)  # in one bin, if the tile exists
+    mine = (inside & (tile[:, None] < ends[None, :])).to(tl.int32)  # one bin, if the tile exists
     place = (starts - (ends - counts) * ROWS)[None, :] + tile[:, None] * ROWS
     at = tiles_ptr + tile * 3
     tl.store(at, tl.sum(mine * (b - 1)[None, :], axis=1), mask=tile < num_tiles)
@@ -104,7 +104,7 @@ def _place_kernel(  # type: ignore[no-untyped-def]
 
 
 def tile_pairs(expert_ids: torch.Tensor, num_here: int, rows: int) -> TiledPairs:
-    """Sort the pairs of expert_ids [T, K] by expert, on the device; pairs of an expert in order."""
+    """Sort the pairs of expert_ids [T, K] by expert, on the device; an expert's stay in order."""
     assert expert_ids.is_contiguous()
     num_pairs = expert_ids.numel()
     num_chunks, bins = cdiv(num_pairs, CHUNK), next_power_of_2(num_here + 2)

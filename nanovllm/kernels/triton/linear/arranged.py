@@ -7,10 +7,10 @@ import torch.nn.functional as F
 
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
-INNER = 128  # inputs that a matrix product takes at a time, at most
-LEAST_INNER = 16  # of the tensor cores
-WORD = 4  # bytes that a kernel makes numbers of at a time
-LEAST_OUTPUTS = 16  # of a tile
+INNER = 128  # the most inputs that a matrix product takes at a time
+LEAST_INNER = 16  # the fewest inputs that tensor cores multiply
+WORD = 4  # bytes that a kernel converts at a time
+LEAST_OUTPUTS = 16  # the fewest outputs of a tile
 MOST_ROW_TILES = 4
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -19,9 +19,9 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 class ArrangedMatrix:
     """A weight [N, K], or a stack of weights [E, N, K], as bytes.
 
-    A byte is an int8 or e4m3 code, or two codes of 4 bits. Of each run of `2 * inner` inputs, the
-    low halves of the bytes are the first `inner` codes plus 8, the high halves the others. Rows are
-    padded to whole runs. What pads them multiplies zeros. 16 bytes are in the order of
+    A byte is an int8 or e4m3 code, or two codes of 4 bits: in each run of `2 * inner` inputs, the
+    low halves of the bytes are the first `inner` codes plus 8, and the high halves are the others.
+    Rows are padded to whole runs; the padding multiplies zeros. Each 16 bytes are in the order of
     `in_word_order`.
 
     A scale, and a zero point, belongs to `scale_rows` outputs and `group` inputs, or to all inputs
@@ -30,25 +30,25 @@ class ArrangedMatrix:
 
     codes: torch.Tensor  # [..., N, bytes], int8
     scales: torch.Tensor  # [..., groups, ceil(N / scale_rows)], float32 if one group
-    zeros: torch.Tensor | None  # of the shape of `scales`, bfloat16: small whole numbers
+    zeros: torch.Tensor | None  # bfloat16, with the shape of `scales`: small whole numbers
     kind: str  # "int8", "e4m3" or "int4"
     shape: tuple[int, ...]  # [..., N, K] without padding
     group: int
     scale_rows: int
     inner: int
-    arrivals: torch.Tensor  # int32 zeros, for the kernels that divide K among programs
+    arrivals: torch.Tensor  # int32 zeros, for kernels that divide K among programs
     order: torch.Tensor | None
     rounds_inputs: bool
     input_scale: torch.Tensor | None
 
     @property
     def has_rows_kernel(self) -> bool:
-        """Whether `inner` inputs in a row have one scale, as that kernel needs."""
+        """Whether `inner` neighbouring inputs have one scale, as `quantized_rows` requires."""
         return self.group % self.inner == 0
 
     @property
     def words(self) -> torch.Tensor:
-        """The codes as int32, of four bytes each."""
+        """The codes as int32 words of four bytes."""
         return self.codes.view(torch.int32)
 
     @property
@@ -61,7 +61,7 @@ class ArrangedMatrix:
 
     @property
     def padded_in(self) -> int:
-        """The inputs of a row with its padding."""
+        """The number of inputs of a row, including its padding."""
         return self.codes.shape[-1] * (2 if self.kind == "int4" else 1)
 
     @property
@@ -70,16 +70,16 @@ class ArrangedMatrix:
 
     @property
     def num_bytes(self) -> int:
-        """What a product reads."""
+        """The bytes that a product reads."""
         tensors = (self.codes, self.scales, self.zeros)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def arrange(weight: QuantizedMatrix) -> ArrangedMatrix:
-    """Copy the codes into the layout. Peak memory: the codes of 4 bits twice as bytes."""
+    """Copy a weight into the layout. Peak memory: two bytes for each code of 4 bits."""
     *_, size_out, size_in = weight.codes.shape
     group = 0 if weight.block[1] >= size_in else weight.block[1]
-    inner = group & -group  # what divides a group, or nothing does
+    inner = group & -group  # the largest power of two that divides the group
     inner = min(inner, INNER) if inner >= LEAST_INNER else INNER
     if weight.bits == 4:
         kind = "int4"
@@ -91,7 +91,7 @@ def arrange(weight: QuantizedMatrix) -> ArrangedMatrix:
         codes = in_word_order(_padded(weight.codes.view(torch.int8), INNER))
     scale_rows = weight.block[0]
     scales, zeros = _by_group(weight.scales), _by_group(weight.zeros)
-    if scale_rows > 1 and not group:  # as many as outputs are still few
+    if scale_rows > 1 and not group:  # a scale for each output still takes little memory
         scales, zeros = (_expand(values, scale_rows, size_out) for values in (scales, zeros))
         scale_rows = 1
     assert scales is not None
@@ -114,10 +114,10 @@ def arrange(weight: QuantizedMatrix) -> ArrangedMatrix:
 
 
 def in_word_order(codes: torch.Tensor) -> torch.Tensor:
-    """Bytes [..., K] in the order in which tensor cores take them, for each 16 inputs.
+    """Reorder bytes [..., K] as tensor cores read them, within each 16 inputs.
 
-    A thread multiplies inputs `2 * q + b` and `2 * q + b + 8` of 16, for q of its own and b in
-    (0, 1). Those are one word here: its bytes 0 and 2 are the first pair, 1 and 3 the other.
+    A thread with number q multiplies the inputs `2 * q + b` and `2 * q + b + 8` of 16, for b in (0,
+    1). These become one word: its bytes 0 and 2 are the first pair, bytes 1 and 3 the second.
     """
     of_16 = codes.view(*codes.shape[:-1], -1, 2, 4, 2)
     return of_16.movedim(-3, -1).flatten(-4).contiguous()
@@ -126,9 +126,9 @@ def in_word_order(codes: torch.Tensor) -> torch.Tensor:
 def _with_nan(
     codes: torch.Tensor, scales: torch.Tensor, scale_rows: int
 ) -> tuple[torch.Tensor, int]:
-    """The scales of e4m3 codes, NaN for outputs that have the code of NaN.
+    """The scales of e4m3 codes, with NaN for outputs that have the code of NaN.
 
-    The kernels take that code for a number.
+    The kernels read this code as a number.
     """
     is_nan = (codes.view(torch.uint8).bitwise_and(0x7F) == 0x7F).any(-1)
     if not is_nan.any():
@@ -139,12 +139,12 @@ def _with_nan(
 
 
 def _padded(codes: torch.Tensor, run: int) -> torch.Tensor:
-    """Rows of whole runs, contiguous."""
+    """Pad rows to whole runs, contiguous in memory."""
     return F.pad(codes, (0, -codes.shape[-1] % run)).contiguous()
 
 
 def _in_pairs(codes: torch.Tensor, half: int) -> torch.Tensor:
-    """Two codes in a byte, from runs of `2 * half`."""
+    """Pack two codes into a byte, in runs of `2 * half` codes."""
     bytes_of_row = _padded(codes, 2 * half) + 8
     *stack, size = bytes_of_row.shape
     low, high = bytes_of_row.view(*stack, size // (2 * half), 2, half).unbind(-2)
@@ -152,12 +152,12 @@ def _in_pairs(codes: torch.Tensor, half: int) -> torch.Tensor:
 
 
 def _by_group(values: torch.Tensor | None) -> torch.Tensor | None:
-    """Values with those of one group together: programs read them for neighbouring outputs."""
+    """Transpose values to groups first: programs read one group for neighbouring outputs."""
     return None if values is None else values.transpose(-1, -2).contiguous()
 
 
 def _expand(values: torch.Tensor | None, rows: int, size_out: int) -> torch.Tensor | None:
-    """A value for each output."""
+    """Repeat values to one for each output."""
     if values is None:
         return None
     return values.repeat_interleave(rows, dim=-1)[..., :size_out].contiguous()

@@ -1,4 +1,4 @@
-"""Quantized weights as ordinary ones, for products of many rows."""
+"""Convert quantized weights to plain ones, for products of many rows."""
 
 import torch
 import triton
@@ -36,7 +36,7 @@ def _dequantize_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, SCALE_ROWS: tl.constexpr, KIND: tl.constexpr,
     ZEROS: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """INNER bytes of BLOCK_N rows, of all matrices of a stack."""
+    """Convert INNER bytes of BLOCK_N rows; the rows are those of all matrices of a stack."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = row < num_rows
     first = tl.program_id(1) * INNER

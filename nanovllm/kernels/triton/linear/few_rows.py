@@ -1,16 +1,16 @@
-"""Linear layers of few rows, each in one kernel with the operations before and after it.
+"""Linear layers for few rows, each in one kernel with the operations before and after it.
 
 T rows, K inputs, N outputs.
 
-A decode step of few rows is bound by the number of its kernels, and by their starts and ends: a
-kernel takes about five microseconds, of which reading the weight is one or two. So a norm has no
-kernel of its own. The kernel that adds to the residual also writes the sum times the norm's weight,
-and its sums of squares; the next linear layer computes each row's factor from those, and applies it
-to its outputs.
+The time of a decode step of few rows is mostly the starts and ends of its kernels: a kernel takes
+about five microseconds, and reading the weight only one or two of them. So a norm has no kernel of
+its own. The kernel that adds to the residual also writes the sum times the norm's weight, and its
+sums of squares. The next linear layer computes each row's factor from the sums of squares, and
+multiplies its outputs by it.
 
-A program computes one tile of the outputs, from all inputs. The tiles that it reads are copied by
-Hopper's tensor memory accelerator. Up to 16 rows of small weights take `held_tiles`, and up to 32
-`shared_tiles`; one or two rows of small weights whose sizes these do not take, `held_weights`.
+A program computes one tile of the outputs, from all inputs. Hopper's tensor memory accelerator
+copies the tiles that it reads. For small weights, up to 16 rows use `held_tiles`, and up to 32 rows
+`shared_tiles`. If these do not support the weight's size, one or two rows use `held_weights`.
 """
 
 import functools
@@ -43,13 +43,13 @@ from nanovllm.kernels.triton.linear.rounded_linear import can_round
 from nanovllm.kernels.triton.linear.row_outputs import store_outputs
 from nanovllm.kernels.triton.linear.row_tiles import FEW, FEW_ROUNDED
 
-LEAST = 16  # tensor cores multiply matrices with sizes that are multiples of it
-MOST_ROWS = {32 << 20: 256, 128 << 20: 128}  # by a layer's weights; with more, cuBLAS is faster
-MOST_OF_LARGE = 64  # rows, of larger layers
+LEAST = 16  # the sizes of matrices that tensor cores multiply are multiples of this
+MOST_ROWS = {32 << 20: 256, 128 << 20: 128}  # by a layer's weights; for more rows cuBLAS is faster
+MOST_OF_LARGE = 64  # the most rows for larger layers
 Weight = torch.Tensor | ArrangedMatrix  # [N, K], or a stack of them
 Addends = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # residual, norm, the product with it
-MOST_TILES = held_weights.MOST_BYTES >> 17  # of `shared_tiles`: a program holds 128 KiB of weights
-SHARED_BYTES = {1: 208 << 10, 2: 104 << 10}  # for tiles, by programs on a multiprocessor
+MOST_TILES = held_weights.MOST_BYTES >> 17  # of `shared_tiles`: a program has 128 KiB of weights
+SHARED_BYTES = {1: 208 << 10, 2: 104 << 10}  # for tiles, by the programs on a multiprocessor
 
 
 @triton.jit
@@ -58,8 +58,8 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the products with gates, or with all outputs, and one with the ups, if GATED."""
-    # Tensor cores take 64 rows of the left matrix: the outputs, if the tile is large enough.
+    """Multiply one tile of outputs; if GATED, one tile of gates and one tile of ups."""
+    # Tensor cores read 64 rows of the left matrix: it is the weight if the tile has enough outputs.
     TURNED: tl.constexpr = BLOCK_N >= 64  # noqa: N806
     acc = tl.zeros([BLOCK_N, BLOCK_T] if TURNED else [BLOCK_T, BLOCK_N], tl.float32)
     up = acc
@@ -85,7 +85,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr, ADD: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One tile of outputs. Neighbouring programs share its weights, for other rows."""
+    """Compute one tile of outputs. Neighbouring programs use the same weights for other rows."""
     first_t = tl.program_id(0) * BLOCK_T
     first_n = tl.program_id(1) * BLOCK_N
     t = first_t + tl.arange(0, BLOCK_T)
@@ -113,7 +113,8 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
 class FewRows:
     """The kernels, and the largest number of rows for which they are faster.
 
-    A model has its own: the zeros are for one kernel at a time. A bias may differ for each row.
+    Each model has its own object, because `arrivals` is used by one kernel at a time. A bias may
+    have a row for each row of x.
     """
 
     most_rows: int
@@ -164,7 +165,7 @@ class FewRows:
         norm: torch.Tensor,
         eps: float,
     ) -> tuple[torch.Tensor, Scaled]:
-        """`residual` plus the experts of the norm, and the sum scaled by the next norm's weight."""
+        """`residual` plus the experts' outputs, and the sum scaled by the next norm's weight."""
         return add_experts(x, weights, residual, norm, eps)
 
     def _launch(
@@ -186,7 +187,7 @@ class FewRows:
         squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
         if held_weights.can_hold_tiles(num_rows, weight, gated) and can_overlap(x.device):
             from nanovllm.kernels.triton.linear import (
-                held_tiles,  # here: Triton may be without Gluon
+                held_tiles,  # imported here because Triton may not have Gluon
             )
 
             return held_tiles.launch(x, weight, bias, out, squares_in, eps, gated, addends)
@@ -220,11 +221,11 @@ class FewRows:
 
 @dataclass(frozen=True, slots=True)
 class FewRowsTiles:
-    """How a product is divided; outputs and inputs are divisors of the sizes."""
+    """The division of a product into tiles; outputs and inputs divide the sizes."""
 
     rows: int
     outputs: int
-    inputs: int  # at a time
+    inputs: int  # inputs of a tile
     stages: int  # tiles of inputs in flight
     side_by_side: int  # programs on a multiprocessor
 
@@ -235,8 +236,8 @@ def tiles_for(
 ) -> FewRowsTiles:
     """The tiles that were fastest for the layers of Qwen3-0.6B, 1.7B, 4B and 8B.
 
-    The smallest ones with which all programs run at the same time, alone on a multiprocessor; else
-    two on each; else the largest.
+    These are the smallest tiles with which all programs run at the same time, one on each
+    multiprocessor. If there are none: two on each. Else the largest tiles.
     """
     sizes = [rows for rows in (16, 32, 64, ROOM) if rows < 2 * max(num_rows, LEAST)]
     alone = [(rows, 64, 1) for rows in sizes if not (gated and rows == ROOM)]
@@ -262,9 +263,10 @@ def _divisor(size: int, most: int) -> int:
 def few_rows_for(
     weights: list[Weight | ExpertWeights | None], dtype: torch.dtype = torch.bfloat16
 ) -> FewRows | None:
-    """The kernels for a layer's weights and the type of its rows; None where they do not help.
+    """The kernels for a layer's weights and the type of its rows; None if they are not faster.
 
-    Not for float16, where rows without their norm's factor may overflow. Experts set no limit.
+    There are none for float16, in which rows without their norm's factor may overflow. Experts do
+    not limit the number of rows.
     """
     made: list[Weight] = []
     for weight in weights:
@@ -283,7 +285,7 @@ def few_rows_for(
             min(FEW_ROUNDED if can_round(weight, device) else FEW for weight in arranged)
         )
     if cdiv(max(weight.shape[0] for weight in made), 2 * 64) > 2 * num_multiprocessors(device):
-        return None  # gate and up in tiles of 64 would not all run at once: not measured
+        return None  # tiles of 64 gates and ups would not all run at the same time: not measured
     size = sum(math.prod(weight.shape) for weight in made)
     most = next((rows for limit, rows in MOST_ROWS.items() if size < limit), MOST_OF_LARGE)
     return FewRows(most, torch.zeros(MOST_TILES, dtype=torch.int32, device=device))

@@ -1,13 +1,13 @@
-"""A linear layer of up to 16 rows, with what surrounds it: registers hold weights for tensor cores.
+"""Fused linear layer for up to 16 rows: registers hold the weights for the tensor cores.
 
 T rows, K inputs, N outputs.
 
 As in `held_weights`, a program loads all its weights while the kernel before it ends, and the
 programs that run at the same time hold the whole matrix. The inputs are divided among the warps of
-a program, and are loaded as the tensor cores take them: a thread has TOGETHER of them at a time,
-and neither weights nor rows move through shared memory. The warps' sums do.
+a program, and are loaded in the order in which the tensor cores read them: a thread loads TOGETHER
+of them at a time. So neither weights nor rows move through shared memory; only the warps' sums do.
 
-Gluon has no interpreter: what the kernel computes is tested on a GPU.
+Gluon has no interpreter: the kernel's results are tested on a GPU.
 """
 
 import torch
@@ -39,7 +39,7 @@ def sum_squares(  # type: ignore[no-untyped-def]
     BLOCK_T: gl.constexpr, BLOCK_P: gl.constexpr, P: gl.constexpr, WARPS: gl.constexpr,
     OUT: gl.constexpr,
 ):  # fmt: skip
-    """The sums of P parts of the rows' squares: [BLOCK_T, 1], for outputs with the layout OUT."""
+    """Add up P parts of the rows' squares: [BLOCK_T, 1], for outputs with the layout OUT."""
     ROWS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])  # noqa: N806
     row = gl.arange(0, BLOCK_T, gl.SliceLayout(1, ROWS))
     p = gl.arange(0, BLOCK_P, gl.SliceLayout(0, ROWS))
@@ -63,13 +63,13 @@ def _load(  # type: ignore[no-untyped-def]
     ROWS: gl.constexpr, K: gl.constexpr, PART: gl.constexpr, WARPS: gl.constexpr,
     MMA: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """PART inputs of each warp from rows of a matrix, as an operand of the tensor cores.
+    """Load PART inputs of each warp from rows of a matrix, as an operand of the tensor cores.
 
-    After the last one of `num_rows`, that one is repeated.
+    The last of `num_rows` rows is repeated.
     """
     layout: gl.constexpr = gl.DotOperandLayout(OPERAND, MMA, TOGETHER)
     row = _along(ROWS, 1 + OPERAND, layout)
-    if OPERAND == 1:  # the weights of all outputs exist
+    if OPERAND == 1:  # weights: all outputs exist
         row = gl.minimum(row, num_rows - 1)
     k = first_k + _along(WARPS, 0, layout) * PART + _along(PART, 2 - OPERAND, layout)
     return gl.load(rows_ptr + (row * K + k))
@@ -81,7 +81,7 @@ def _hold(  # type: ignore[no-untyped-def]
     BLOCK_N: gl.constexpr, K: gl.constexpr, PART: gl.constexpr, WARPS: gl.constexpr,
     MMA: gl.constexpr,
 ):  # fmt: skip
-    """All inputs' weights of BLOCK_N outputs. PART inputs of each warp are an entry."""
+    """Load the weights of all inputs for BLOCK_N outputs; an entry has PART inputs of each warp."""
     weights = ()
     for k in gl.static_range(0, K, PART * WARPS):
         more = _load(weight_ptr + first_n * K, BLOCK_N, k, BLOCK_N, K, PART, WARPS, MMA, 0)
@@ -97,7 +97,7 @@ def _held_tiles_kernel(  # type: ignore[no-untyped-def]
     GATED: gl.constexpr, ADD: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr,
     PART: gl.constexpr, WARPS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of all rows."""
+    """Compute BLOCK_N outputs of all rows."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])  # noqa: N806
     SUMS: gl.constexpr = gl.BlockedLayout(  # noqa: N806
         [WARPS, 1, 1], [1, 32 // BLOCK_N, BLOCK_N], [1, WARPS, 1], [2, 1, 0]
@@ -145,10 +145,10 @@ def launch(
     gated: bool,
     addends: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Launch the kernel for a weight that `can_hold_tiles`; `squares_in` has no columns if x is not
-    to be scaled.
+    """Launch the kernel for a weight that `can_hold_tiles`. Returns the sums of squares, if any.
 
-    Returns the sums of squares, if there are addends.
+    `squares_in` has no columns if x is not to be scaled. There are sums of squares if there are
+    addends.
     """
     assert x.is_contiguous() and weight.is_contiguous()
     (num_rows, size_in), size_out = x.shape, out.shape[1]

@@ -1,11 +1,11 @@
-"""A linear layer of one row or two, with what surrounds it: weights are held in registers.
+"""Fused linear layer for one or two rows: registers hold the weights.
 
 T rows, K inputs, N outputs.
 
 A program computes some outputs from all inputs, without tensor cores. It loads all its weights
-while the kernel before it ends: the programs run at the same time, and hold the whole matrix. When
-that kernel has ended, they read the rows alone. Then the next kernel may begin with its weights, so
-that memory is always read.
+while the kernel before it ends: the programs run at the same time, and together hold the whole
+matrix. When that kernel has ended, they only have to read the rows. Then the next kernel may begin
+to load its weights, so that memory is always being read.
 """
 
 import torch
@@ -17,14 +17,14 @@ from nanovllm.kernels.triton.common import await_inputs, early, let_next_begin
 from nanovllm.kernels.triton.linear.row_outputs import store_outputs
 
 MOST_ROWS = 2
-MOST_BYTES = 16 << 20  # of a matrix: what the programs that run at the same time hold
+MOST_BYTES = 16 << 20  # of a matrix: as much as programs that run at the same time can hold
 WARPS = 4
 HELD = WARPS * 32 * 128  # weights of a program: 128 of a thread, in 64 registers
 MOST_TILE_ROWS = 16
-TILE = 16  # outputs of a program of `held_tiles`, which has 4 times as many warps at most
-TILE_INPUTS = 16 * 64  # 64 for each of its warps are two loads of 16 bytes of 4 threads
-MOST_SHARED_ROWS = 32  # of `shared_tiles`
-SHARED_OUTPUTS = 64  # of a program of it
+TILE = 16  # outputs of a program of `held_tiles`, which has at most 4 times as many warps
+TILE_INPUTS = 16 * 64  # 64 for each of its warps: two loads of 16 bytes by 4 threads
+MOST_SHARED_ROWS = 32  # the most rows for `shared_tiles`
+SHARED_OUTPUTS = 64  # outputs of a program of `shared_tiles`
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -35,7 +35,7 @@ def _held_kernel(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr, ADD: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_N outputs of all rows."""
+    """Compute BLOCK_N outputs of all rows."""
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     t = tl.arange(0, BLOCK_T)
@@ -69,7 +69,7 @@ def _held_kernel(  # type: ignore[no-untyped-def]
 
 
 def can_hold(num_rows: int, weight: torch.Tensor) -> bool:
-    """Whether the kernel is faster than that of `few_rows`, for a weight [N, K]."""
+    """Whether the kernel is faster than `few_rows` for a weight [N, K]."""
     size_in = next_power_of_2(weight.shape[1])
     return num_rows <= MOST_ROWS and weight.nbytes <= MOST_BYTES and 2 * size_in <= HELD
 
@@ -77,7 +77,7 @@ def can_hold(num_rows: int, weight: torch.Tensor) -> bool:
 def can_hold_tiles(num_rows: int, weight: torch.Tensor, gated: bool) -> bool:
     """Whether `held_tiles` is faster than `few_rows` for a weight [N, K].
 
-    If `gated`, that is the weight of gate and up.
+    If `gated`, it is the weight of gate and up.
     """
     size_out, size_in = weight.shape
     return (

@@ -1,7 +1,7 @@
-"""Rows rounded to e4m3 or int8, with a scale for each row or for each group of its inputs.
+"""Round rows to e4m3 or int8, with a scale for each row or for each group of its inputs.
 
-By a kernel of their own, or by that of the norm or the activation that computes them. Their codes
-are in the order of those of an `ArrangedMatrix`, by which they are multiplied.
+A separate kernel does this, or the kernel of the norm or the activation before it. The codes are in
+the order of the `ArrangedMatrix` that they are multiplied by.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ def store_rounded(  # type: ignore[no-untyped-def]
     N: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr,
     STATIC: tl.constexpr,
 ):  # fmt: skip
-    """Round BLOCK float32 inputs of a row, which are 0 after its end, from input `first` on.
+    """Round BLOCK float32 inputs of a row from input `first` on; they are 0 after its end.
 
     N is the number of codes of a row. GROUP divides BLOCK.
     """
@@ -45,7 +45,7 @@ def store_rounded(  # type: ignore[no-untyped-def]
         scales = top * (1 / MOST)
     inverse = 1.0 / scales if INTERPRETED else tl.div_rn(1.0, scales)
     scaled = tl.minimum(tl.maximum(groups * inverse[:, None], -MOST), MOST)
-    if codes_ptr.dtype.element_ty == tl.int8:  # to the nearest whole number, ties to the even one
+    if codes_ptr.dtype.element_ty == tl.int8:  # round to the nearest whole number, ties to even
         scaled = (scaled + 12582912.0) - 12582912.0
     of_16 = tl.reshape(scaled.to(codes_ptr.dtype.element_ty), (BLOCK // 16, 2, 4, 2))
     codes = tl.reshape(tl.permute(of_16, (0, 2, 3, 1)), (BLOCK,))  # as `in_word_order`
@@ -78,7 +78,7 @@ def _rounded_norm_kernel(  # type: ignore[no-untyped-def]
     K: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     MOST: tl.constexpr, STATIC: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The norm is rounded to the type of x, as a kernel would that stores it, and then to codes."""
+    """Compute the norm, round it to the type of x (as if it were stored), and then to codes."""
     row = tl.program_id(0).to(tl.int64)
     await_inputs(EARLY)
     norm = norm_row(x_ptr, residual_ptr, weight_ptr, sum_ptr, eps, row, x_stride, residual_stride,
@@ -105,19 +105,19 @@ def _rounded_activation_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class RoundingKernels:
-    """How the rows that a matrix multiplies are rounded, and the kernels that make such rows.
+    """How the rows for a matrix are rounded, and the kernels that make such rows.
 
-    Their methods are those of `Kernels`. Each returns codes [T, padded], zeros after the inputs,
-    and float32 scales [T, groups].
+    The methods have the names of `Kernels`. Each returns codes [T, padded], with zeros after the
+    inputs, and float32 scales [T, groups].
     """
 
-    dtype: torch.dtype  # of the codes
-    group: int  # inputs with one scale, a power of two; 0 is all of a row
-    scale: torch.Tensor | None  # of all rows, if it is fixed
+    dtype: torch.dtype  # the type of the codes
+    group: int  # inputs with one scale, a power of two; 0: the whole row
+    scale: torch.Tensor | None  # a fixed scale for all rows
     padded: int  # codes of a row, a multiple of 16
 
     def rows(self, x: torch.Tensor) -> "RoundedRows":
-        """Codes and scales of x [T, K], as the twin defines them. Reads x once."""
+        """Codes and scales of x [T, K], as the plain definition. Reads x once."""
         assert x.stride(1) == 1
         rounded, options, block = self._new(len(x), x.shape[1], x, whole=False)
         _quantize_rows_kernel[(len(x), cdiv(self.padded, block))](
@@ -127,17 +127,17 @@ class RoundingKernels:
         return rounded
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> "RoundedRows":
-        """The rounded norm of each row of x [T, K]. Reads x once, writes half as much."""
+        """The rounded norm of each row of x [T, K]. Reads x once, writes half as many bytes."""
         return self._norm(x, None, weight, eps)[0]
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple["RoundedRows", torch.Tensor]:
-        """The rounded norm of `x + residual`, and the sum."""
+        """The rounded norm of `x + residual`, and this sum."""
         return self._norm(x, residual, weight, eps)
 
     def silu_and_mul(self, x: torch.Tensor) -> "RoundedRows":
-        """The rounded `silu(gate) * up` of x [T, 2 * K]. Reads x once, writes a quarter."""
+        """The rounded `silu(gate) * up` of x [T, 2 * K]. Reads x once, writes a quarter of it."""
         assert x.stride(1) == 1
         rounded, options, block = self._new(len(x), x.shape[1] // 2, x, whole=False)
         _rounded_activation_kernel[(len(x), cdiv(self.padded, block))](
@@ -167,7 +167,7 @@ class RoundingKernels:
     def _new(
         self, num_rows: int, size: int, like: torch.Tensor, whole: bool
     ) -> tuple["RoundedRows", dict[str, object], int]:
-        """Memory for rounded rows, the kernels' constants, and the inputs of a program."""
+        """Allocate rounded rows; also return kernel constants, and the inputs of a program."""
         block = next_power_of_2(self.padded)
         block = min(block, BLOCK_OF_GROUPS) if self.group and not whole else block
         group = self.group or block
@@ -190,4 +190,4 @@ class RoundedRows:
 
     codes: torch.Tensor  # [T, padded]
     scales: torch.Tensor  # [T, groups], float32
-    dtype: torch.dtype  # of the rows before, and of their products
+    dtype: torch.dtype  # the type of the rows before rounding, and of their products

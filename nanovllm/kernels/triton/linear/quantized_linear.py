@@ -1,4 +1,4 @@
-"""Linear layers with quantized weights: the way for each number of rows and each format."""
+"""Linear layers with quantized weights: choose the kernels by the number of rows and the format."""
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,10 @@ def quantized_linear(
 ) -> torch.Tensor:
     """`x @ weight.T + bias` for x [T, K]. Nothing syncs, and shapes decide which kernels run.
 
-    Few rows are multiplied by the codes as they are: bytes moved are the codes. More rows are
-    rounded to the codes' type, if the weight and the device allow it, or already were by
-    `rounding_of(weight, T)`. Else the whole matrix is made in x's type, when rows are many enough
-    to make up for it: that is also the peak memory.
+    Few rows are multiplied by the codes, without rounding: the bytes moved are the codes. More rows
+    are rounded to the codes' type if the weight and the device allow it; `rounding_of(weight, T)`
+    may already have rounded them. If not, and if there are many rows, the whole matrix is converted
+    to x's type first: it is also the peak memory.
     """
     if isinstance(x, RoundedRows):
         return rounded_linear(x, weight, bias)

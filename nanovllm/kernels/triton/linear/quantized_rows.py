@@ -1,9 +1,10 @@
-"""Linear layers of few rows with quantized weights, in one kernel with what is around them.
+"""Linear layers for few rows with quantized weights, fused with the operations around them.
 
-T rows, K inputs, N outputs. It is `few_rows` for an `ArrangedMatrix`: reading the codes bounds it.
-The codes of a tile become numbers in registers; a scale multiplies a tile's product, never the
-weights. Rows are not rounded. Where there are too few tiles to keep the memory busy, several
-programs share one, each with a part of K, and the last to finish adds up the parts in their order.
+T rows, K inputs, N outputs. This is `few_rows` for an `ArrangedMatrix`: it takes the time of
+reading the codes. The codes of a tile are converted in registers; a scale multiplies a tile's
+product, never the weights. Rows are not rounded. If there are too few tiles to keep the memory
+busy, several programs share a tile, each with a part of K, and the last one to finish adds up the
+parts in their order.
 """
 
 import torch
@@ -42,7 +43,7 @@ def _of_outputs(  # type: ignore[no-untyped-def]
     if COPIED:
         return tl.reshape(tiles.load([k // GROUP, first_n]), (BLOCK_N,))
     at = tl.minimum(first_n + tl.arange(0, BLOCK_N), N - 1) // SCALE_ROWS
-    if GROUP:  # padding has no group of its own
+    if GROUP:  # the padding has no group
         at += tl.minimum(k // GROUP, GROUPS - 1) * COLUMNS
     return tl.load(ptr + at)
 
@@ -70,8 +71,8 @@ def add_product(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """acc [outputs, T] plus the weights of `words` times x [T, inner], and times scales if SCALED.
 
-    The weights are the left matrix, which tensor cores read from registers. The right one is x,
-    with as few as 8 rows.
+    The weights are the left matrix, which tensor cores read from registers. The right matrix is x,
+    which may have only 8 rows.
     """
     weight = unpack(words, zeros, x, KIND, HALF, ZEROS)
     product = dot(weight, tl.trans(x))
@@ -86,7 +87,7 @@ def _load_x(  # type: ignore[no-untyped-def]
     K: tl.constexpr, PADDED: tl.constexpr, BLOCK_T: tl.constexpr, INNER: tl.constexpr,
     COPIED: tl.constexpr,
 ):  # fmt: skip
-    """INNER inputs of BLOCK_T rows; zeros after the ends."""
+    """Load INNER inputs of BLOCK_T rows, with zeros after the ends."""
     if COPIED:
         return x_tiles.load([first_t, k])
     t = first_t + tl.arange(0, BLOCK_T)
@@ -110,7 +111,7 @@ def _quantized_rows_kernel(  # type: ignore[no-untyped-def]
     COPIED: tl.constexpr, COPIED_X: tl.constexpr, COPIED_SCALES: tl.constexpr,
     STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A part of K of one tile of outputs. Neighbouring programs share its codes."""
+    """Compute a part of K for one tile of outputs. Neighbouring programs use the same codes."""
     first_t = tl.program_id(0) * BLOCK_T
     first_n = tl.program_id(1) * BLOCK_N
     t = first_t + tl.arange(0, BLOCK_T)
@@ -124,7 +125,7 @@ def _quantized_rows_kernel(  # type: ignore[no-untyped-def]
     SHARE: tl.constexpr = (PADDED // STEP + SPLIT - 1) // SPLIT * STEP  # noqa: N806
     WORDS: tl.constexpr = INNER // 4  # noqa: N806
     ROW_WORDS: tl.constexpr = PADDED // (4 * (1 + FOUR))  # noqa: N806
-    # Products that are scaled one by one have no accumulator that the tensor cores wait for.
+    # If each product is scaled separately, tensor cores do not wait for an accumulator.
     EACH: tl.constexpr = GROUP > 0 or BLOCK_T <= 64  # noqa: N806
     await_inputs(EARLY)
     # Loads for the end of the kernel start before those of the codes, which take longest.
@@ -226,12 +227,12 @@ def launch(
     if tiles.splits > 1:
         parts = x.new_empty(tiles.splits, 1 + gated, num_rows, size_out, dtype=torch.float32)
     copied = can_copy_tiles(x.device)
-    # Rows of a matrix that begin at multiples of 16 bytes.
+    # Rows can be copied if they begin at multiples of 16 bytes.
     copied_x = copied and tiles.copies_x and size_in * x.itemsize % 16 == 0
     whole_x = with_room(x, tiles.rows)
-    copied_x &= len(whole_x) % tiles.rows == 0  # others are slow to copy
+    copied_x &= len(whole_x) % tiles.rows == 0  # partial tiles are slow to copy
     zeros = weight.scales if weight.zeros is None else weight.zeros
-    # Tiles of scales with few bytes, or those of blocks, are loaded by the threads.
+    # Threads load tiles of scales that have few bytes, and those of blocks.
     copied_scales = copied and weight.group > 0 and weight.scale_rows == 1
     copied_scales &= size_out % 16 == 0
     _quantized_rows_kernel[(cdiv(num_rows, tiles.rows), columns, tiles.splits)](

@@ -1,4 +1,4 @@
-"""RMSNorm, alone and with the residual add before it. T rows of N elements."""
+"""RMSNorm, with or without the residual add before it. T rows of N elements."""
 
 import torch
 import triton
@@ -12,7 +12,7 @@ def norm_row(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, weight_ptr, sum_ptr, eps, row, x_stride, residual_stride,
     N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """The norm of a row in float32, held in registers, with zeros after its end."""
+    """The norm of a row in float32, in registers, with zeros after its end."""
     n = tl.arange(0, BLOCK)
     inside = n < N
     weight = tl.load(weight_ptr + n, mask=inside, other=0.0).to(tl.float32)
@@ -40,7 +40,7 @@ def _rms_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Norm of each row of x [T, N], in float32 inside. Reads x once, writes as much."""
+    """Norm of each row of x [T, N], in float32 inside. Reads [T, N] once, writes it once."""
     num_rows, size = x.shape
     assert x.stride(1) == weight.stride(0) == 1
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -54,7 +54,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norm of `x + residual`, and the rounded sum. Two reads and two writes of [T, N]."""
+    """Norm of `x + residual`, and the rounded sum. Reads [T, N] twice, writes it twice."""
     num_rows, size = x.shape
     assert x.stride(1) == residual.stride(1) == weight.stride(0) == 1
     out, total = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))

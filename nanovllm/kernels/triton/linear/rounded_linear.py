@@ -1,7 +1,8 @@
-"""Products of rounded rows and quantized weights on the tensor cores of their type.
+"""Multiply rounded rows by quantized weights, on the tensor cores of the codes' type.
 
-T rows, K inputs, N outputs. Sums are of whole int8 products, or of e4m3 products in float32; scales
-multiply them afterwards: for each row and output, or for each 128 inputs with block scales.
+T rows, K inputs, N outputs. Sums of int8 products are integers, those of e4m3 products are float32.
+Scales multiply the sums afterwards: for each row and output, or for each 128 inputs with block
+scales.
 """
 
 import torch
@@ -28,16 +29,16 @@ from nanovllm.kernels.triton.linear.quantize_rows import RoundedRows, RoundingKe
 from nanovllm.kernels.triton.linear.row_tiles import FEW_ROUNDED, RowTiles
 
 BLOCK_K = 128
-TOGETHER = 8  # tiles of rows that neighbouring programs share a tile of weights for
-E4M3_AT = 89  # the compute capability whose tensor cores multiply e4m3
+TOGETHER = 8  # tiles of rows for which neighbouring programs use the same tile of weights
+E4M3_AT = 89  # from this compute capability on, tensor cores multiply e4m3
 SMALL = 64  # rows and outputs of a tile
-MOST_SPLITS, LEAST_STEPS = 4, 8  # parts of K, and the steps of each
-ALIGNED = 16  # PyTorch's product needs sizes that are multiples of it
+MOST_SPLITS, LEAST_STEPS = 4, 8  # the most parts of K, and the fewest steps of each
+ALIGNED = 16  # PyTorch's product needs sizes that are multiples of this
 
 
 @triton.jit
 def _product(x, weight):  # type: ignore[no-untyped-def]
-    """Sums of products of codes; the interpreter computes them in float32."""
+    """The product of codes; the interpreter computes it in float32."""
     if INTERPRETED:
         return tl.dot(x.to(tl.float32), tl.trans(weight).to(tl.float32))
     if x.dtype == tl.int8:
@@ -54,7 +55,7 @@ def _rounded_kernel(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
     SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A part of K of one tile of outputs."""
+    """Compute a part of K for one tile of outputs."""
     tiles_t = tl.cdiv(num_rows, BLOCK_T)
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
@@ -78,7 +79,7 @@ def _rounded_kernel(  # type: ignore[no-untyped-def]
     begin = split * SHARE
     end = tl.minimum(begin + SHARE, K)
     ALONE: tl.constexpr = SCALE_ROWS % BLOCK_N == 0  # noqa: N806
-    if BLOCKS and ALONE:  # a tile has one scale, which is loaded an iteration before its use
+    if BLOCKS and ALONE:  # a tile has one scale, which is loaded one iteration before its use
         scale_at = scales_ptr + first_n // SCALE_ROWS
         next_scale = tl.load(scale_at + tl.minimum(begin, K - 1) // BLOCK_K * COLUMNS).to(
             tl.float32
@@ -121,7 +122,7 @@ def _rounded_kernel(  # type: ignore[no-untyped-def]
 
 
 def can_round(weight: ArrangedMatrix, device: torch.device) -> bool:
-    """Whether the device's tensor cores multiply rounded rows by such a weight."""
+    """Whether the device's tensor cores can multiply rounded rows by this weight."""
     if not weight.rounds_inputs or weight.zeros is not None or len(weight.shape) != 2:
         return False
     if weight.kind == "e4m3":
@@ -131,7 +132,7 @@ def can_round(weight: ArrangedMatrix, device: torch.device) -> bool:
 
 
 def rounding_of(weight: ArrangedMatrix, num_rows: int) -> RoundingKernels | None:
-    """How that many rows are rounded before such a weight multiplies them; None if they are not."""
+    """How `num_rows` rows are rounded before the product with this weight; None if they are not."""
     if num_rows <= FEW_ROUNDED or weight.order is not None or not can_round(weight, weight.device):
         return None
     dtype = torch.int8 if weight.kind == "int8" else torch.float8_e4m3fn
@@ -141,11 +142,11 @@ def rounding_of(weight: ArrangedMatrix, num_rows: int) -> RoundingKernels | None
 def rounded_linear(
     x: RoundedRows, weight: ArrangedMatrix, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x @ weight.T + bias` for rows [T, K] that the weight's rounding has made."""
+    """`x @ weight.T + bias` for rows [T, K] that were rounded for this weight."""
     if _takes_pytorch(x, weight):
         matrix = weight.codes.view(torch.float8_e4m3fn).t()
         columns = weight.scales.view(1, -1)
-        # Whole tiles: 136 rows take 72 us where 256 take 45.
+        # Multiply whole tiles: 136 rows take 72 us, 256 take 45 us.
         whole = with_room(x.codes, ROOM), with_room(x.scales, ROOM)
         out = torch._scaled_mm(whole[0], matrix, whole[1], columns, out_dtype=x.dtype)
         out = out[: len(x.codes)]
@@ -154,7 +155,7 @@ def rounded_linear(
 
 
 def _takes_pytorch(x: RoundedRows, weight: ArrangedMatrix) -> bool:
-    """Whether PyTorch has that product, and is faster: it is with many tiles."""
+    """Whether PyTorch has this product, and is faster, as with many tiles."""
     if weight.kind != "e4m3" or weight.group or not x.codes.is_cuda:
         return False
     tiles = _small_tiles(len(x.codes), weight.size_out)
@@ -168,7 +169,7 @@ def multiply(
     bias: torch.Tensor | None,
     tiles: RowTiles | None = None,
 ) -> torch.Tensor:
-    """The product by a kernel of ours."""
+    """The product by our own kernel."""
     (num_rows, size_in), size_out = x.codes.shape, weight.size_out
     out = torch.empty(num_rows, size_out, dtype=x.dtype, device=x.codes.device)
     matrix = weight.codes.view(x.codes.dtype)
@@ -199,10 +200,10 @@ def _small_tiles(num_rows: int, size_out: int) -> int:
 
 
 def _choose_tiles(num_rows: int, weight: ArrangedMatrix) -> RowTiles:
-    """Small tiles, two or three of them on each processor, and parts of K if those are too few.
+    """Choose small tiles, two or three on each processor, or parts of K if there are too few.
 
-    Tiles of many more are large, as those read least; with a scale for each 128 inputs, registers
-    bound them.
+    If there would be many more, tiles are large, because they read fewer bytes. With a scale for
+    each 128 inputs, registers limit their size.
     """
     processors = num_multiprocessors(weight.device)
     tiles, steps = _small_tiles(num_rows, weight.size_out), weight.padded_in // BLOCK_K

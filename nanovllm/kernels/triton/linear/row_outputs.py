@@ -1,4 +1,4 @@
-"""The end of a kernel that multiplies few rows: norm, bias, activation, residual and stores."""
+"""The end of kernels that multiply few rows: norm, bias, activation, residual and stores."""
 
 import triton
 import triton.language as tl
@@ -13,13 +13,14 @@ def store_outputs(  # type: ignore[no-untyped-def]
     N: tl.constexpr, K: tl.constexpr, P: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
     ADD: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile of outputs, of the sums acc and, if GATED, up: [T, BLOCK_N].
+    """Store a tile of outputs, from the sums acc and, if GATED, up: [T, BLOCK_N].
 
-    `squares` are P parts of the rows' sums of squares, of the norm before. `t` and `n` are the rows
-    and outputs of this tile, the `tile`-th of N, with n at most N - 1; `at` are the places of its
-    elements, of which those that exist are `real`. BIAS is 1 for a bias [N], or 2 for one of each
-    row; if GATED, that of the ups follows that of the gates. With ADD, the sum with the residual is
-    stored, its product with the next norm's weight, and its sums of squares.
+    `squares` are P parts of the rows' sums of squares, for the norm before the layer. `t` and `n`
+    are the rows and outputs of this tile, the `tile`-th of N, with n at most N - 1. `at` are the
+    places of its elements, and `real` says which of them exist. BIAS is 1 for a bias [N], or 2 for
+    a bias of each row; if GATED, the bias of the ups follows that of the gates. With ADD, this
+    stores the sum with the residual, its product with the next norm's weight, and its sums of
+    squares.
     """
     if P:
         factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]

@@ -1,4 +1,4 @@
-"""How a product of a quantized weight and rows that are not rounded is divided among programs.
+"""Divide a product of a quantized weight and rows that are not rounded among programs.
 
 T rows, K inputs, N outputs. On Hopper GPUs a group of four warps multiplies 64 outputs (`wgmma`),
 with the weights in registers and the rows in shared memory.
@@ -13,13 +13,13 @@ from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.triton.common import can_copy_tiles, num_multiprocessors, shared_bytes
 from nanovllm.kernels.triton.linear.arranged import ArrangedMatrix
 
-FEW = 64  # rows that `few_rows` takes, if they are not rounded
-FEW_ROUNDED = 32  # rows that are not rounded although the weight allows it
-# Rows of the kernel on Hopper GPUs for weights of that size. More, or smaller weights, are faster
-# if the weight is dequantized first.
+FEW = 64  # the most rows for `few_rows`, if they are not rounded
+FEW_ROUNDED = 32  # up to this many rows are not rounded even if the weight allows it
+# The most rows for the kernel on Hopper GPUs, and the least size of the weight. For more rows or
+# smaller weights, it is faster to dequantize the weight first.
 MOST_ROWS, LARGE = 256, 1 << 24
-OUTPUTS = 64  # of four warps
-LEAST_STEPS = 2  # of a program, if others have the rest of K
+OUTPUTS = 64  # outputs of four warps
+LEAST_STEPS = 2  # the fewest steps of a program that shares K with others
 MOST_STAGES = 4
 
 
@@ -32,12 +32,12 @@ class RowTiles:
     splits: int  # programs that share a tile of outputs, each with a part of the inputs
     stages: int  # tiles of inputs in flight
     warps: int = 4
-    copies_x: bool = False  # by the tensor memory accelerator, as it does codes
-    runs: int = 1  # times `inner` inputs in a tile; codes of 4 bits have an even number
+    copies_x: bool = False  # the tensor memory accelerator copies x, as it does codes
+    runs: int = 1  # runs of `inner` inputs in a tile; an even number for codes of 4 bits
 
 
 def most_rows(weight: ArrangedMatrix, dtype: torch.dtype) -> int:
-    """The rows that the kernel multiplies faster than PyTorch does with a dequantized weight."""
+    """The most rows that the kernel multiplies faster than PyTorch with a dequantized weight."""
     large = weight.size_out * weight.size_in >= LARGE
     return MOST_ROWS if large and _has_wgmma(weight, dtype) else FEW
 
@@ -45,7 +45,7 @@ def most_rows(weight: ArrangedMatrix, dtype: torch.dtype) -> int:
 def choose_tiles(
     num_rows: int, weight: ArrangedMatrix, gated: bool, dtype: torch.dtype
 ) -> RowTiles:
-    """The tiles for a product, from its shape alone."""
+    """Choose the tiles of a product by its shape."""
     runs = 2 if weight.kind == "int4" else 1
     choose = _wgmma_tiles if _has_wgmma(weight, dtype) else _other_tiles
     return choose(
@@ -64,10 +64,10 @@ def _wgmma_tiles(
     num_rows: int, steps: int, size_out: int, inner: int, runs: int, gated: bool, itemsize: int,
     processors: int, room: int,
 ) -> RowTiles:  # fmt: skip
-    """Tiles of which a processor holds a few at the same time.
+    """Choose tiles so that a processor runs a few at the same time.
 
-    Parts of K are for tiles that are too few; their sums are read and written once more, so there
-    are fewer of them with more rows.
+    If there are too few tiles, K is divided into parts. The sums of parts are written and read once
+    more, so there are fewer parts with more rows.
     """
     rows = next(size for size in (16, 32, 64, 128) if num_rows <= size or size == 128)
     programs = cdiv(num_rows, rows) * cdiv(size_out, OUTPUTS)
@@ -77,7 +77,7 @@ def _wgmma_tiles(
             break
         splits *= 2
     side_by_side = 4 if rows == 16 else 3 if rows < 128 else 1
-    # Codes leave shared memory when they become numbers, the rows when they were multiplied.
+    # Codes are freed in shared memory when they are converted, rows when they have been multiplied.
     codes, x = OUTPUTS * (1 + gated) * inner, rows * itemsize * runs * inner
     stages = max(2, min(MOST_STAGES, (room // side_by_side + codes) // (codes + x)))
     stages = min(stages, 3) if rows >= 64 else stages
@@ -89,7 +89,7 @@ def _other_tiles(
     num_rows: int, steps: int, size_out: int, inner: int, runs: int, gated: bool, itemsize: int,
     processors: int, room: int,
 ) -> RowTiles:  # fmt: skip
-    """Tiles of which about three run on each processor. Not measured."""
+    """Choose tiles so that about three run on each processor. Not measured."""
     rows = next(size for size in (8, 16, 32) if num_rows <= size or size == 32)
     outputs = 32 if gated else 64
     programs = cdiv(num_rows, rows) * cdiv(size_out, outputs)

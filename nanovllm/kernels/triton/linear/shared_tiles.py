@@ -1,15 +1,16 @@
-"""A linear layer of 17 to 32 rows, with what surrounds it: shared memory holds weights for `wgmma`.
+"""Fused linear layer for 17 to 32 rows: shared memory holds the weights for `wgmma`.
 
 T rows, K inputs, N outputs.
 
 As in `held_tiles`, a program loads all its weights while the kernel before it ends, and the
 programs that run at the same time hold the whole matrix. After that kernel's end every program
-reads the rows, which takes as long as the weights do if there are many programs. So a program has
-OUTPUTS rows of the weight, the fewest that four warps multiply together, and INPUTS inputs. Where
-K is larger, several programs share a tile, and the last one to finish adds up their parts, in their
-order. The tensor memory accelerator copies weights and rows, so that no registers wait for them.
+reads the rows; with many programs, this takes as long as reading the weights. So a program has
+OUTPUTS rows of the weight, the fewest that four warps multiply together, and INPUTS inputs. If K is
+larger, several programs share a tile, and the last one to finish adds up their parts in order. The
+tensor memory accelerator copies weights and rows, so that no registers are needed for data in
+flight.
 
-Gluon has no interpreter: what the kernel computes is tested on a GPU.
+Gluon has no interpreter: the kernel's results are tested on a GPU.
 """
 
 import torch
@@ -31,8 +32,8 @@ from nanovllm.kernels.triton.linear.held_tiles import begin, sum_squares
 from nanovllm.kernels.triton.linear.held_weights import SHARED_OUTPUTS, TILE_INPUTS
 from nanovllm.kernels.triton.linear.row_outputs import store_outputs
 
-OUTPUTS = gl.constexpr(SHARED_OUTPUTS)  # rows of the weight: with gate and up, half of them of each
-INPUTS = gl.constexpr(TILE_INPUTS)  # of a program
+OUTPUTS = gl.constexpr(SHARED_OUTPUTS)  # rows of the weight; if gated, half gates and half ups
+INPUTS = gl.constexpr(TILE_INPUTS)  # inputs of a program
 COPIED = gl.constexpr(256)  # inputs that are copied together
 STEPS = gl.constexpr(INPUTS.value // COPIED.value)
 WARPS = gl.constexpr(4)
@@ -40,11 +41,11 @@ WARPS = gl.constexpr(4)
 
 @gluon.jit
 def _barriers(num_bytes: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A barrier for each of STEPS copies of `num_bytes` bytes."""
+    """Make a barrier for each of STEPS copies of `num_bytes` bytes."""
     bars = gl.allocate_shared_memory(gl.int64, [STEPS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STEPS):
         mbarrier.init(bars.index(i), count=1)
-    fence_async_shared()  # the accelerator reports to them
+    fence_async_shared()  # the accelerator signals these barriers
     for i in gl.static_range(STEPS):
         mbarrier.expect(bars.index(i), num_bytes)
     return bars
@@ -52,7 +53,7 @@ def _barriers(num_bytes: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _sum_parts(acc, parts_ptr, arrivals_ptr, SPLIT: gl.constexpr, BLOCK_T: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Leave this program's part of a tile. Return whether it is the last one, and then the sum."""
+    """Store this program's part of a tile. Return whether it is the last one, and then the sum."""
     layout: gl.constexpr = acc.type.layout
     row = gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))
     t = gl.arange(0, BLOCK_T, gl.SliceLayout(0, layout))
@@ -64,7 +65,7 @@ def _sum_parts(acc, parts_ptr, arrivals_ptr, SPLIT: gl.constexpr, BLOCK_T: gl.co
         acc, acc, parts_ptr, arrivals_ptr, tile, gl.program_id(0), size, at, None, SPLIT, False
     )
     if last:
-        gl.store(arrivals_ptr + tile, 0)  # for the next call
+        gl.store(arrivals_ptr + tile, 0)  # reset for the next call
         acc = gl.load(parts_ptr + at, cache_modifier=".cg")
         for part in gl.static_range(1, SPLIT):
             acc += gl.load(parts_ptr + part * size + at, cache_modifier=".cg")
@@ -78,7 +79,7 @@ def _shared_tiles_kernel(  # type: ignore[no-untyped-def]
     N: gl.constexpr, K: gl.constexpr, BLOCK_P: gl.constexpr, P: gl.constexpr, BIAS: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr, BLOCK_T: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """A tile of outputs of all rows, or a part of its sums."""
+    """Compute a tile of outputs of all rows, or a part of its sums."""
     BLOCK_N: gl.constexpr = OUTPUTS // (1 + GATED)  # noqa: N806
     SPLIT: gl.constexpr = K // INPUTS  # noqa: N806
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_T, 16])  # noqa: N806
@@ -151,10 +152,10 @@ def launch(
     addends: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     arrivals: torch.Tensor,
 ) -> torch.Tensor:
-    """Launch the kernel for a weight that `can_share_tiles`; `squares_in` has no columns if x is
-    not to be scaled. `arrivals` are zeros, one for each tile of outputs.
+    """Launch the kernel for a weight that `can_share_tiles`. Returns the sums of squares, if any.
 
-    Returns the sums of squares, if there are addends.
+    `squares_in` has no columns if x is not to be scaled. There are sums of squares if there are
+    addends. `arrivals` are zeros, one for each tile of outputs.
     """
     assert x.is_contiguous() and weight.is_contiguous()
     (num_rows, size_in), size_out = x.shape, out.shape[1]
@@ -179,6 +180,6 @@ def launch(
 
 
 def _described(x: torch.Tensor, box: list[int]) -> TensorDescriptor:
-    """The accelerator's description of a tensor, of which it copies boxes."""
+    """Describe a tensor to the accelerator, which copies boxes of it."""
     layout = gl.NVMMASharedLayout(128, 16, len(box))
     return TensorDescriptor(x, list(x.shape), list(x.stride()), box, layout)

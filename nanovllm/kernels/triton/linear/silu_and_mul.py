@@ -11,7 +11,7 @@ BLOCK = 1024
 
 @triton.jit
 def gated(gate, up):  # type: ignore[no-untyped-def]
-    """`silu(gate) * up` of sums in float32, which kernels that fuse it do not round in between."""
+    """`silu(gate) * up` of sums in float32, without rounding in between, for fused kernels."""
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
@@ -22,13 +22,13 @@ def activated(x_ptr, n, size):  # type: ignore[no-untyped-def]
     gate = tl.load(x_ptr + n, mask=inside, other=0.0)
     up = tl.load(x_ptr + size + n, mask=inside, other=0.0)
     wide = gate.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)  # rounded as in the twin
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)  # rounded as in plain PyTorch
     return silu.to(tl.float32) * up.to(tl.float32)
 
 
 @triton.jit
 def activate(x_ptr, out_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """BLOCK outputs of one row."""
+    """Compute BLOCK outputs of one row."""
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     out = activated(x_ptr, n, size)
     tl.store(out_ptr + n, out.to(out_ptr.dtype.element_ty), mask=n < size)
@@ -43,7 +43,7 @@ def _silu_and_mul_kernel(  # type: ignore[no-untyped-def]
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up` of x [T, 2 * I]: [T, I]. Reads x once, writes half as much."""
+    """`silu(gate) * up` [T, I] of x [T, 2 * I]. Reads x once, writes half as many bytes."""
     num_rows, size = x.shape[0], x.shape[1] // 2
     assert x.stride(1) == 1
     out = x.new_empty(num_rows, size)

@@ -1,10 +1,10 @@
-"""Codes of quantized weights as numbers, in few instructions, inside other kernels.
+"""Convert codes of quantized weights to numbers, in few instructions, inside other kernels.
 
 Multiplying quantized weights takes more instructions than bytes: a GPU that reads one byte for each
 weight at full speed has about seven instruction slots for it, and half as many for 4 bits. So the
-bits of a code become the mantissa of a number with a known exponent, from which a constant is
-subtracted: two weights at a time, and all of it exact. Codes are in the order of
-`arranged.in_word_order`, so that numbers are made where the tensor cores read them.
+bits of a code become the mantissa of a number with a known exponent, and a constant is subtracted
+from it: two weights at a time, and exactly. Codes are in the order of `arranged.in_word_order`, so
+that the numbers are in the registers where the tensor cores read them.
 """
 
 import triton
@@ -12,10 +12,10 @@ import triton.language as tl
 
 from nanovllm.kernels.triton.common import INTERPRETED
 
-# A word $4 becomes the numbers of its bytes 0, 2, 1, 3 in $0 to $3. `p` and `q` are pairs of 16-bit
-# numbers, of bytes 0 and 2, and 1 and 3. 0x4300 and 0x6400 are bfloat16's 128 and float16's 1024;
-# the lowest bits of a code are added to those. Each last step is a multiply-add, which capability
-# 8.0 has for bfloat16 too.
+# Word $4 is converted to the numbers of its bytes 0, 2, 1, 3 in $0 to $3. `p` and `q` are pairs of
+# 16-bit numbers, of bytes 0 and 2, and of bytes 1 and 3. 0x4300 and 0x6400 are bfloat16's 128 and
+# float16's 1024; the lowest bits of a code are added to these. Each last step is a multiply-add,
+# which capability 8.0 has for bfloat16 too.
 _BODY = """{ .reg .b32 v, p, q, a, b, c, d;
     OPERATIONS
     mov.b32 {$0, $1}, p; mov.b32 {$2, $3}, q; }"""
@@ -35,14 +35,14 @@ def _int8(step: str, out: str) -> str:
 
 
 def _biased(step: str, out: str, mask: str, table: str, kind: str) -> str:
-    """The bits of `mask` joined with c, plus d."""
+    """Join the bits of `mask` with c, and add d."""
     return f"""{step}
     lop3.b32 a, v, {mask}, c, {table};
     fma.rn.{kind} {out}, a, b, d;"""
 
 
 def _e4m3(step: str, out: str, shift: int, kind: str) -> str:
-    """Exponent and mantissa in their places, times c for the exponents' other bias."""
+    """Put exponent and mantissa in their places, and multiply by c for the different bias."""
     return f"""{step}
     and.b32 a, v, 0x7f007f00;
     shr.b32 a, a, {shift};
@@ -55,8 +55,8 @@ def _pairs(make, constants: str, first: str, other: str, *args):  # type: ignore
 
 
 AS_IS, NEXT = "mov.b32 v, $4;", "shr.b32 v, $4, 8;"
-UPPER = "shl.b32 v, $4, 8;"  # of e4m3, whose bits are taken from upper bytes
-OR, XOR = "0xea", "0x6a"  # of the two bits that `and` leaves, with those of c
+UPPER = "shl.b32 v, $4, 8;"  # for e4m3: its bits are taken from upper bytes
+OR, XOR = "0xea", "0x6a"  # combine the two bits that `and` leaves with the bits of c
 FP16_1024 = "mov.b32 b, 0x3c003c00;"
 
 INT8_TO_BF16 = _pairs(_int8, "mov.b32 c, 0x43004300; mov.b32 d, 0xbf80bf80;", AS_IS, NEXT)
@@ -73,7 +73,7 @@ E4M3_TO_FP16 = _pairs(
 
 
 def _int4(constants: str, kind: str, bias: str) -> tuple[tl.constexpr, tl.constexpr]:
-    """For the low and the high codes of bytes: c plus the code plus 8, plus a bias."""
+    """Instructions for the low and the high codes of bytes: c plus the code plus 8, plus a bias."""
     shifts = ((AS_IS, NEXT), ("shr.b32 v, $4, 4;", "shr.b32 v, $4, 12;"))
     low, high = (
         _pairs(_biased, f"{constants} mov.b32 d, {bias};", *steps, "0x000f000f", OR, kind)
@@ -86,7 +86,8 @@ INT4_BF16 = "mov.b32 c, 0x43004300; mov.b32 b, 0x3f803f80;", "bf16x2"
 INT4_FP16 = "mov.b32 c, 0x64006400; mov.b32 b, 0x3c003c00;", "f16x2"
 LOW_TO_BF16, HIGH_TO_BF16 = _int4(*INT4_BF16, "0xc308c308")
 LOW_TO_FP16, HIGH_TO_FP16 = _int4(*INT4_FP16, "0xe408e408")
-# With zero points, the bias is $5: those of an output and the constants above, twice, negative.
+# With zero points, the bias is $5: an output's zero point plus the constant above, negative, in
+# both halves.
 LOW_BIASED_TO_BF16, HIGH_BIASED_TO_BF16 = _int4(*INT4_BF16, "$5")
 LOW_BIASED_TO_FP16, HIGH_BIASED_TO_FP16 = _int4(*INT4_FP16, "$5")
 
@@ -95,10 +96,10 @@ LOW_BIASED_TO_FP16, HIGH_BIASED_TO_FP16 = _int4(*INT4_FP16, "$5")
 def unpack(  # type: ignore[no-untyped-def]
     words, zeros, like, KIND: tl.constexpr, HALF: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Words [N, W] as numbers [N, 4 * W] of the type of `like`, minus zeros [N] if ZEROS.
+    """Convert words [N, W] to numbers [N, 4 * W] of the type of `like`, minus zeros [N] if ZEROS.
 
-    All of it is exact. KIND is that of an `ArrangedMatrix`. Of int4, HALF says which half of each
-    byte: 0 is the low one.
+    The conversion is exact. KIND is that of an `ArrangedMatrix`. For int4, HALF says which half of
+    each byte is converted: 0 is the low half.
     """
     if INTERPRETED or like.dtype == tl.float32:
         numbers = unpack_plain(words, KIND, HALF)

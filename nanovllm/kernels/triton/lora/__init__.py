@@ -1,1 +1,1 @@
-"""What adapters add to linear layers."""
+"""Add adapters to linear layers."""

@@ -2,9 +2,9 @@
 
 T rows, K inputs, N outputs.
 
-A linear layer and its adapters take one kernel. Weights or adapters that it cannot compute take two
-more: what adapters add to gate and up is then a bias of each row, and what they add to a sum with
-the residual is added to the residual first.
+One kernel computes a linear layer and its adapters. Two more kernels are used for weights or
+adapters that it does not support: the adapters' outputs for gate and up are then a bias of each
+row, and those for a sum with the residual are first added to the residual.
 """
 
 from collections.abc import Mapping
@@ -24,14 +24,14 @@ from nanovllm.kernels.triton.lora.row_groups import RowGroups
 
 
 class CountedAdapters(NamedTuple):
-    """A weight's adapters, and the counter of its kernel's arrivals: zero before its one launch."""
+    """A weight's adapters, and the arrivals counter of its kernel: zero before its one launch."""
 
     low_rank: LowRank
     arrivals: torch.Tensor
 
 
 def with_counters(low_ranks: Mapping[int, LowRank]) -> dict[int, CountedAdapters]:
-    """The adapters of weights with new zeros, for one step."""
+    """The adapters of weights, with new counters at zero, for one step."""
     if not low_ranks:
         return {}
     device = next(iter(low_ranks.values())).a.device
@@ -44,10 +44,10 @@ def with_counters(low_ranks: Mapping[int, LowRank]) -> dict[int, CountedAdapters
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptedFewRows(FewRows):
-    """The kernels of one step, with the adapters' additions.
+    """The kernels of one step, which also add the adapters' outputs.
 
-    `adapters` has those of the weights with room for some, by the weights' `id`. Experts have no
-    room for any.
+    `adapters` has the adapters of each weight with room for some, by the weight's `id`. Experts
+    have no room for adapters.
     """
 
     groups: RowGroups

@@ -1,12 +1,11 @@
-"""A linear layer of few rows and the adapters of these rows, in one kernel.
+"""A linear layer for few rows and the adapters of these rows, in one kernel.
 
-T rows, K inputs, N outputs. The names of adapters' sizes are those of `LowRank`.
+T rows, K inputs, N outputs. Sizes of adapters are named as in `LowRank`.
 
-As kernels of their own, the two products with an adapter take longer to start and to end than to
-compute. So the first programs of the layer's kernel compute the rows' products with A. The others
-multiply tiles of the weight, which takes longer, wait for the first ones, and add the products with
-B. If not all programs ran at the same time, the last ones would begin late; so divisions into more
-are not made.
+In separate kernels, the two products with an adapter would take longer to start and to end than to
+compute. So the first programs of the layer's kernel compute the rows' products with A. The other
+programs multiply tiles of the weight, which takes longer, wait for the first programs, and add the
+products with B. All programs must run at the same time, so the work is not divided into more.
 """
 
 from typing import NamedTuple
@@ -33,19 +32,19 @@ from nanovllm.kernels.triton.lora.lora import MOST_PROJECTIONS, multiply_down
 from nanovllm.kernels.triton.lora.row_groups import RowGroups
 
 BLOCK_DOWN = 16  # ranks of a program that multiplies with A
-PARTS = 4  # of the inputs, for different programs: each output adds them up
-MOST_INPUTS = 1024  # that are multiplied with A together
-MOST_RANKS, MOST_UP = 32, 64  # that are multiplied with B together: of a group, and of several
+PARTS = 4  # parts of the inputs, for different programs; each output adds them up
+MOST_INPUTS = 1024  # the most inputs that are multiplied with A at a time
+MOST_RANKS, MOST_UP = 32, 64  # ranks multiplied with B at a time: of a group, of several groups
 MOST_ROWS_UP, MOST_OUTPUTS_UP = 1 << 10, 1 << 13  # times rows and outputs, for registers
-LEAST_RANKS = 16  # of a group: tensor cores multiply as many
-SPARE = 16  # processors that tiles of the weight leave to the products with A
-MOST_TOGETHER = 16  # rows of a group: their inputs are in registers
-MOST_STEPS = 2  # to add all products with B: each takes two microseconds while others read weights
+LEAST_RANKS = 16  # the fewest ranks of a group that tensor cores multiply
+SPARE = 16  # processors that tiles of the weight leave free for the products with A
+MOST_TOGETHER = 16  # the most rows of a group: their inputs are in registers
+MOST_STEPS = 2  # steps to add all products with B; each takes 2 us while others read weights
 
 
 @triton.jit
 def _number_groups(bounds_ptr, num_groups, BLOCK_E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The number of each group among those that have rows, -1 for others."""
+    """Number the groups that have rows; -1 for others."""
     e = tl.arange(0, BLOCK_E)
     start = tl.load(bounds_ptr + e, mask=e < num_groups, other=0)
     stop = tl.load(bounds_ptr + e + 1, mask=e < num_groups, other=0)
@@ -58,7 +57,7 @@ def _count_steps(  # type: ignore[no-untyped-def]
     numbers, ranks_ptr, projection, PROJECTIONS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_J: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """The steps of BLOCK_R ranks for a group that has rows, and those for all such groups."""
+    """The number of steps of BLOCK_R ranks for one group with rows, and for all such groups."""
     together: tl.constexpr = BLOCK_J // BLOCK_R
     ranks_at = ranks_ptr + tl.arange(0, BLOCK_E) * PROJECTIONS + projection
     most = tl.max(tl.load(ranks_at, mask=numbers >= 0, other=0), axis=0)
@@ -71,9 +70,9 @@ def _find_ranks(  # type: ignore[no-untyped-def]
     ranks_ptr, numbers, first, first_rank, projection,
     PROJECTIONS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_R ranks, for each of the groups from number `first` on; and these groups.
+    """BLOCK_R ranks for each of the groups from number `first` on, and these groups.
 
-    A rank that a group does not have is -1.
+    Ranks beyond a group's rank are -1.
     """
     j, e = tl.arange(0, BLOCK_J), tl.arange(0, BLOCK_E)
     number = first + j // BLOCK_R
@@ -85,7 +84,7 @@ def _find_ranks(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_up(b_ptr, group, rank, n, size_out, MAX_RANK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The rows of B for these ranks, in the columns n."""
+    """Load the rows of B for these ranks, in the columns n."""
     row = group.to(tl.int64) * MAX_RANK + rank
     mask = (rank >= 0)[:, None]
     return tl.load(b_ptr + row[:, None] * size_out + n[None, :], mask=mask, other=0.0)
@@ -96,7 +95,7 @@ def _add_up(  # type: ignore[no-untyped-def]
     acc, b, group, rank, down_ptr, ids, t, num_rows, projection,
     PROJECTIONS: tl.constexpr, MAX_RANK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Add to each row its own group's part of the products with B."""
+    """Add the products with B to each row, from its own group only."""
     width: tl.constexpr = PROJECTIONS * MAX_RANK
     wanted = (rank >= 0)[None, :] & (ids[:, None] == group[None, :])
     at = down_ptr + t[:, None] * width + (projection * MAX_RANK + rank)[None, :]
@@ -120,7 +119,7 @@ def _adapted_kernel(  # type: ignore[no-untyped-def]
     BLOCK_DOWN: tl.constexpr, DOWN_INPUTS: tl.constexpr, ONE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The first `num_downs` programs multiply with A, each of the others a tile of the weight."""
+    """The first `num_downs` programs multiply with A, each other one multiplies a weight's tile."""
     program = tl.program_id(0)
     if program < num_downs:
         blocks: tl.constexpr = (PROJECTIONS * MAX_RANK + BLOCK_DOWN - 1) // BLOCK_DOWN
@@ -131,7 +130,7 @@ def _adapted_kernel(  # type: ignore[no-untyped-def]
                 unit // PARTS // down_tiles, unit // PARTS % down_tiles, unit % PARTS,
                 1, PROJECTIONS, MAX_RANK, BLOCK_M, BLOCK_DOWN, DOWN_INPUTS, BLOCK_E, 1, ONE, EARLY,
             )  # fmt: skip
-        # The barrier puts all threads' writes before the release.
+        # The barrier orders all threads' writes before the release.
         tl.debug_barrier()
         tl.atomic_add(arrivals_ptr, 1, sem="release")
         let_next_begin(EARLY)
@@ -174,18 +173,20 @@ def _adapted_kernel(  # type: ignore[no-untyped-def]
         b = _load_up(b_ptr, group, rank, n, size_out, MAX_RANK)
         if GATED:
             up_b = _load_up(b_ptr, group, up_rank, N + n, size_out, MAX_RANK)
-        # The programs that it waits for began before this one, as their ids are lower.
+        # The programs that this one waits for began earlier, because their ids are lower.
         arrived = tl.atomic_add(arrivals_ptr, 0, sem="acquire")
         while arrived < num_downs:
             arrived = tl.atomic_add(arrivals_ptr, 0, sem="acquire")
-        tl.debug_barrier()  # the reads of all threads follow the acquire
+        tl.debug_barrier()  # orders the reads of all threads after the acquire
         acc = _add_up(acc, b, group, rank, down_ptr, ids, t, num_rows, projection, PROJECTIONS,
                       MAX_RANK, PARTS)  # fmt: skip
         if GATED:
             up = _add_up(up, up_b, group, up_rank, down_ptr, ids, t, num_rows, 1, PROJECTIONS,
                          MAX_RANK, PARTS)  # fmt: skip
         together: tl.constexpr = BLOCK_J // BLOCK_R
-        for step in tl.range(1, all_steps, num_stages=1):  # stages would take the tiles' memory
+        for step in tl.range(
+            1, all_steps, num_stages=1
+        ):  # more stages would need the tiles' memory
             group, rank = _find_ranks(
                 ranks_ptr, numbers, step // steps * together, step % steps * BLOCK_R, projection,
                 PROJECTIONS, BLOCK_R, BLOCK_J, BLOCK_E,
@@ -208,22 +209,22 @@ def _adapted_kernel(  # type: ignore[no-untyped-def]
 
 
 class Division(NamedTuple):
-    """How a layer and its adapters are divided among programs."""
+    """The division of a layer and its adapters among programs."""
 
     tiles: FewRowsTiles  # of the weight
     num_tiles: int
     num_downs: int  # programs that multiply with A
-    ranks: int  # that are multiplied together with B, for a group
-    together: int  # groups of which this is done
+    ranks: int  # ranks of a group that are multiplied with B at a time
+    together: int  # groups that are multiplied with B at a time
 
 
 def divide(
     num_rows: int, weight: torch.Tensor, low_rank: LowRank, groups: RowGroups, gated: bool
 ) -> Division | None:
-    """The programs for a layer; None if three kernels are faster, or if this one cannot compute it.
+    """Divide a layer; None if three kernels are faster, or if this kernel does not support it.
 
-    They are faster if the programs cannot all run at the same time, if many groups have rows, or
-    many rows a group.
+    Three kernels are faster if not all programs can run at the same time, if many groups have rows,
+    or if a group has many rows.
     """
     (size_out, size_in), processors = weight.shape, num_multiprocessors(weight.device)
     size_out //= 1 + gated

@@ -1,8 +1,9 @@
-"""Low-rank additions to a layer's output: two products, grouped by the adapters of the rows.
+"""Add adapters to a layer's output: two products, grouped by the adapters of the rows.
 
 Rows are sorted by group once for a step (`group_rows`) and divided into tiles of one group, so that
-the matrices of a group are read once for each tile. Nothing syncs, and all shapes depend on those
-of the arguments, so CUDA graphs can hold it. The names of sizes are the twin's.
+the matrices of a group are read once for each tile. Nothing syncs, and all shapes depend only on
+those of the arguments, so CUDA graphs can contain the kernels. Sizes are named as in
+`plain/lora.py`.
 """
 
 import torch
@@ -16,13 +17,13 @@ from nanovllm.kernels.triton.common import await_inputs, dot, early, let_next_be
 from nanovllm.kernels.triton.experts.grouping import find_tile
 from nanovllm.kernels.triton.lora.row_groups import RowGroups
 
-BLOCK_R = 16  # ranks of a tile: the least that tensor cores multiply
+BLOCK_R = 16  # ranks of a tile: the fewest that tensor cores multiply
 MOST_PROJECTIONS = 3
 FEW = 32  # rows
-# Parts of the inputs that programs share, by the most rows: enough programs to read A at full
-# speed, few enough sums. Few values, as each is a binary.
+# The number of parts of the inputs, by the most rows: enough programs to read A at full speed, but
+# few sums. There are few values because each one needs its own binary.
 PARTS = {512: 8, 2048: 4}
-LEAST_PART = 1024  # inputs: with fewer, more programs add up more parts
+LEAST_PART = 1024  # inputs of a part: with fewer, more programs add up more parts
 
 
 @triton.jit
@@ -35,8 +36,8 @@ def multiply_down(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The products of a tile's rows with BLOCK_R rows of A, in a part of the inputs.
 
-    ONE: the part is a single tile of A, which is read before the inputs are there. So are groups
-    and ranks: the kernel before this one must not be of `group_rows`.
+    ONE: the part is a single tile of A, which is read before the inputs are ready. Groups and ranks
+    are then also read early: the kernel before this one must not be that of `group_rows`.
     """
     width: tl.constexpr = PROJECTIONS * MAX_RANK
     group, place, real = find_tile(
@@ -81,7 +82,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
     STAGES: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_R rows of A, for a tile's rows and a part of the inputs."""
+    """One program computes BLOCK_R rows of A, for a tile's rows and a part of the inputs."""
     multiply_down(
         x_ptr, a_ptr, ranks_ptr, down_ptr, order_ptr, bounds_ptr, tile_ends_ptr,
         num_groups, num_rows, size_in, x_stride, part_size,
@@ -114,13 +115,13 @@ def _up_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One program adds to BLOCK_N outputs of one projection, for a tile's rows.
 
-    SET: it sets them, also those of rows without an adapter. P: inputs were not divided by their
-    roots of mean squares, of which there are P parts.
+    SET: it sets them instead, also those of rows without an adapter. P: the inputs lack their
+    norm's factor, which is computed from P parts of their sums of squares.
     """
     group, place, real = find_tile(
         tl.program_id(1), bounds_ptr, tile_ends_ptr, num_groups + 1, BLOCK_M, BLOCK_E
     )
-    # Each projection has tiles of its own.
+    # Each projection has its own tiles.
     tile = tl.program_id(0)
     blocks0, blocks1 = tl.cdiv(size0, BLOCK_N), tl.cdiv(size1, BLOCK_N)
     projection = (tile >= blocks0).to(tl.int32) + (tile >= blocks0 + blocks1).to(tl.int32)
@@ -170,15 +171,15 @@ def _up_kernel(  # type: ignore[no-untyped-def]
 
 
 def num_parts(num_rows: int, size_in: int) -> int:
-    """Parts of the inputs that programs share."""
+    """The number of parts into which programs divide the inputs."""
     most = next((parts for rows, parts in PARTS.items() if num_rows <= rows), 1)
     return max(1, min(most, size_in // LEAST_PART))
 
 
 def lora_down(x: torch.Tensor, weights: LowRank, groups: RowGroups) -> torch.Tensor:
-    """`x @ A.T` for rows with an adapter, in float32, in parts of which `lora_up` makes the sum.
+    """`x @ A.T` for rows with an adapter, in float32, in parts that `lora_up` adds up.
 
-    Bytes moved: A once for each tile of a group's rows, at the group's rank.
+    Bytes moved: A up to the group's rank, once for each tile of the group's rows.
     """
     sorted_rows, num_rows = groups.groups, groups.num_rows
     size_in, projections = x.shape[1], weights.ranks.shape[1]
@@ -218,7 +219,7 @@ def lora_up(
 
 
 def lora_bias(x: Scaled, weights: LowRank, groups: RowGroups) -> torch.Tensor:
-    """What adapters add to the rows of a linear layer of the norm: [T, N], zeros without one."""
+    """The adapters' outputs for rows with an unfinished norm: [T, N], zeros without an adapter."""
     down = lora_down(x.product, weights, groups)
     out = x.product.new_empty(groups.num_rows, weights.b.shape[2])
     _launch_up(down, weights, groups, out, scaled=x, sets=True)
@@ -228,7 +229,7 @@ def lora_bias(x: Scaled, weights: LowRank, groups: RowGroups) -> torch.Tensor:
 def lora_up_scaled(
     down: torch.Tensor, x: Scaled, weights: LowRank, groups: RowGroups, out: torch.Tensor
 ) -> None:
-    """Add to the outputs of a linear layer of the norm."""
+    """Add the adapters' outputs for rows with an unfinished norm."""
     _launch_up(down, weights, groups, out, scaled=x)
 
 

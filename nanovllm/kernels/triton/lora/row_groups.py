@@ -1,6 +1,6 @@
-"""Rows sorted by the group whose matrices they are multiplied by, as `lora` needs them.
+"""Sort rows by group: the rows of a group are multiplied by the same matrices.
 
-T rows, G groups. Those without a group are in one of their own, after the others.
+T rows, G groups. Rows without a group form one more group, after the others.
 """
 
 from typing import NamedTuple
@@ -12,11 +12,11 @@ import triton.language as tl
 from nanovllm.kernels.integers import next_power_of_2
 from nanovllm.kernels.triton.experts.grouping import Groups, group, most_tiles, pairs_of_a_tile
 
-MOST_COUNTED = 1 << 14  # rows times groups of the one program that counts them
+MOST_COUNTED = 1 << 14  # the most rows * groups that one program counts
 
 
 class RowGroups(NamedTuple):
-    """Rows sorted by group, and their tiles. `ids` [T] are their groups, in their own order."""
+    """Rows sorted by group, and their tiles. `ids` [T] are the groups of the rows, unsorted."""
 
     ids: torch.Tensor
     groups: Groups
@@ -25,7 +25,7 @@ class RowGroups(NamedTuple):
 
     @property
     def block_e(self) -> int:
-        """Groups that a program looks at to find its own."""
+        """The number of groups that a program reads to find its own."""
         return next_power_of_2(self.num_groups + 1)
 
 
@@ -52,9 +52,9 @@ def _group_kernel(  # type: ignore[no-untyped-def]
 
 
 def group_rows(group_ids: torch.Tensor, num_groups: int) -> RowGroups:
-    """Sort rows with these group ids [T] int32; ids outside [0, num_groups) are of no group.
+    """Sort rows with these group ids [T] int32; a row with an id outside [0, num_groups) has none.
 
-    Few rows take one kernel.
+    For few rows this is one kernel.
     """
     num_rows, groups = len(group_ids), num_groups + 1
     block_t, block_e = next_power_of_2(max(1, num_rows)), next_power_of_2(groups)

@@ -1,6 +1,6 @@
-"""Sums over the ranks of several GPUs, with what surrounds them, and the draw from their logits.
+"""Sums over ranks on several GPUs, fused with the operations around them, and drawing tokens.
 
-T rows of N elements. How the GPUs exchange numbers: `exchange`.
+T rows of N elements. `exchange` explains how the GPUs exchange numbers.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from nanovllm.kernels.triton.ranks.exchange import REGION_BYTES, receive, send, 
 from nanovllm.kernels.triton.sampling.candidates import NO_TOKEN
 from nanovllm.kernels.triton.sampling.sample import most_pieces, race_pieces
 
-MOST_BYTES = 1 << 22  # that a rank sends: the largest size that was measured (docs/tried)
+MOST_BYTES = 1 << 22  # the most bytes that a rank sends: the largest measured size (docs/tried)
 FLAT, NORM, SCALED = 0, 1, 2  # what follows the sum
-LEAST_BLOCK = 256  # numbers of a program, of which each thread has others
+LEAST_BLOCK = 256  # numbers of a program, divided among its threads
 
 
 @triton.jit
@@ -40,14 +40,14 @@ def _sum_over_ranks(  # type: ignore[no-untyped-def]
     return total
 
 
-@triton.jit(do_not_specialize=["num_ids"])  # or a prompt compiles another
+@triton.jit(do_not_specialize=["num_ids"])  # otherwise prompts would compile more kernels
 def _all_reduce_kernel(  # type: ignore[no-untyped-def]
     x_ptr, ids_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, squares_ptr,
     places_ptr, counts_ptr, eps, x_stride, residual_stride, first_id, num_ids,
     N: tl.constexpr, BLOCK: tl.constexpr, END: tl.constexpr, LOOKUP: tl.constexpr,
     RANK: tl.constexpr, SIZE: tl.constexpr, REGION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program sums a row, or a piece of one."""
+    """One program adds up a row, or a piece of a row."""
     row = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     pieces = tl.num_programs(1)
@@ -88,7 +88,7 @@ def _first_best_of_ranks_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr, REGION: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program finds the first best token of one row: of all pieces of all ranks."""
+    """One program finds the first best token of one row, in all pieces of all ranks."""
     row = tl.program_id(0)
     n = tl.arange(0, BLOCK)
     inside = n < num_pieces
@@ -119,11 +119,12 @@ def _first_best_of_ranks_kernel(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class PeerKernels:
-    """Exchanges of few rows with the other ranks. Every rank calls the same ones in one order.
+    """Exchanges of few rows with the other ranks. Every rank makes the same calls in the same
+    order.
 
-    `places` [R + 1] in int64 has the addresses of all ranks' buffers, and that of an int32 which is
-    not 0 once a rank has ended. `counts` [1 + REGIONS] in int32 are zeros at the start, and this
-    rank's buffer is filled with EMPTY_HALF.
+    `places` [R + 1] in int64 has the addresses of all ranks' buffers, and the address of an int32
+    that is not 0 after a rank has ended. At the start, `counts` [1 + REGIONS] in int32 are zeros,
+    and this rank's buffer is filled with EMPTY_HALF.
     """
 
     rank: int
@@ -133,7 +134,7 @@ class PeerKernels:
     most_bytes: int = MOST_BYTES
 
     def most_rows(self, like: torch.Tensor) -> int:
-        """The most rows like those of `like` that these kernels sum; 0 if they are too long."""
+        """The most rows like those of `like` that these kernels add up; 0 if rows are too long."""
         row_bytes = like.shape[1] * like.element_size()
         most_rows = self.most_bytes // ((self.size - 1) * row_bytes)
         return min(exchange.REGIONS, most_rows) if row_bytes <= REGION_BYTES else 0
@@ -145,7 +146,7 @@ class PeerKernels:
         return total
 
     def embedding(self, ids: torch.Tensor, table: torch.Tensor, first: int) -> torch.Tensor:
-        """The rows of token ids [T], of which this rank's table holds those from `first` on."""
+        """The rows of token ids [T]; this rank's part of the table begins with id `first`."""
         total = table.new_empty(len(ids), table.shape[1])
         self._launch(table, total, FLAT, _block(table.shape[1]), ids=ids, first_id=first)
         return total
@@ -162,7 +163,7 @@ class PeerKernels:
     def add_scaled(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, Scaled]:
-        """The sum of the residual and all ranks' x, and the same scaled by a norm's weight."""
+        """The sum of the residual and all ranks' x, and this sum scaled by a norm's weight."""
         total, out = torch.empty_like(residual), rows_with_room(len(x), x.shape[1], x)
         block = _block(x.shape[1], _pieces(len(x), x.shape[1]))
         pieces = cdiv(x.shape[1], block)
@@ -174,9 +175,9 @@ class PeerKernels:
     def sample(
         self, logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, first: int
     ) -> torch.Tensor:
-        """Token ids [B], which `sample` defines, if each rank has some columns of the logits.
+        """Token ids [B] as `sample` defines them, from logits with columns on all ranks.
 
-        This rank has [B, columns], those from `first` on.
+        This rank has the columns from `first` on: [B, columns].
         """
         best, ids = race_pieces(logits, temperatures, keys, first)
         num_rows, pieces = best.shape
@@ -219,12 +220,12 @@ class PeerKernels:
 
 
 def _block(size: int, pieces: int = 1) -> int:
-    """The numbers of a program, if about so many share a row."""
+    """The numbers of a program, if about `pieces` programs share a row."""
     return max(LEAST_BLOCK, next_power_of_2(cdiv(size, pieces)))
 
 
 def _pieces(num_rows: int, size: int) -> int:
-    """Into how many pieces a row is cut: as many as fit into the regions, and are not too short."""
+    """The number of pieces of a row: as many as the regions allow, if pieces are not too short."""
     pieces = 1
     while pieces < 4 and size // (2 * pieces) >= 512 and 2 * pieces * num_rows <= exchange.REGIONS:
         pieces *= 2
@@ -232,5 +233,5 @@ def _pieces(num_rows: int, size: int) -> int:
 
 
 def _num_warps(block: int) -> int:
-    """The warps of a program, for 8 elements a thread, or 16 of long rows."""
+    """The warps of a program: for 8 elements a thread, or 16 in long rows."""
     return 16 if block > 4096 else min(8, max(1, block // 256))

@@ -1,1 +1,1 @@
-"""Draws of tokens from logits."""
+"""Draw tokens from logits."""

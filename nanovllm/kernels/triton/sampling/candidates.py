@@ -1,8 +1,8 @@
-"""The draw from a row's candidates, and what all draws share.
+"""Draw from a row's candidates; functions that all draws share.
 
-Lane n of LANES reads the tokens n, n + LANES, and so on, and remembers its two best. Candidates are
-those of them that are larger than every lane's third best, so all other tokens of the row are
-smaller. docs/sampling.md says when candidates are all that the filters may keep.
+Lane n of LANES reads the tokens n, n + LANES, and so on, and remembers its two best. Of these
+tokens, candidates are those that are larger than every lane's third best; so all other tokens of
+the row are smaller. docs/sampling.md says when the filters can keep no other tokens.
 """
 
 import triton
@@ -20,20 +20,20 @@ TINY = tl.constexpr(1.1754944e-38)
 
 @triton.jit
 def load_logits(row_ptr, ids, size):  # type: ignore[no-untyped-def]
-    """Logits in float32, minus infinity for ids that are not below `size`."""
+    """Load logits in float32, with minus infinity for ids from `size` on."""
     return tl.load(row_ptr + ids, mask=ids < size, other=LOWEST).to(tl.float32)
 
 
 @triton.jit
 def as_integer(x):  # type: ignore[no-untyped-def]
-    """An integer for a float, in the same order as the floats."""
+    """Convert a float to an integer; the integers have the order of the floats."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def as_float(order):  # type: ignore[no-untyped-def]
-    """The float of an integer from `as_integer`."""
+    """Convert an integer from `as_integer` back to the float."""
     bits = order.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -52,14 +52,14 @@ def comes_before(x, ids, value, token):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def weights_of(x, top, temperature):  # type: ignore[no-untyped-def]
-    """Masses of tokens, in units of the largest logit's."""
+    """The masses of tokens, in units of the mass of the largest logit."""
     x = (x - top) * (1.0 / temperature)
     return tl.exp(x) if INTERPRETED else libdevice.fast_expf(x)
 
 
 @triton.jit
 def enough_mass(top_p, mass):  # type: ignore[no-untyped-def]
-    """The mass before a token from which on top_p leaves it out; infinite without a top_p."""
+    """If this mass comes before a token, top_p removes the token; infinite without a top_p."""
     return tl.where(top_p < 1.0, tl.maximum(top_p * mass, TINY), -LOWEST)
 
 
@@ -93,10 +93,11 @@ def _three(a, b, c):  # type: ignore[no-untyped-def]
 def kth_largest(  # type: ignore[no-untyped-def]
     row_ptr, size, x1, x2, low, top, k, IN_ROW: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """A bound that exactly k values of a row, or of lanes' best, reach, else the k-th largest.
+    """A bound that exactly k values reach, of a row or of the lanes' best; else the k-th largest
+    value.
 
     At least `k` values reach `low`, and the bound is not below it. Each turn counts the values that
-    reach three bounds, and narrows the range of possible bounds to a quarter.
+    reach three bounds, and leaves a quarter of the range of possible bounds.
     """
     first = as_integer(low)
     last = as_integer(top) + 1

@@ -1,15 +1,16 @@
-"""Drawing from the tokens that min_p, top_k and top_p keep: one program for each row.
+"""Draw from the tokens that min_p, top_k and top_p keep: one program for each row.
 
-Tokens are kept as in the twin, up to rounding. Nothing is sorted, and nothing syncs.
-docs/sampling.md derives the race and the candidates.
+Tokens are kept as in `plain/draw.py`, up to rounding. Nothing is sorted, and nothing syncs.
+docs/sampling.md explains the race and the candidates.
 
 Without top_k, most rows are read twice. The first pass races all tokens, and each of LANES lanes
-keeps its winner; if a winner is left out, its lane alone races again. The second pass weighs the
-tokens before the winner, and those before the token that would win without it.
+keeps its winner. If a winner is removed, only its lane races again. The second pass adds up the
+mass of the tokens before the winner, and of those before the next winner.
 
-With top_k, a race of all tokens would mostly be won by tokens that are left out. So the first pass
-finds the candidates, and most rows are drawn from those. For other rows, the candidates bound
-the race; if top_p is a share of what top_k keeps, a few more passes find the k-th largest logit.
+With top_k, a race of all tokens would mostly be won by removed tokens. So the first pass finds the
+candidates, and most rows are drawn from these. For other rows, the candidates give a lower bound
+for the race. If there is also a top_p, a few more passes find the k-th largest logit, because top_p
+is a share of the mass that top_k keeps.
 """
 
 import torch
@@ -52,7 +53,7 @@ def _weigh(row_ptr, size, temperature, top, least, LANES: tl.constexpr):  # type
 
 @triton.jit
 def _ties(row_ptr, size, value, token, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tokens of that value that come before `token`, within its own turn of the lanes."""
+    """A mask of tokens equal to `value` that come before `token`, in its own turn of lanes."""
     ids = token // LANES * LANES + tl.arange(0, LANES)
     return (load_logits(row_ptr, ids, size) == value) & (ids < token)
 
@@ -69,8 +70,8 @@ def _weigh_before(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The mass from `least` on, the mass before each of two tokens; with COUNT, their numbers too.
 
-    All tokens of a turn are compared with one bound: tokens equal to a token come before it in the
-    turns before its own, and after it in later turns. Its own turn is read once more.
+    All tokens of a turn are compared with one bound: in earlier turns, tokens with an equal logit
+    come before the token; in later turns, after it. The token's own turn is read once more.
     """
     n = tl.arange(0, LANES)
     mass = tl.zeros([LANES], tl.float32)
@@ -105,11 +106,11 @@ def _draw_from_row(  # type: ignore[no-untyped-def]
     row_ptr, size, key, temperature, least, min_p_log, mass, k, top_p,
     HAS_K: tl.constexpr, LANES: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """Draw from the tokens from `least` on, or from all without a k.
+    """Draw from the tokens from `least` on, or from all tokens without a k.
 
-    `mass` is what top_p is a share of; below 0 if that is not known yet.
+    top_p is a share of `mass`, which is below 0 if it is not known yet.
     """
-    value, token = LOWEST, size  # this token and those after it are left out
+    value, token = LOWEST, size  # this token and those after it are removed
     scores, ids, top = race(row_ptr, size, key, temperature, least, value, token, not HAS_K, LANES)
     least = tl.maximum(least, _least(top, temperature, min_p_log))
     winner = NO_TOKEN
@@ -120,7 +121,7 @@ def _draw_from_row(  # type: ignore[no-untyped-def]
         )
         winner = token
         again = (HAS_K | (top_p < 1.0)) & (winner != NO_TOKEN)
-        if again:  # weigh it, and the winner without it
+        if again:  # check this winner, and the next one
             scores, ids = race_in_lane(
                 row_ptr, size, key, temperature, scores, ids, token, least, value, token,
                 LANES, TURNS,
@@ -152,13 +153,13 @@ def _least(top, temperature, min_p_log):  # type: ignore[no-untyped-def]
 def _draw_few(  # type: ignore[no-untyped-def]
     row_ptr, size, key, temperature, min_p_log, k, top_p, LANES: tl.constexpr, TURNS: tl.constexpr
 ):
-    """Draw from what top_k keeps, and maybe other filters."""
+    """Draw a token of a row with a top_k, and maybe other filters."""
     x1, ids1, x2, ids2, x3 = best_of_lanes(row_ptr, size, LANES)
     top = tl.max(x1, axis=0)
     least = _least(top, temperature, min_p_log)
 
-    # Candidates are larger than every lane's third. They are all that may be kept if min_p keeps
-    # nothing else, or the row has nothing else, or they are as many as top_k keeps.
+    # Candidates are larger than every lane's third best. No other token can be kept if min_p keeps
+    # none, or if the row has none, or if there are at least k candidates.
     third = tl.max(x3, axis=0)
     inside1 = (x1 > third) & (x1 >= least)
     inside2 = (x2 > third) & (x2 >= least)
@@ -216,7 +217,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
 def draw(
     logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, cuts: Cuts
 ) -> torch.Tensor:
-    """Token ids [R] for logits [R, V], as the twin draws them, without a sync."""
+    """Token ids [R] for logits [R, V], as `plain/draw.py` draws them, without a sync."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     assert vocab_size < 1 << 20, "`_three` has 20 bits for each count"

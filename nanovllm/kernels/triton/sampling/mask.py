@@ -6,13 +6,13 @@ import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv
 
-WORD = tl.constexpr(32)  # tokens that a word of a bitmap has bits for
+WORD = tl.constexpr(32)  # tokens for which a word of a bitmap has bits
 BLOCK = 4096
 
 
 @triton.jit
 def load_words(bitmap_ptr, first, vocab_size, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The words of the tokens from `first` on, which is a multiple of WORD: [WORDS]."""
+    """Load the words [WORDS] of the tokens from `first` on, which is a multiple of WORD."""
     n = first // WORD + tl.arange(0, WORDS)
     return tl.load(bitmap_ptr + n, mask=n * WORD < vocab_size, other=0)
 
@@ -27,7 +27,7 @@ def are_allowed(words):  # type: ignore[no-untyped-def]
 def _mask_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, bitmaps_ptr, logits_stride, bitmaps_stride, vocab_size, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """It writes minus infinity, and reads no logit."""
+    """Write minus infinity for tokens that may not be drawn; no logit is read."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * WORDS * WORD
     words = load_words(bitmaps_ptr + row * bitmaps_stride, first, vocab_size, WORDS)

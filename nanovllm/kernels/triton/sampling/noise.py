@@ -27,7 +27,7 @@ def noise_key(seed, num_tokens):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _shift_right(x, bits):  # type: ignore[no-untyped-def]
-    """Shift zeros in, not the sign."""
+    """Shift to the right, and fill with zeros instead of the sign."""
     return (x.to(tl.uint64, bitcast=True) >> bits).to(tl.int64, bitcast=True)
 
 
@@ -44,12 +44,12 @@ def log_exponential(key, ids):  # type: ignore[no-untyped-def]
     x = ((x ^ (x >> 15)) + high) * MIXER_2
     x = x ^ (x >> 15)
     u = tl.abs(x.to(tl.float32)) * SHRINK + SMALLEST
-    # -log1p(-u): by its series where 1 - u would round away the differences of small times.
+    # -log1p(-u): by its series for small times, which 1 - u would round to equal numbers.
     series = u * (1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5)))))
     return _log(tl.where(u < 1 / 16, series, -_log(1.0 - u)))
 
 
 @triton.jit
 def _log(x):  # type: ignore[no-untyped-def]
-    """The hardware's logarithm: its error is at most 2^-22, absolute or relative."""
+    """The hardware's logarithm, with an absolute or relative error of at most 2^-22."""
     return tl.log(x) if INTERPRETED else libdevice.fast_logf(x)

@@ -1,7 +1,7 @@
-"""The race of a row's tokens in lanes: each lane's winner, the winner of all, and the next one.
+"""Race a row's tokens in lanes: each lane's winner, the winner of all lanes, and the next one.
 
-A race is among the tokens from the logit `least` on that come before `token`, of logit `value`.
-docs/sampling.md explains it.
+In a race are the tokens with a logit of at least `least` that come before `token` with logit
+`value`. docs/sampling.md explains the race.
 """
 
 import triton
@@ -17,7 +17,7 @@ from nanovllm.kernels.triton.sampling.candidates import (
 from nanovllm.kernels.triton.sampling.noise import log_exponential
 
 TRIES = tl.constexpr(8)  # lanes that race again one by one, before all lanes do
-FEW = tl.constexpr(2)  # the same, where no answer is needed
+FEW = tl.constexpr(2)  # the same if a winner is not needed
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def race(  # type: ignore[no-untyped-def]
     row_ptr, size, key, temperature, least, value, token,
     AMONG_ALL: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Each lane's winner: of all tokens, or of those from `least` on and before `token`.
+    """Each lane's winner: among all tokens, or among those from `least` on and before `token`.
 
     Returns scores and ids, NO_TOKEN for a lane without tokens in the race, and the largest logit.
     """
@@ -53,7 +53,7 @@ def race(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _first(score, token, other, other_token):  # type: ignore[no-untyped-def]
-    """The token with the better score of two; the lower id, if scores are equal."""
+    """The token with the better of two scores; the lower id if scores are equal."""
     wins = (score > other) | ((score == other) & (token < other_token))
     return tl.where(wins, score, other), tl.where(wins, token, other_token)
 
@@ -82,8 +82,8 @@ def next_winner(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The winner of the tokens from `least` on and before `token`, and its logit; or NO_TOKEN.
 
-    If a lane's winner is not among them, the lane races again. After a few lanes, all of them race
-    again if an answer is needed SURELY; else there is none.
+    If a lane's winner is not among these tokens, the lane races again. After a few lanes, all lanes
+    race again if SURELY, or else there is no winner.
     """
     x = LOWEST
     winner = NO_TOKEN

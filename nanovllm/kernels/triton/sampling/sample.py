@@ -1,7 +1,7 @@
-"""Sampling: one pass over the logits, for greedy and temperature rows together.
+"""Sample tokens in one pass over the logits, for greedy and temperature rows together.
 
-B rows, V tokens. A row is cut into pieces; one kernel finds each piece's first token of the race, a
-second one the first of the pieces.
+B rows, V tokens. A row is divided into pieces. One kernel finds the winner of the race in each
+piece, and a second kernel the winner of all pieces.
 """
 
 import torch
@@ -12,8 +12,8 @@ from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.triton.sampling.mask import WORD, are_allowed, load_words
 from nanovllm.kernels.triton.sampling.noise import log_exponential
 
-BLOCK = 1024  # tokens that a program reads together
-PROGRAMS = 4096  # about as many as are launched: a few rows, in pieces, fill the device too
+BLOCK = 1024  # tokens that a program reads at a time
+PROGRAMS = 4096  # about the number of programs: a few rows, in pieces, also fill the device
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -23,7 +23,7 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One program finds the first best token of one piece of one row: `blocks` blocks.
 
-    The first column is of the token `first_id`.
+    The first column belongs to the token `first_id`.
     """
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * blocks * BLOCK
@@ -56,9 +56,9 @@ def _sample_masked_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, temperatures_ptr, keys_ptr, rows_ptr, bitmaps_ptr, best_ptr, ids_ptr,
     logits_stride, bitmaps_stride, vocab_size, blocks, RACE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """The same for the row at `rows_ptr`, of its allowed tokens: blocks of WORDS words.
+    """As `_sample_kernel`, for the row at `rows_ptr` and its allowed tokens: blocks of WORDS words.
 
-    A block without any is not read, and neither is a row of -1.
+    A block without allowed tokens is not read, and neither is a row of -1.
     """
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + index)
@@ -95,9 +95,9 @@ def _sample_masked_kernel(  # type: ignore[no-untyped-def]
 def _first_best_kernel(  # type: ignore[no-untyped-def]
     best_ptr, ids_ptr, rows_ptr, out_ptr, num_pieces, CHOSEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program finds the first best piece of one row, which may be one of those CHOSEN.
+    """One program finds the first best piece of one row; CHOSEN: of a row in `rows_ptr`.
 
-    A chosen row of -1 has no token.
+    A chosen row of -1 gets no token.
     """
     row = tl.program_id(0)
     n = tl.arange(0, BLOCK)
@@ -113,7 +113,7 @@ def _first_best_kernel(  # type: ignore[no-untyped-def]
 def sample(
     logits: torch.Tensor, temperatures: torch.Tensor | None, keys: torch.Tensor | None
 ) -> torch.Tensor:
-    """Token ids [B] for logits [B, V], as the twin defines them. Reads the logits once."""
+    """Token ids [B] for logits [B, V], as `plain/sample.py` defines them. Reads logits once."""
     best, ids = race_pieces(logits, temperatures, keys)
     out = logits.new_empty(len(logits), dtype=torch.int64)
     _keep_first_best(best, ids, None, out, logits.shape[1])
@@ -128,9 +128,9 @@ def sample_masked(
     bitmaps: torch.Tensor,
     token_ids: torch.Tensor,
 ) -> None:
-    """Write the token ids of the rows `rows` to `token_ids`, as the twin defines them.
+    """Write the token ids of the rows `rows` to `token_ids`, as `plain/mask.py` defines them.
 
-    It copies nothing, and reads only logits that have an allowed token near them.
+    Copies nothing, and reads only logits near allowed tokens.
     """
     num_rows, vocab_size = len(rows), logits.shape[1]
     assert logits.stride(1) == 1 and bitmaps.stride(1) == 1
@@ -160,7 +160,7 @@ def _keep_first_best(
 
 
 def most_pieces(vocab_size: int) -> int:
-    """Into how many pieces a row is divided at most, whatever the number of rows."""
+    """The most pieces into which a row is divided, for any number of rows."""
     return min(PROGRAMS, max(1, cdiv(vocab_size, BLOCK)))
 
 
@@ -170,9 +170,9 @@ def race_pieces(
     keys: torch.Tensor | None,
     first_id: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best score and its first token, of each piece of each row: [B, pieces] both.
+    """The best score and its first token for each piece of each row: both [B, pieces].
 
-    The first column is that of token `first_id`.
+    The first column belongs to the token `first_id`.
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
@@ -186,7 +186,7 @@ def race_pieces(
 
 
 def _new_pieces(logits: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Room for the best score and token of each piece, and how many blocks a piece has."""
+    """Allocate the best score and token of each piece; also return the blocks of a piece."""
     row_blocks = max(1, cdiv(logits.shape[1], BLOCK))
     blocks = cdiv(row_blocks, min(row_blocks, max(1, PROGRAMS // num_rows)))
     pieces = cdiv(row_blocks, blocks)

@@ -1,1 +1,1 @@
-"""A step's inputs from the device table, and its drafts."""
+"""Read a step's inputs from the device table; guess and accept drafts."""

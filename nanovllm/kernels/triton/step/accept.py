@@ -47,7 +47,7 @@ def accept(
 ) -> torch.Tensor:
     """Add the tokens that count to their rows; returns [B, 2 + num_queries] in int64.
 
-    These are the number of tokens that count, the number of drafts, and all tokens.
+    The columns are the number of tokens that count, the number of drafts, and all tokens.
     """
     num_rows, state = len(token_ids) // num_queries, table.drafts
     out = token_ids.new_empty(num_rows, 2 + num_queries)

@@ -1,4 +1,4 @@
-"""Reading the inputs of guesses from the device table, in one kernel."""
+"""Read the inputs of an EAGLE-3 head or a draft model from the device table, in one kernel."""
 
 import torch
 import triton
@@ -8,7 +8,7 @@ from nanovllm.kernels.plain.guess_inputs import MODEL_FIRST, GuessInputs, Kept
 from nanovllm.kernels.plain.read_table import TableState
 from nanovllm.kernels.triton.sampling.noise import noise_key
 
-BLOCK = 1024  # columns of a block table that are copied together
+BLOCK = 1024  # columns of a block table that are copied at a time
 
 
 @triton.jit(do_not_specialize=["num_rows", "max_blocks"])
@@ -21,7 +21,7 @@ def _guess_inputs_kernel(  # type: ignore[no-untyped-def]
     IS_MODEL: tl.constexpr, FIRST: tl.constexpr, QUERIES: tl.constexpr,
     QUERIES_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for each row of the batch. A model reads tokens at their own positions."""
+    """One program for each row of the batch. A draft model reads tokens at their own positions."""
     place = tl.program_id(0)
     row = tl.load(batch_ptr + place).to(tl.int64)
     length = tl.load(lengths_ptr + row)
@@ -77,7 +77,7 @@ def _guess_inputs_kernel(  # type: ignore[no-untyped-def]
 def guess_inputs(
     table: TableState, kept: Kept | None, num_rows: int, num_queries: int, block_size: int
 ) -> GuessInputs:
-    """The inputs of guesses for the first rows of the batch: a head's with `kept`, or a model's.
+    """Inputs for the first rows of the batch: of a head if `kept` is given, else of a draft model.
 
     Bytes moved: the inputs once, the block tables twice.
     """

@@ -1,4 +1,4 @@
-"""Guessing drafts from n-grams: the first kernel of a decode graph that verifies them."""
+"""Guess drafts by n-grams: the first kernel of a decode graph that verifies them."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 from nanovllm.kernels.plain.read_table import NO_DRAFT, TableState
 
 BLOCK = 1024  # places that a program compares at a time
-PLACES = tl.constexpr(1 << 25)  # more than any sequence has
+PLACES = tl.constexpr(1 << 25)  # more places than any sequence has
 
 
 @triton.jit(do_not_specialize=["width", "most_drafts"])
@@ -57,7 +57,7 @@ def guess_ngrams(
 ) -> None:
     """Write drafts for the first rows of the batch.
 
-    It reads a row's history `longest` times, all but once from the cache.
+    Reads a row's history `longest` times, all except the first from the GPU's cache.
     """
     state = table.drafts
     assert state.history.shape[1] < PLACES.value and longest < 64

@@ -1,7 +1,7 @@
-"""Reading a decode step's inputs from the device table.
+"""Read a decode step's inputs from the device table.
 
-It is the first kernel of a decode graph: with it, a graph can start before the host knows the
-tokens of the step before.
+This is the first kernel of a decode graph: with it, a graph can start before the host knows the
+tokens of the previous step.
 """
 
 import torch
@@ -11,10 +11,10 @@ import triton.language as tl
 from nanovllm.kernels.plain.read_table import Decoding, TableState
 from nanovllm.kernels.triton.sampling.noise import noise_key
 
-BLOCK = 1024  # columns of a block table that are copied together
+BLOCK = 1024  # columns of a block table that are copied at a time
 
 
-@triton.jit(do_not_specialize=["stride", "width", "unused_row"])  # or a step compiles another
+@triton.jit(do_not_specialize=["stride", "width", "unused_row"])  # or steps would compile more
 def _read_table_kernel(  # type: ignore[no-untyped-def]
     tokens_ptr, seeds_ptr, lengths_ptr, temperatures_ptr, batch_ptr, tables_ptr,
     drafts_ptr, limits_ptr, longs_ptr, context_lens_ptr, out_tables_ptr, out_temperatures_ptr,
@@ -23,7 +23,7 @@ def _read_table_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One program reads one query: five 64-bit numbers, two of 32 bits, and the block table.
 
-    Of several queries for a row, the first one's program copies the block table.
+    If a row has several queries, the program of the first one copies the block table.
     """
     place = tl.program_id(0)
     query = place % QUERIES
@@ -67,8 +67,8 @@ def read_table(
 ) -> Decoding:
     """The inputs of the first `num_rows` rows of the batch; adds 1 to their lengths in the table.
 
-    Block tables are filled up with block 0. Bytes moved: the inputs once, the blocks in use twice.
-    With several queries for each row, lengths stay, and `rows` is the table's last one.
+    Block tables are padded with block 0. Bytes moved: the inputs once, the used blocks twice. With
+    several queries for each row, lengths do not change, and `rows` is the table's last row.
     """
     device = table.tokens.device
     size = num_rows * num_queries

@@ -1,7 +1,7 @@
-"""Writing a step's changes to the device table.
+"""Write a step's changes to the device table.
 
-The kernel reads them from the host's memory, so that no copy comes before it: where a step waits
-for the last one's tokens, each launch and each copy makes it wait longer.
+The kernel reads the changes from the host's memory, so that no copy is needed before it: if a step
+waits for the tokens of the last step, each launch and each copy makes it wait longer.
 """
 
 import torch
@@ -15,7 +15,7 @@ BLOCK = 256
 
 @triton.jit(do_not_specialize=["size"])
 def _write_table_kernel(words_ptr, offsets_ptr, values_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program writes some of the words."""
+    """Each program writes some of the words."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     offset = tl.load(offsets_ptr + index, mask=index < size, other=0)
     value = tl.load(values_ptr + index, mask=index < size, other=0)
@@ -23,10 +23,10 @@ def _write_table_kernel(words_ptr, offsets_ptr, values_ptr, size, BLOCK: tl.cons
 
 
 def write_table(words: torch.Tensor, changes: torch.Tensor, size: int) -> None:
-    """Write values to words: the first `size` columns of `changes` [2, any], offset and value each.
+    """Write values to words: the first `size` columns of `changes` [2, any] are offset and value.
 
-    All in int32; the changes are on the device or in pinned memory of the host, which must stay as
-    it is until the kernel has run.
+    All are int32. The changes are on the device, or in pinned memory of the host that must not
+    change until the kernel has run.
     """
     grid = (cdiv(size, BLOCK),)
     _write_table_kernel[grid](words, changes[0], changes[1], size, BLOCK=BLOCK)
