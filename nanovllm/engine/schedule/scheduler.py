@@ -158,7 +158,7 @@ class Scheduler:
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
         """Append a step's tokens, one for each of `batch.sampling_seqs`.
 
-        Where the device guesses tokens, they are what it returns for `drafting` to read. At most
+        Where the device guesses, `token_ids` are what it returns, for `drafting` to read. At most
         one later step may be in flight. Returns the sequences that finished; their blocks are free.
         """
         if not batch.ends:
