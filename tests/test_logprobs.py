@@ -91,6 +91,18 @@ def test_only_requests_that_ask_have_logprobs(model_dir: Path) -> None:
             llm.generate([1], SamplingParams(logprobs=260))
 
 
+def test_only_the_first_sample_reports_a_prompt_and_only_if_asked(model_dir: Path) -> None:
+    """The logits of a prompt's tokens take time."""
+    asked: list[dict[str, int]] = [dict(logprobs=0), dict(prompt_logprobs=0, n=2)]
+    with make_llm(model_dir) as llm:
+        params = [SamplingParams(max_tokens=2, **fields) for fields in asked]  # type: ignore[arg-type]
+        requests = [llm.unfinished[llm.add_request([1, 2, 3], one)] for one in params]
+        while not llm.is_finished():
+            llm.step()
+    reported = [[len(seq.parts.logprobs.prompt) for seq in one.seqs] for one in requests]
+    assert reported == [[0], [2, 0]]
+
+
 @pytest.mark.parametrize("appended", [False, True])
 def test_the_logprobs_of_a_token_that_is_taken_back_are_replaced(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, appended: bool

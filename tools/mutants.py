@@ -10,7 +10,7 @@ the lines that change, as in a patch without line numbers:
     [scheduler: a preemption does not let another sequence be tried]
     nanovllm/engine/schedule/scheduler.py
     tests/engine/schedule/test_scheduler.py::test_name tests/engine/schedule/test_scheduler_fuzz.py
-    -        self.refused = None  # the next in line may be another sequence, which fits
+    -        self.admission.retry()  # the next in line may be another sequence, which fits
 
 `-` lines are removed, `+` lines are added, and lines that begin with a space stay. The lines before
 the change must occur once in the file: else the mutant is an error, not a survivor. A test that is

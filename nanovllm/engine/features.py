@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.requests.parts import Constraints
     from nanovllm.engine.run.model_runner import ModelRunner
     from nanovllm.engine.run.shard import Shard
-    from nanovllm.engine.schedule.admission import Admissions
+    from nanovllm.engine.schedule.admission import AdmissionFilter
     from nanovllm.engine.schedule.scheduler import Scheduler
     from nanovllm.engine.schedule.sequence import Sequence
     from nanovllm.lora_request import LoRARequest
@@ -24,7 +24,7 @@ ALONE = "{} needs the class LLM or AsyncLLM: an LLMEngine alone has no such room
 class RequestAdapters:
     """The adapters of an engine. The base class has none: a request that names one is refused."""
 
-    admissions: "Admissions | None" = None  # None: every sequence may run
+    admissions: "AdmissionFilter | None" = None  # None: every sequence may run
 
     def read(self, lora_request: "LoRARequest") -> Any:  # noqa: ARG002
         """An adapter for requests to come; raises if it does not fit the model."""

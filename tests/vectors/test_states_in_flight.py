@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanovllm.engine.schedule.sequence import SequenceParts
 from nanovllm.vectors.generated_states import GeneratedStates
 from nanovllm.vectors.hidden_states import (
     DrawnStates,
@@ -23,7 +24,7 @@ STATES = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
 class Seq(NamedTuple):
     """A sequence that keeps states."""
 
-    keeper: GeneratedStates
+    parts: SequenceParts
 
 
 def downloaded(dtype: torch.dtype, size: int) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
@@ -50,7 +51,7 @@ def test_states_go_to_their_pools(dtype: torch.dtype, sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_drawn_states_go_to_their_tokens(dtype: torch.dtype) -> None:
-    seqs: list[Any] = [Seq(GeneratedStates(1, keeps_prompt=True)) for _ in range(3)]
+    seqs: list[Any] = [Seq(SequenceParts(keeper=GeneratedStates(1, True))) for _ in range(3)]
     states, expected = downloaded(dtype, 3)
     deliver_drawn(DrawnStates([(seq, 1) for seq in seqs], states))
     states.zero_()

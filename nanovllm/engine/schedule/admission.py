@@ -10,7 +10,7 @@ from nanovllm.engine.schedule.forecast import Forecast, Lengths
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 
 
-class Admissions(Protocol):
+class AdmissionFilter(Protocol):
     """Says which waiting sequences may run now. It is asked before some are admitted."""
 
     def admissible(
@@ -23,19 +23,20 @@ class Admission:
     """Moves sequences from `waiting` to `running`, up to the places, the budget and the blocks.
 
     Both queues are sorted by `order`. A sequence that is refused when nothing else can run is not
-    tried again before another one has ended. With `admissions`, a sequence that may not run yet
-    lets others pass.
+    tried again before another one has ended. Sequences that `admissions` leaves out let others
+    pass.
     """
 
     def __init__(
         self,
-        waiting: deque[Sequence],
+        seqs: Iterable[Sequence],
         caches: Caches,
         lengths: Lengths,
         num_places: int,
-        admissions: Admissions | None = None,
+        admissions: AdmissionFilter | None = None,
     ) -> None:
-        self.waiting, self.caches, self.lengths = waiting, caches, lengths
+        self.waiting = deque(sorted(seqs, key=order))
+        self.caches, self.lengths = caches, lengths
         self.num_places, self.admissions = num_places, admissions
         self.refused: Sequence | None = None
 

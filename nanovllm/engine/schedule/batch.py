@@ -1,4 +1,4 @@
-"""Batch: the value that goes from the scheduler to the runner."""
+"""Batch: the sequences of a step, from the scheduler to the runner, and its tokens back to them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -11,7 +11,7 @@ from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.schedule.admission import (
     Admission,
-    Admissions,
+    AdmissionFilter,
     enter,
     order,
     schedule_tokens,
@@ -40,7 +40,7 @@ class Scheduler:
         config: EngineConfig,
         layout: CacheLayout = CacheLayout(),  # noqa: B008
         drafting: Drafting | None = None,
-        admissions: Admissions | None = None,
+        admissions: AdmissionFilter | None = None,
     ) -> None:
         self.num_blocks = config.num_kvcache_blocks
         self.block_size = config.kvcache_block_size
@@ -66,12 +66,16 @@ class Scheduler:
         )  # fmt: skip
         self.drafting.reset()
         self.running: deque[Sequence] = deque()
-        self.waiting = deque(sorted(seqs, key=order))
         self.admission = Admission(
-            self.waiting, self.caches, self.lengths, self.max_num_running, self.admissions
+            seqs, self.caches, self.lengths, self.max_num_running, self.admissions
         )
         for seq in self.waiting:
             seq.start_over()
+
+    @property
+    def waiting(self) -> deque[Sequence]:
+        """The sequences that wait, in order."""
+        return self.admission.waiting
 
     @property
     def block_manager(self) -> BlockManager:
@@ -154,7 +158,7 @@ class Scheduler:
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
         """Append a step's tokens, one for each of `batch.sampling_seqs`.
 
-        Where the device guesses tokens, they are what it returns for `drafting` to read. At most
+        Where the device guesses, `token_ids` are what it returns, for `drafting` to read. At most
         one later step may be in flight. Returns the sequences that finished; their blocks are free.
         """
         if not batch.ends:
