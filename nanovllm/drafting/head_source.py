@@ -17,7 +17,7 @@ from nanovllm.models.checkpoint import resolve_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.speculative_config import errors_name_model
-from nanovllm.utils.memory import memory_text
+from nanovllm.utils.resources import memory_text
 
 logger = logging.getLogger("nanovllm")
 

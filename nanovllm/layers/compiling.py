@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.utils.cores import allowed_cores
+from nanovllm.utils.resources import allowed_cores
 
 MOST_THREADS = 16  # a start compiles about 40 kernels, and the slowest takes a sixth of the time
 

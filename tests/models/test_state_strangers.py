@@ -38,7 +38,7 @@ from nanovllm.command.info import describe
 from nanovllm.models import model_size
 from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
-from nanovllm.utils.memory import GIB
+from nanovllm.utils.resources import GIB
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded", "known")
 

@@ -13,7 +13,7 @@ from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import errors_name, load_model, read_types
-from nanovllm.utils.memory import memory_text, trim_heap
+from nanovllm.utils.resources import memory_text, trim_heap
 
 logger = logging.getLogger("nanovllm")
 
