@@ -19,7 +19,7 @@ from typing import Any
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.bench.shapes import SHAPES, write_shape
-from nanovllm.utils.memory import keep_what_lives
+from nanovllm.utils.resources import keep_what_lives
 
 LOADS = "64x2000,256x512,512x128,1024x32"
 ONE = SamplingParams(temperature=0, max_tokens=1)

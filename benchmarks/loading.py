@@ -23,9 +23,9 @@ import torch
 from safetensors.torch import save_file
 
 from nanovllm.models import loader
-from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.parts import build_model
 
 SHAPE = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 1000, "hidden_size": 2048,

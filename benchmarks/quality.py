@@ -30,9 +30,9 @@ from safetensors.torch import save_file
 from nanovllm import LLM, SamplingParams
 from nanovllm.bench.machine import machine_name
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
-from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.parts import build_model
 
 # hidden, intermediate, layers, heads, KV heads, vocabulary, tied, architecture
 MODELS: dict[str, tuple[int, int, int, int, int, int, bool, str]] = {

@@ -24,7 +24,7 @@ from nanovllm.models.outside import register_families
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.log import log_to_stderr
-from nanovllm.utils.memory import keep_what_lives
+from nanovllm.utils.resources import keep_what_lives
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine

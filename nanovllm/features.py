@@ -79,12 +79,12 @@ class AllFeatures(Features):
         if seq.parts.keeper is not None and runner.hidden_reader is None:
             from nanovllm.vectors.hidden_states import HiddenStates
 
-            runner.hidden_reader = HiddenStates()
+            runner.read_hidden(HiddenStates())
         says_nothing = config.speculative_config is None and type(scheduler.drafting) is Drafting
         if seq.parts.constraint is not None and says_nothing:
             from nanovllm.drafting.choice import forced_drafting
 
-            scheduler.drafting = forced_drafting(runner.shard)
+            scheduler.draft_with(forced_drafting(runner.shard))
 
 
 def masked_draws(

@@ -88,12 +88,11 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "nanovllm.kernels": ("nanovllm.utils", "nanovllm.config", "transformers", "numpy"),
     "nanovllm.layers": ("nanovllm.config", "transformers"),
     "nanovllm.models": ("transformers",),
-    "nanovllm.models.config": ("torch",),
+    "nanovllm.models.config": HEAVY,
     **{
         f"nanovllm.models.{name}": (*HEAVY, "nanovllm.layers")
         for name in ("fields", "windows", "rope", "checkpoint")
     },
-    "nanovllm.models.shapes": HEAVY,
     "nanovllm.models.family": HEAVY,
     **{
         f"nanovllm.{name}": (

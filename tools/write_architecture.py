@@ -46,7 +46,7 @@ CORE: dict[str, list[str]] = {
     "startup": ["engine/start/startup", "engine/start/load", "engine/engine_config",
                 "engine/start/placement", "engine/start/sizing",
                 "engine/cache/kv_pool", "engine/cache/groups", "models/config", "models/fields",
-                "models/checkpoint", "models/family", "models/build", "models/loader",
+                "models/checkpoint", "models/family", "models/loader",
                 "layers/layer", "layers/backend", "layers/ranks"],
 }  # fmt: skip
 

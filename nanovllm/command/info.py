@@ -10,7 +10,7 @@ from nanovllm.command.options import (
     add_model_argument,
     engine_options,
 )
-from nanovllm.utils.memory import GIB, memory_text
+from nanovllm.utils.resources import GIB, memory_text
 
 if TYPE_CHECKING:
     from nanovllm.bench.roofline import HeadBytes

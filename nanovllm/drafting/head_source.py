@@ -17,7 +17,7 @@ from nanovllm.models.checkpoint import resolve_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.speculative_config import errors_name_model
-from nanovllm.utils.memory import memory_text
+from nanovllm.utils.resources import memory_text
 
 logger = logging.getLogger("nanovllm")
 
@@ -44,7 +44,7 @@ class HeadSource:
             _share_embedding(head, model)
             num_bytes = head.num_bytes
             head.bind(own.backend)
-        model.model.taps = self.taps
+        model.model.tap(self.taps)
         logger.info(
             "EAGLE-3 head, %s loaded in %.1f s; it reads the residuals before layers %s",
             memory_text(num_bytes), time.perf_counter() - start,

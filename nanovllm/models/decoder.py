@@ -66,6 +66,10 @@ class Decoder(nn.Module):
         """Cosines and sines of a step's positions [T], once for all layers."""
         return {name: rope(positions) for name, rope in self.ropes.items()}
 
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """Let `forward` return the residuals before these layers."""
+        self.taps = layers
+
     def bind_few_rows(self, kernels: Kernels) -> None:
         """Use the kernels for decode steps of few rows, if this device has faster ones."""
         from nanovllm.layers.few_rows import few_rows_of

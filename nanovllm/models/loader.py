@@ -18,8 +18,8 @@ from nanovllm.formats.stored import Loaded
 from nanovllm.layers.layer import Layer
 from nanovllm.models.checkpoint import weight_files
 from nanovllm.models.decoder import Model
-from nanovllm.utils.bar import make_bar
 from nanovllm.utils.checks import shorten
+from nanovllm.utils.interrupts import make_bar
 
 logger = logging.getLogger("nanovllm")
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanovllm.formats.quantization import HEAD, NOT_QUANTIZED, Quantization
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.shapes import ExpertCount, LayerShape
+from nanovllm.models.config import ExpertCount, LayerShape, ModelConfig
 
 if TYPE_CHECKING:
     from nanovllm.formats.scheme import Scheme

@@ -21,8 +21,8 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.app import make_app
 from nanovllm.server.errors import APIError
 from nanovllm.server.options import ServerOptions
-from nanovllm.utils.memory import keep_what_lives
 from nanovllm.utils.option import options_of
+from nanovllm.utils.resources import keep_what_lives
 
 logger = logging.getLogger("nanovllm.server")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -1,10 +1,13 @@
-"""Defer Ctrl-C while something must not be left half done."""
+"""Defer Ctrl-C while something must not be left half done: a block, or a drawing of a bar."""
 
 import contextlib
 import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
+
+from tqdm.auto import tqdm
 
 
 @contextlib.contextmanager
@@ -32,3 +35,27 @@ def holding_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
         if held:
             signal.raise_signal(signal.SIGINT)
+
+
+class Bar(tqdm):  # type: ignore[type-arg]
+    """A bar that Ctrl-C interrupts only between drawings. `make_bar` makes it.
+
+    tqdm holds a lock of the whole process while it draws, and keeps it if an exception strikes
+    there: every later bar would wait for it forever. No thread watches this bar.
+    """
+
+    monitor_interval = 0
+
+    def refresh(self, *args: Any, **options: Any) -> Any:
+        with holding_interrupts():
+            return super().refresh(*args, **options)
+
+    def close(self) -> None:
+        with holding_interrupts():
+            super().close()
+
+
+def make_bar(**options: Any) -> Bar:
+    """A bar with tqdm's `options`, drawn once."""
+    with holding_interrupts():
+        return Bar(**options)

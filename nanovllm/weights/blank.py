@@ -10,8 +10,8 @@ from nanovllm.formats.quantize import SOURCE
 from nanovllm.formats.stored import StoredTensor
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import Ranks
-from nanovllm.models.build import made_with
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.parts import made_with
 
 
 def blank_model(shard: Shard, ranks: Ranks | None = None) -> CausalLM:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from nanovllm.formats.stored import Loaded
-from nanovllm.utils.memory import MIB
+from nanovllm.utils.resources import MIB
 from nanovllm.weights.places import Place
 
 SMALL = 4 * MIB  # copies with fewer bytes are collected

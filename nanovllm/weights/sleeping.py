@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from nanovllm.engine.run.shard import Shard
-from nanovllm.utils.memory import trim_heap
+from nanovllm.utils.resources import trim_heap
 from nanovllm.weights.live import held_weights
 from nanovllm.weights.sleep_memory import memory_of
 

@@ -15,7 +15,7 @@ from nanovllm.layers.ranks import ALONE
 from nanovllm.models.dummy import dummy_values
 from nanovllm.models.loader import is_left_out, read_weights
 from nanovllm.utils.checks import shorten
-from nanovllm.utils.memory import trim_heap
+from nanovllm.utils.resources import trim_heap
 from nanovllm.weights.blank import blank_model
 from nanovllm.weights.live import held_weights
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nanovllm.engine.ranks.driver import call, driver
-from nanovllm.utils.memory import MIB
+from nanovllm.utils.resources import MIB
 
 CHUNK = 256 * MIB  # a multiple of the driver's granularity, and a size in which the host pins pages
 DEVICE, PINNED, READ_AND_WRITE = 1, 1, 3  # the driver's numbers

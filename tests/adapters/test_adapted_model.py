@@ -28,10 +28,10 @@ from nanovllm.layers.context import Context, attending, reading
 from nanovllm.layers.layer import Backend
 from nanovllm.layers.lora import group_rows
 from nanovllm.layers.ranks import ALONE, Ranks
-from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_model
+from nanovllm.models.parts import build_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

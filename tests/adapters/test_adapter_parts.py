@@ -13,9 +13,9 @@ from nanovllm.adapters.parts import AdapterParts
 from nanovllm.config import Config
 from nanovllm.engine.start.placement import resolve_placement
 from nanovllm.layers.ranks import ALONE
-from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
+from nanovllm.models.parts import build_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

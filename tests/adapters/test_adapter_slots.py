@@ -15,10 +15,10 @@ from nanovllm.kernels.operands.low_rank import LowRank
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.context import Context, adapter_rows, attending, keep_adapters_of
 from nanovllm.layers.lora import group_rows
-from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_model
+from nanovllm.models.parts import build_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -21,9 +21,9 @@ from nanovllm.formats.choice import QuantizedFormats
 from nanovllm.formats.quantize import GROUP, LARGE, QUANTIZERS, to_fp8, to_int4, to_int8
 from nanovllm.formats.scheme import ONLINE
 from nanovllm.layers.ranks import Ranks
-from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
+from nanovllm.models.parts import build_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -257,7 +257,7 @@ LOAD = """
 import sys, threading
 from pathlib import Path
 import torch
-from nanovllm.models.build import build_model
+from nanovllm.models.parts import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.formats.choice import QuantizedFormats
 from nanovllm.models.loader import load_model

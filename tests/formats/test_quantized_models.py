@@ -34,11 +34,11 @@ from nanovllm.layers.experts import Experts
 from nanovllm.layers.layer import Backend
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.ranks import ALONE, Ranks
-from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.dummy import load_dummy
 from nanovllm.models.loader import load_model
+from nanovllm.models.parts import build_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -28,9 +28,9 @@ from nanovllm.layers.context import Context, attending
 from nanovllm.layers.few_rows import with_adapters
 from nanovllm.layers.layer import Backend
 from nanovllm.layers.lora import group_rows
-from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model
+from nanovllm.models.parts import build_model
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "four_processors"),

@@ -16,8 +16,9 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.feed_forward import MLP, FeedForward
 from nanovllm.layers.few_rows import operands_of
 from nanovllm.layers.layer import Backend, Build, Layer
-from nanovllm.layers.layernorm import PlusOneRMSNorm, RMSNorm
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mixer import Mixer, SelfAttention
+from nanovllm.layers.plus_one_norm import PlusOneRMSNorm
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models.decoder import Decoder
 

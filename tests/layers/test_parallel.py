@@ -38,11 +38,11 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.layers.ranks import ALONE, Ranks
-from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.dummy import load_dummy
 from nanovllm.models.loader import InFile, load_model
+from nanovllm.models.parts import build_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

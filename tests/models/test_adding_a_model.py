@@ -71,16 +71,18 @@ def test_the_page_names_every_choice_that_exists() -> None:
         feed_forward,
         layernorm,
         mixer,
+        plus_one_norm,
         sparse_mlp,
     )
     from nanovllm.models import parts
 
     table = "\n".join(re.findall(r"^\|.*\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     named = set(re.findall(r"`(?:parts\.)?(\w+)(?:\(.*?\))?`", table))
-    modules = (block, cache_spec, feed_forward, layernorm, mixer, sparse_mlp, parts)
+    modules = (block, cache_spec, feed_forward, layernorm, mixer, plus_one_norm, sparse_mlp, parts)
     known = {name for each in modules for name in vars(each)} | {*Names.__dataclass_fields__}
     assert named - known == {"residual_scale", "qkv_proj", "gate_up_proj"}
     assert named >= {*Names.__dataclass_fields__}
-    for each in (block.pre_norms, block.post_norms, block.sandwich_norms, layernorm.PlusOneRMSNorm):
+    for each in (block.pre_norms, block.post_norms, block.sandwich_norms):
         assert each.__name__ in named
+    assert plus_one_norm.PlusOneRMSNorm.__name__ in named
     assert {each.__name__ for each in get_args(feed_forward.Activation)} <= named

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from nanovllm.models import model_size
-from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import MODELS
+from nanovllm.models.parts import build_model
 
 LLAMA3 = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3",

@@ -14,11 +14,11 @@ from conftest import edit_config, make_model
 from reference import Case, check_logits, make_case, make_llm, make_prompts
 from safetensors.torch import load_file, save_file
 
-from nanovllm.models.build import build_model
 from nanovllm.models.checkpoint import INDEX
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_model
+from nanovllm.models.parts import build_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

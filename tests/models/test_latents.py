@@ -35,8 +35,8 @@ from test_strangers import SCENARIOS, Loop
 from nanovllm import SamplingParams
 from nanovllm.command.info import describe
 from nanovllm.models import model_size
-from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.parts import build_model
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded", "known")
 

@@ -23,7 +23,6 @@ from waiting import LIMIT, wait_until
 from nanovllm import LLM, SamplingParams
 from nanovllm.layers.layer import Layer
 from nanovllm.models import family as families
-from nanovllm.models.build import build_model
 from nanovllm.models.checkpoint import INDEX, resolve_model, weight_files
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
@@ -32,6 +31,7 @@ from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, decoder_fields
 from nanovllm.models.loader import NUM_THREADS, InFile, load_model
 from nanovllm.models.outside import register_model
+from nanovllm.models.parts import build_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.parts import build_model
 
 # Qwen3-*/config.json as published: hidden, layers, heads, intermediate, tied; then the number of
 # parameters, which the model cards round to 0.6, 1.7, 4.0, 8.2, 14.8 and 32.8 billion.

@@ -36,9 +36,9 @@ from strangers import loop_case, registered
 from nanovllm import SamplingParams
 from nanovllm.command.info import describe
 from nanovllm.models import model_size
-from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
-from nanovllm.utils.memory import GIB
+from nanovllm.models.parts import build_model
+from nanovllm.utils.resources import GIB
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded", "known")
 

@@ -45,9 +45,9 @@ from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues
 from nanovllm.layers.few_rows import operands_of
 from nanovllm.models import family as families
 from nanovllm.models import model_size
-from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
+from nanovllm.models.parts import build_model
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded", "known")
 

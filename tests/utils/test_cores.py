@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.utils.cores import allowed_cores
+from nanovllm.utils.resources import allowed_cores
 
 V1 = "4:memory:/\n3:cpu,cpuacct:{group}\n"
 V2 = "0::{group}\n"

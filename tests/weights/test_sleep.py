@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from nanovllm import LLM, AsyncLLM, LoRARequest, SamplingParams
 from nanovllm.engine.errors import NotReadyError
-from nanovllm.utils.memory import GIB
+from nanovllm.utils.resources import GIB
 from nanovllm.weights.sleep_memory import SleepMemory
 from nanovllm.weights.sleeping import Save
 from nanovllm.weights.tensors import slots_of, weights_of

@@ -14,7 +14,7 @@ from waiting import LIMIT
 
 from nanovllm import LLM, LoRARequest, SamplingParams
 from nanovllm.embedded import EMBEDDED_HEAD, EMBEDDED_MODEL, sample_problems
-from nanovllm.utils.memory import GIB
+from nanovllm.utils.resources import GIB
 from nanovllm.weights.tensors import weights_of
 from nanovllm.weights.virtual_memory import CHUNK, VirtualMemory
 

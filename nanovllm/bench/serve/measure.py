@@ -15,7 +15,7 @@ from nanovllm.bench.serve.options import NUM_PROMPTS, ServerLoad
 from nanovllm.bench.serve.prompts import RandomPrompts
 from nanovllm.bench.serve.run import Run, run_load, send
 from nanovllm.bench.serve.server import Server
-from nanovllm.utils.bar import make_bar
+from nanovllm.utils.interrupts import make_bar
 
 INTERVAL = 0.25  # seconds between two drawings of the bar
 SHORT = 16  # tokens of a prompt that warms up for a dataset; its prompts may all be short

@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.engine.cache.groups import CacheGroups
 from nanovllm.kernels.operands.kv_layer import CODES, SCALES
-from nanovllm.utils.memory import memory_text
+from nanovllm.utils.resources import memory_text
 
 CACHE_LINE = 64
 NewMemory = Callable[[int], torch.Tensor]  # zeroed memory of a number of bytes on a GPU

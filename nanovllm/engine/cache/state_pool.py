@@ -14,7 +14,7 @@ from nanovllm.engine.cache.kv_pool import NewMemory, zeros_of
 from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.run.transfer import Array
 from nanovllm.layers.mixer import StateMixer
-from nanovllm.utils.memory import memory_text
+from nanovllm.utils.resources import memory_text
 
 logger = logging.getLogger("nanovllm")
 

@@ -17,7 +17,7 @@ from nanovllm.utils.checks import check_bool, shorten
 
 if TYPE_CHECKING:
     from nanovllm.lora_request import LoRARequests
-    from nanovllm.utils.bar import Bar
+    from nanovllm.utils.interrupts import Bar
 
 
 def accept_prompts(

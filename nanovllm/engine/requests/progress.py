@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from tqdm import tqdm
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.utils.bar import Bar, make_bar
+from nanovllm.utils.interrupts import Bar, make_bar
 
 INTERVAL = 0.25  # seconds between two drawings
 MAX_WAIT = 2.0  # seconds for a drawing to end: another bar of this process may hold tqdm's lock

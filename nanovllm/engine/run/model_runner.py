@@ -5,11 +5,10 @@ that there are any.
 """
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.run.draw_inputs import draw_inputs, needs_logits
-from nanovllm.engine.run.hidden_reader import HiddenReader
 from nanovllm.engine.run.launched import Begun, Launched
 from nanovllm.engine.run.ledger import Ledger
 from nanovllm.engine.run.other_ranks import Command, OtherRanks
@@ -19,6 +18,9 @@ from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import StepInputs, step_inputs
 from nanovllm.engine.run.step_part import own_methods
 from nanovllm.engine.schedule.batch import Batch
+
+if TYPE_CHECKING:
+    from nanovllm.engine.run.hidden_reader import HiddenReader
 
 
 class ModelRunner:
@@ -36,7 +38,11 @@ class ModelRunner:
         ahead = shard.drafting.rows_ahead(layout)
         self.ledger = Ledger(layout, ahead, None if marking is None else marking.mark_of)
         self._add_arrays = own_methods(shard.parts, "add_arrays")
-        self.hidden_reader: HiddenReader | None = None  # once a request keeps hidden states
+        self.hidden_reader: HiddenReader | None = None  # from `read_hidden` on
+
+    def read_hidden(self, reader: "HiddenReader") -> None:
+        """Let this reader take hidden states from steps: a request is the first to keep some."""
+        self.hidden_reader = reader
 
     def begin(self, batch: Batch) -> Begun:
         """Begin to compute a step. On a GPU with Triton's kernels it waits for nothing.
@@ -58,7 +64,7 @@ class ModelRunner:
             num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
             return Begun(batch, num_tokens, shard.compute(inputs), prompts, asked)
 
-    def _ask(self, reader: HiddenReader, step: StepInputs, batch: Batch) -> list[Any]:
+    def _ask(self, reader: "HiddenReader", step: StepInputs, batch: Batch) -> list[Any]:
         """Let a step keep the hidden states that the reader asks for. Returns what it asks for."""
         step.keeps_hidden = reader.keeps_drawn(batch.sampling_seqs)
         if step.prefill is None or not (asked := reader.asked(batch)):

@@ -82,6 +82,10 @@ class Scheduler:
         """The KV blocks of the caches."""
         return self.caches.blocks
 
+    def draft_with(self, drafting: Drafting) -> None:
+        """Let this add drafts to the steps from now on."""
+        self.drafting = drafting
+
     def add(self, seq: Sequence) -> None:
         """Queue a sequence with its siblings; none is longer than `longest_sequence` allows."""
         enter(self.waiting, seq)

@@ -9,11 +9,11 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.start.placement import Placement
 from nanovllm.formats.format import PLAIN_FORMATS, Formats
-from nanovllm.models.build import build_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import errors_name, load_model, read_types
-from nanovllm.utils.memory import memory_text, trim_heap
+from nanovllm.models.parts import build_model
+from nanovllm.utils.resources import memory_text, trim_heap
 
 logger = logging.getLogger("nanovllm")
 

@@ -14,7 +14,7 @@ from nanovllm.layers.cache_spec import KeysAndValues, Latent, TokenCache
 from nanovllm.layers.layer import Backend
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models.config import ModelConfig
-from nanovllm.utils.cores import allowed_cores
+from nanovllm.utils.resources import allowed_cores
 
 UNUSED_HEADS = (1, 1, 64)  # to choose kernels for a model without attention
 

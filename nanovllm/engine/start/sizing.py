@@ -9,7 +9,7 @@ from nanovllm.engine.cache.caches import block_manager_for
 from nanovllm.engine.cache.kv_pool import KVPool
 from nanovllm.engine.engine_config import most_running
 from nanovllm.engine.run.shard import Shard
-from nanovllm.utils.memory import GIB, MIB, memory_text
+from nanovllm.utils.resources import GIB, MIB, memory_text
 
 logger = logging.getLogger("nanovllm")
 

@@ -25,8 +25,8 @@ from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
 from nanovllm.engine.run.transfer import upload_all
 from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
 from nanovllm.engine.schedule.step_size import Size
-from nanovllm.layers.ahead import compile_ahead
 from nanovllm.layers.block import Block
+from nanovllm.layers.compiling import compile_in_threads
 from nanovllm.layers.filters import Filters
 from nanovllm.models.decoder import CausalLM
 from nanovllm.sampling_params import SamplingParams
@@ -56,7 +56,7 @@ def compile_steps(shard: Shard, config: Config) -> None:
     with _errors_name_options(shard, config), ExitStack() as stack:
         for _, model in shard.models:
             stack.enter_context(_two_layers_of_each_kind(model))
-        compile_ahead(steps, shard.device)
+        compile_in_threads(steps, shard.device)
     shard.caches.release()
 
 

@@ -17,8 +17,8 @@ from nanovllm.kernels.operands.kv_layer import CODES, SCALES, KVLayer
 from nanovllm.kernels.plain.read_table import DraftState, TableState
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.kernels.triton.table import triton_kernels
-from nanovllm.layers.ahead import compile_ahead
 from nanovllm.layers.attention.base import AttentionBackend, AttentionSpec
+from nanovllm.layers.compiling import compile_in_threads
 from nanovllm.layers.context import Context
 from nanovllm.layers.layer import Backend
 
@@ -92,7 +92,7 @@ def tried(name: str, build: Callable[[], Built], device: torch.device) -> Built:
     Any error becomes a ValueError: what is installed may not work together.
     """
     try:
-        compile_ahead(build, device)
+        compile_in_threads(build, device)
         return build()
     except Exception as error:
         raise ValueError(

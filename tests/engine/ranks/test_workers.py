@@ -45,7 +45,7 @@ from nanovllm.engine.ranks.workers import RankError, Worker, Workers
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.start import startup
 from nanovllm.models.config import ModelConfig
-from nanovllm.utils.memory import trim_heap
+from nanovllm.utils.resources import trim_heap
 
 pytestmark = pytest.mark.usefixtures("one_thread", "deadline")
 

@@ -15,7 +15,7 @@ from nanovllm.engine.cache.pools import CacheBytes
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.start import device_memory, sizing
 from nanovllm.layers.ranks import Ranks
-from nanovllm.utils.memory import MIB
+from nanovllm.utils.resources import MIB
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -12,7 +12,7 @@ from conftest import make_model
 from nanovllm import LLM
 from nanovllm.command.info import describe
 from nanovllm.engine.start import placement
-from nanovllm.utils.memory import memory_text
+from nanovllm.utils.resources import memory_text
 
 
 def log_of(caplog: pytest.LogCaptureFixture, **options: Any) -> list[str]:

@@ -73,14 +73,14 @@ def test_all_sizes_are_compiled_with_two_layers_of_each_kind(
         prefills.add((int(queries.sum()), int(queries.max()), bool((keys > queries).all())))
         return prefill_hidden(self, inputs, needed)
 
-    def compile_ahead(call: object, device: torch.device) -> None:
+    def compile_in_threads(call: object, device: torch.device) -> None:
         assert callable(call)
         ran.append(([places[layer] for layer in shard.model.model.layers], device))
         call()
 
     monkeypatch.setattr(Decodes, "step", recorded)
     monkeypatch.setattr(Prefills, "hidden", recorded_prefill)
-    monkeypatch.setattr(warm_up, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(warm_up, "compile_in_threads", compile_in_threads)
     warm_up.compile_steps(shard, config)
     assert ran == [([0, 1, 2, 3], shard.device)]
     assert sizes == [*map(Size, [1, 2, 4] if uses_graphs else [1])]
@@ -95,10 +95,10 @@ def test_a_dry_run_without_memory_names_the_options(
 ) -> None:
     layers = shard.model.model.layers
 
-    def compile_ahead(*_: object) -> None:
+    def compile_in_threads(*_: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(warm_up, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(warm_up, "compile_in_threads", compile_in_threads)
     with pytest.raises(MemoryError, match=r"max_num_batched_tokens=64 with max_num_seqs=4 does"):
         warm_up.compile_steps(shard, config)
     assert shard.model.model.layers is layers

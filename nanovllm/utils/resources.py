@@ -1,10 +1,13 @@
-"""How many cores this process may use: containers often limit their time, not their list."""
+"""Resources of this process: cores that it may use, its heap, and sizes of memory as texts."""
 
 import contextlib
+import ctypes
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+MIB, GIB = 1 << 20, 1 << 30
 ROOT = Path("/")
 CGROUPS = "sys/fs/cgroup"
 
@@ -42,3 +45,28 @@ def _of_files(folder: Path, group: str, *names: str) -> Iterator[float]:
                 yield quota / period
         if level == folder:
             return
+
+
+def trim_heap() -> None:
+    """Return free memory to the system, where the C library is glibc.
+
+    It keeps much of what was freed, in a heap for each thread, and loading a model frees a lot.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def keep_what_lives() -> None:
+    """Exclude the objects of now from garbage collection, which stops all threads for 0.1 s.
+
+    For processes of our own: a caller's objects may still become garbage.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def memory_text(num_bytes: float) -> str:
+    """A number of bytes in GiB, or in MiB if it is small."""
+    if num_bytes < GIB / 10:
+        return f"{num_bytes / MIB:,.1f} MiB"
+    return f"{num_bytes / GIB:,.3f} GiB"

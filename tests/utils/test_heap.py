@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm.utils import memory
+from nanovllm.utils import resources
 
 SIZE, COUNT = 100 << 10, 1000  # in the heap, as smaller than what malloc maps
 
@@ -33,14 +33,14 @@ def test_memory_that_threads_have_freed_is_returned() -> None:
     thread.start()
     thread.join()
     before = resident()
-    memory.trim_heap()
+    resources.trim_heap()
     assert before - resident() > SIZE * COUNT // 2
 
 
 def test_what_lives_is_not_searched_again() -> None:
     one = [object()]
     try:
-        memory.keep_what_lives()
+        resources.keep_what_lives()
         assert not any(each is one for each in gc.get_objects())
     finally:
         gc.unfreeze()
@@ -55,4 +55,4 @@ def test_without_glibc_nothing_happens(
         raise error
 
     monkeypatch.setattr(ctypes, "CDLL", raise_error)
-    memory.trim_heap()
+    resources.trim_heap()

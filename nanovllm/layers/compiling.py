@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.utils.cores import allowed_cores
+from nanovllm.utils.resources import allowed_cores
 
 MOST_THREADS = 16  # a start compiles about 40 kernels, and the slowest takes a sixth of the time
 
 
-def compile_ahead(call: Callable[[], object], device: torch.device) -> None:
+def compile_in_threads(call: Callable[[], object], device: torch.device) -> None:
     """Compile the Triton kernels that `call` launches on a GPU, in a dry run of it.
 
     It does nothing on other devices. A compiler's error is raised by the kernel's first launch.

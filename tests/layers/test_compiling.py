@@ -1,13 +1,13 @@
-"""Where kernels are compiled ahead, in how many threads, and that a backend's trial is."""
+"""Compiling kernels before their launches: where, in how many threads, and for a trial."""
 
 import sys
 
 import pytest
 import torch
 
-from nanovllm.layers import ahead
-from nanovllm.layers.ahead import MOST_THREADS, compile_ahead
+from nanovllm.layers import compiling
 from nanovllm.layers.attention import choice
+from nanovllm.layers.compiling import MOST_THREADS, compile_in_threads
 
 pytest.importorskip("triton")
 
@@ -24,13 +24,13 @@ def test_no_more_threads_than_allowed_cores(
         runs.append((call, num_threads))
 
     monkeypatch.setattr("nanovllm.kernels.triton.dry_run.dry_run", dry_run)
-    monkeypatch.setattr(ahead, "allowed_cores", lambda: allowed)
+    monkeypatch.setattr(compiling, "allowed_cores", lambda: allowed)
     if system == "Linux":
         monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(99)))
     else:
         monkeypatch.delattr("os.sched_getaffinity")
         monkeypatch.setattr("os.cpu_count", lambda: 99)
-    compile_ahead(dry_run, torch.device("cuda"))  # type: ignore[arg-type]
+    compile_in_threads(dry_run, torch.device("cuda"))  # type: ignore[arg-type]
     assert runs == [(dry_run, min(allowed, MOST_THREADS))]
 
 
@@ -40,28 +40,28 @@ def test_without_a_gpu_or_triton_nothing_is_called(
 ) -> None:
     if missing:
         monkeypatch.setitem(sys.modules, "nanovllm.kernels.triton.dry_run", None)
-    compile_ahead(lambda: pytest.fail("called"), torch.device("cuda" if missing else "cpu"))
+    compile_in_threads(lambda: pytest.fail("called"), torch.device("cuda" if missing else "cpu"))
 
 
-def test_the_trial_of_a_backend_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_of_a_backend_is_compiled_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the dry run is the backend's: without a C compiler, Triton fails there."""
     order: list[str] = []
 
     def compile_first(call: object, device: torch.device) -> None:
-        order.append(f"ahead on {device}")
+        order.append(f"compiled on {device}")
         assert call is build
 
     def build() -> int:
         order.append("built")
         return 5
 
-    monkeypatch.setattr(choice, "compile_ahead", compile_first)
+    monkeypatch.setattr(choice, "compile_in_threads", compile_first)
     assert choice.tried("triton", build, torch.device("cuda")) == 5
-    assert order == ["ahead on cuda", "built"]
+    assert order == ["compiled on cuda", "built"]
 
     def fail(*_: object) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(choice, "compile_ahead", fail)
+    monkeypatch.setattr(choice, "compile_in_threads", fail)
     with pytest.raises(ValueError, match=r"'triton' does not work here \(RuntimeError: no compi"):
         choice.tried("triton", build, torch.device("cuda"))
