@@ -32,7 +32,7 @@ class EngineAdapters(RequestAdapters):
         self._runner.everywhere(PlaceAdapter(slot, adapter.number, adapter.path))
 
     def read(self, lora_request: LoRARequest) -> Adapter:
-        """An adapter for requests to come; raises if it does not fit the model."""
+        """Read an adapter for later requests; raises if it does not fit the model."""
         return self.store.accept(lora_request)
 
     def named(self, name: str | None) -> LoRARequest | None:

@@ -39,26 +39,26 @@ class Rounding(Protocol):
 
 
 class Kernels:
-    """One function for each operation; its twin in PLAIN defines the signature and the result.
+    """One function for each operation; that of PLAIN defines the signature and the result.
 
     `arrange` copies a quantized weight into the layout that `arranged_linear`, `experts` and
-    `few_rows` read. `arrange_plain` does so for a plain weight, where that makes it faster, and
-    `plain_of` restores the plain weight. With `reads_plain`, kernels read plain weights as they are
-    stored, so that no library's layout may replace them. With `reads_stacks`, `experts` reads the
-    experts' weights as one stack, else as a list of matrices.
+    `few_rows` read. `arrange_plain` does this for a plain weight, if it makes products faster, and
+    `plain_of` restores the plain weight. With `reads_plain`, kernels read plain weights in
+    PyTorch's layout, so a library's layout may not replace it. With `reads_stacks`, `experts` reads
+    the experts' weights as one stack, else as a list of matrices.
 
-    Some operations only exist for some implementations: PLAIN returns None for them. `rounding`
-    returns kernels that round a number of rows as a quantized weight needs it; `arranged_linear`
-    takes those rows, or ordinary ones. `few_rows` returns kernels that fuse several operations of a
-    layer of such a type, where they are faster. `router` returns a kernel for the weight of a
-    layer's router and rows of a type. `write_table` writes words that are still in the host's
-    memory. `peers` exchange few rows between GPUs.
+    Some operations exist only for some implementations: PLAIN returns None for them. `rounding`
+    returns kernels that round a number of rows for a quantized weight; `arranged_linear` accepts
+    rounded rows and plain rows. `few_rows` returns kernels that fuse several operations of a layer,
+    for types with which they are faster. `router` returns a kernel for a router's weight and rows
+    of a type. `write_table` writes words from the host's memory. `peers` exchange few rows between
+    GPUs.
 
     The first call of an operation imports its module, and replaces the attribute by the function.
     """
 
     name: str
-    graph_safe: bool  # whether a CUDA graph can hold them: no function of a decode step syncs
+    graph_safe: bool  # whether CUDA graphs can contain them: no function of a decode step syncs
     reads_plain: bool
     reads_stacks: bool
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]

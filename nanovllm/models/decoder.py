@@ -53,7 +53,7 @@ class Decoder(nn.Module):
         self._sum_up()
 
     def _sum_up(self) -> None:
-        """Tell each norm that follows a block whether it adds up what the ranks return."""
+        """Set for each norm after a block whether it adds up the ranks' results."""
         layers: list[Any] = [*self.layers, None]
         for before, after in pairwise(layers):
             norm = self.norm if after is None else after.parts.before_mixer

@@ -17,7 +17,8 @@ from nanovllm.layers.state_step import StateStep
 
 
 class StatePart(StepPart):
-    """Copies slots before and after a step, and tells the layers which slots they read and write.
+    """Copies slots before and after a step, and gives the layers the slots that they read and
+    write.
 
     Pairs of slots (from, to) are in `copied_before` and `copied_after`.
     """
@@ -77,7 +78,7 @@ def states_before_and_after(batch: Batch, q_ends: Array) -> dict[str, Array]:
         if start:
             before[index] = own[(start - 1) % num_own]
         end = start + seq.num_scheduled_tokens + len(batch.drafts.get(seq, ()))
-        first = start + seq.num_scheduled_tokens - 1  # of the tokens whose states are kept
+        first = start + seq.num_scheduled_tokens - 1  # of the tokens with kept states
         for position in range(first, end):
             after[q_end - end + position] = own[position % num_own]
         for length, slot in seq.checkpoints.items():

@@ -8,7 +8,7 @@ from nanovllm.outputs import StreamEvent
 
 
 class Stream:
-    """The prompts of a call whose requests are `request_ids`, `num_samples` of each.
+    """The prompts of a call with the requests `request_ids`, each with `num_samples` samples.
 
     `open` holds the requests that have events to come, with their prompts' indices.
     """
@@ -68,7 +68,7 @@ class Stream:
 
 
 def _aborted(index: int, sample: int, request_id: int) -> StreamEvent:
-    """The last event of a sample whose output went to the call that aborted it."""
+    """The last event of an aborted sample; the call that aborted it has its output."""
     return StreamEvent(
         index=index, sample=sample, request_id=request_id, text="", token_ids=[],
         finish_reason="abort", stop_reason=None, logprobs=None,

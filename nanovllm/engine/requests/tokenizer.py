@@ -26,7 +26,7 @@ def load_tokenizer(
     """Load `tokenizer`, by default the model's own; None, and a warning, if the model has none.
 
     Without a tokenizer, prompts are token ids and outputs have no text. `download_dir` is for a
-    `tokenizer` on the hub, whose main branch is used.
+    `tokenizer` on the hub; its main branch is used.
     """
     if not has_tokenizer(tokenizer, model_path):
         if warns:

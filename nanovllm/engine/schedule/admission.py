@@ -57,9 +57,9 @@ class Admission:
     def admit(self, running: deque[Sequence], prompts: list[Sequence], budget: int) -> None:
         """Admit waiting sequences in order, with as many tokens as the budget allows.
 
-        They are added to `prompts`, the sequences whose prompts the step computes. A sequence whose
-        next block is being computed by another waits until it is cached. Room is kept for the
-        siblings of running sequences.
+        They are added to `prompts`, the sequences with prompts in this step. A sequence whose next
+        block is being computed by another waits until it is cached. Room is kept for the siblings
+        of running sequences.
         """
         if self.waiting[0] is self.refused:
             return

@@ -53,7 +53,7 @@ class Drafting:
     ) -> bool:
         """Whether the next step can be scheduled only when the tokens of `batch` are known.
 
-        `has_prompts` tells whether that step is likely to compute prompts.
+        `has_prompts` says whether that step is likely to compute prompts.
         """
         return False
 

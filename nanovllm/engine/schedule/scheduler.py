@@ -1,4 +1,4 @@
-"""Scheduler: which tokens of which sequences run in the next step.
+"""Scheduler: chooses the sequences and tokens of the next step.
 
 Plain Python over integers: it knows no tensors and no text.
 """
@@ -243,7 +243,7 @@ class Scheduler:
     def _schedule_decode(self) -> list[Sequence]:
         """One token for every decoding sequence; preempt from the tail until the rest have blocks.
 
-        A sequence whose last token is in flight is left out.
+        Sequences with their last token in flight are left out.
         """
         caches = self.caches
         seqs = []

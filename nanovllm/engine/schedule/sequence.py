@@ -10,7 +10,7 @@ import xxhash
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
-PENDING = -1  # stands in `token_ids`, whose values go to arrays, for a token in flight
+PENDING = -1  # a token in flight, in `token_ids`; an int, because its values go to arrays
 
 
 class SequenceStatus(Enum):
