@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nanovllm.formats.quantization import HEAD, NOT_QUANTIZED, Quantization
-from nanovllm.models.config import ExpertCount, LayerShape, ModelConfig
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.shapes import ExpertCount, LayerShape
 
 if TYPE_CHECKING:
     from nanovllm.formats.scheme import Scheme

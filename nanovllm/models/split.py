@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from nanovllm.config import MAX_RANKS
 from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues, TokenCache
-from nanovllm.models.config import LayerShape
+from nanovllm.models.shapes import LayerShape
 
 
 class Split:

@@ -19,10 +19,11 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from nanovllm.layers.mixer import ROPE, Mixer, Ropes
 from nanovllm.models import parts
-from nanovllm.models.config import LayerShape, MatrixShape, ModelConfig, gated_matrices
+from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, decoder_fields
+from nanovllm.models.shapes import LayerShape, MatrixShape, gated_matrices
 
 
 @dataclass(frozen=True, kw_only=True)

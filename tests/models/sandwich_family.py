@@ -14,10 +14,11 @@ from nanovllm.layers.mixer import SelfAttention
 from nanovllm.layers.plus_one_norm import PlusOneRMSNorm
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.models import parts
-from nanovllm.models.config import LayerShape, ModelConfig
+from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM, Decoder
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, check_activation, decoder_fields
+from nanovllm.models.shapes import LayerShape
 
 
 @dataclass(frozen=True, kw_only=True)

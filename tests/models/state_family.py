@@ -15,10 +15,11 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.mixer import Ropes, StateMixer
 from nanovllm.layers.split_tensor import SplitTensor
 from nanovllm.models import parts
-from nanovllm.models.config import LayerShape, MatrixShape, ModelConfig, gated_matrices
+from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, decoder_fields
+from nanovllm.models.shapes import LayerShape, MatrixShape, gated_matrices
 
 HEADS, DIM, WIDTH = 4, 8, 4
 SIZE = HEADS * DIM

@@ -1,0 +1,75 @@
+"""LayerShape: what the engine knows of a layer before it is built: its matrices and its cache."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues
+
+
+class MatrixShape(NamedTuple):
+    """A linear layer's weight [out, in], by its name in the checkpoint's decoder layer."""
+
+    name: str
+    size_out: int
+    size_in: int
+    is_experts: bool = False  # every expert has one
+
+
+class ExpertCount(NamedTuple):
+    """The experts of a layer, and how many of them each token uses."""
+
+    total: int
+    per_token: int
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A layer of the whole model, not of one rank.
+
+    `split` has the sizes that the ranks divide, by their names in the config; those of experts
+    are in `split_experts`, as the ranks may hold whole experts instead. `num_others` counts the
+    parameters of norms and biases. `soft_cap` says that the scores of attention have one.
+    """
+
+    cache: CacheSpec
+    matrices: tuple[MatrixShape, ...]
+    num_others: int
+    split: Mapping[str, int] = field(default_factory=dict)
+    split_experts: Mapping[str, int] = field(default_factory=dict)
+    experts: ExpertCount | None = None
+    soft_cap: bool = False
+
+
+def attention_matrices(
+    hidden_size: int, heads: KeysAndValues, above: str = "self_attn"
+) -> tuple[MatrixShape, ...]:
+    """The matrices of the projections of self-attention."""
+    size, kv_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+    return (
+        MatrixShape(f"{above}.q_proj", size, hidden_size),
+        MatrixShape(f"{above}.k_proj", kv_size, hidden_size),
+        MatrixShape(f"{above}.v_proj", kv_size, hidden_size),
+        MatrixShape(f"{above}.o_proj", hidden_size, size),
+    )
+
+
+def gated_matrices(hidden_size: int, intermediate_size: int) -> tuple[MatrixShape, ...]:
+    """The matrices of a dense feed-forward part."""
+    return _gated("mlp", hidden_size, intermediate_size, is_experts=False)
+
+
+def expert_matrices(
+    hidden_size: int, intermediate_size: int, num_experts: int
+) -> tuple[MatrixShape, ...]:
+    """The matrices of experts and their router."""
+    experts = _gated("mlp.experts.0", hidden_size, intermediate_size, is_experts=True)
+    return MatrixShape("mlp.gate", num_experts, hidden_size), *experts
+
+
+def _gated(above: str, hidden: int, inner: int, is_experts: bool) -> tuple[MatrixShape, ...]:
+    return (
+        MatrixShape(f"{above}.gate_proj", inner, hidden, is_experts),
+        MatrixShape(f"{above}.up_proj", inner, hidden, is_experts),
+        MatrixShape(f"{above}.down_proj", hidden, inner, is_experts),
+    )
