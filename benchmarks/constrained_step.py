@@ -33,6 +33,7 @@ from nanovllm.config import Config
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.requests.output_text import OutputText
 from nanovllm.engine.run import draw_inputs as drawing
+from nanovllm.engine.run import narrowing
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.scheduler import Scheduler
@@ -156,7 +157,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    drawing.NARROWED_LOGITS["cpu"] = drawing.NARROWED_LOGITS["cuda"]
+    narrowing.NARROWED_LOGITS["cpu"] = narrowing.NARROWED_LOGITS["cuda"]
     tokenizer = make_tokenizer(options.vocab - 300)  # as many as Qwen3 has
     grammars = Grammars(tokenizer, options.vocab, [tokenizer.eos_token_id])
     for name, (num_schemas, given) in CASES.items():

@@ -96,7 +96,7 @@ def test_only_the_first_sample_reports_a_prompt_and_only_if_asked(model_dir: Pat
     asked: list[dict[str, int]] = [dict(logprobs=0), dict(prompt_logprobs=0, n=2)]
     with make_llm(model_dir) as llm:
         params = [SamplingParams(max_tokens=2, **fields) for fields in asked]  # type: ignore[arg-type]
-        requests = [llm.unfinished[llm.add_request([1, 2, 3], one)] for one in params]
+        requests = [llm.requests.unfinished[llm.add_request([1, 2, 3], one)] for one in params]
         while not llm.is_finished():
             llm.step()
     reported = [[len(seq.parts.logprobs.prompt) for seq in one.seqs] for one in requests]

@@ -14,7 +14,7 @@ def test_it_reports_all_cases(
     monkeypatch.setitem(sys.modules, "constraints", constraints)  # as a script finds it
     from benchmarks import constrained_step
 
-    monkeypatch.setattr(constrained_step.drawing, "NARROWED_LOGITS", {"cpu": 1, "cuda": 1 << 26})
+    monkeypatch.setattr(constrained_step.narrowing, "NARROWED_LOGITS", {"cpu": 1, "cuda": 1 << 26})
     command = ["constrained_step.py", "--vocab", "1500", "--rows", "9", "--steps", "9"]
     monkeypatch.setattr(sys, "argv", command)
     constrained_step.main()

@@ -13,7 +13,7 @@ from selection import examples
 from torch.profiler import ProfilerActivity
 
 from nanovllm import SamplingParams
-from nanovllm.engine.run import draw_inputs as draw_inputs_module
+from nanovllm.engine.run import narrowing
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.engine.start.warm_up import warmup_filters
 from nanovllm.kernels.plain import draw as draw_module
@@ -206,7 +206,7 @@ def test_the_warm_up_takes_as_much_memory_as_any_request(
     num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With any filter, five rows at a time: all rows or most, other tokens, other copies."""
-    monkeypatch.setitem(draw_inputs_module.NARROWED_LOGITS, "cpu", 50_000)
+    monkeypatch.setitem(narrowing.NARROWED_LOGITS, "cpu", 50_000)
     monkeypatch.setitem(draw_module.CHUNK_ELEMENTS, "cpu", 1 << 30)
     torch.manual_seed(0)
     logits = torch.randn(num_rows, 10_000).bfloat16()
