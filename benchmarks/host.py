@@ -46,7 +46,7 @@ from scheduler_step import RIVAL, load_rival, rival_scheduler
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.run.decode import Decoded
-from nanovllm.engine.schedule.step_size import Size
+from nanovllm.engine.schedule.batch import Size
 from nanovllm.kernels.plain.read_table import Decoding
 
 PHASES = ("schedule", "prepare", "launch", "read", "postprocess")

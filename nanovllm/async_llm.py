@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from nanovllm.chat.chat_format import ChatFormat, Turn
     from nanovllm.pooling_params import PoolingParams
     from nanovllm.vectors.async_vectors import AsyncVectors
-    from nanovllm.vectors.kept_states import Pooling
     from nanovllm.vectors.outputs import (
         EmbeddingRequestOutput,
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
+    from nanovllm.vectors.pooling import Pooling
     from nanovllm.vectors.preparer import Prompts
     from nanovllm.weights.async_weights import AsyncWeights
     from nanovllm.weights.weights import NamedTensors, Running

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from nanovllm.llm_parts import LLMParts
     from nanovllm.lora_request import LoRARequest, LoRARequests
     from nanovllm.pooling_params import PoolingParams
-    from nanovllm.vectors.kept_states import Pooling
     from nanovllm.vectors.outputs import (
         EmbeddingRequestOutput,
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
+    from nanovllm.vectors.pooling import Pooling
     from nanovllm.vectors.preparer import Prompts
     from nanovllm.weights.weights import NamedTensors, Running
 

@@ -14,8 +14,8 @@ from nanovllm.drafting.host_drafting import HostDrafting
 from nanovllm.drafting.pace import Pace
 from nanovllm.drafting.paced_drafting import PacedDrafting
 from nanovllm.drafting.table_drafting import TableDrafting
+from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.schedule.sequence import Sequence
-from nanovllm.engine.schedule.step_size import Size
 from nanovllm.kernels.plain.guess_ngrams import guess_ngrams
 from nanovllm.kernels.plain.read_table import NO_DRAFT, TableState
 

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.adapters.adapter import number_of
 from nanovllm.adapters.peft import read_adapter
-from nanovllm.adapters.slots import AdapterSlots
+from nanovllm.adapters.slot_memory import AdapterSlots
 from nanovllm.config import Config
 from nanovllm.engine.engine_config import most_kept
 from nanovllm.engine.run.device_table import UNMARKED, DeviceTable
@@ -17,8 +17,8 @@ from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.run.transfer import Array, upload_ahead
+from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.schedule.sequence import Sequence
-from nanovllm.engine.schedule.step_size import Size
 from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.plain.read_table import Decoding
 from nanovllm.layers.lora import AdapterRows, group_rows

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from nanovllm.drafting.pace import Pace
-from nanovllm.engine.schedule.step_size import Size
+from nanovllm.engine.schedule.batch import Size
 
 # The number of tokens that a CPU computes in the time in which it reads the weights: a step of B
 # tokens takes as long as FREE_TOKENS + B tokens. docs/tried/speculation.md has the measurements.

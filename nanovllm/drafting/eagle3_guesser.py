@@ -16,8 +16,7 @@ from nanovllm.drafting.eagle3_head import Eagle3Head
 from nanovllm.drafting.model_guesser import ModelGuesser, Places
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.transfer import upload_ahead
-from nanovllm.engine.schedule.batch import Batch
-from nanovllm.engine.schedule.step_size import Size
+from nanovllm.engine.schedule.batch import Batch, Size
 from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.plain.guess_inputs import GuessInputs, Kept
 from nanovllm.kernels.plain.read_table import TableState

@@ -12,9 +12,8 @@ from nanovllm.engine.run.device_drafting import DeviceDrafting
 from nanovllm.engine.run.device_table import DeviceTable, TableLayout
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import StepInputs
-from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.batch import Batch, Size
 from nanovllm.engine.schedule.sequence import Sequence
-from nanovllm.engine.schedule.step_size import Size
 from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.plain.read_table import TableState
 from nanovllm.kernels.table import Kernels

@@ -1,6 +1,6 @@
 """How many drafts the decode steps of an engine have: the sizes that are captured."""
 
-from nanovllm.engine.schedule.step_size import Size
+from nanovllm.engine.schedule.batch import Size
 
 MOST_DRAFTS = (
     256  # the most drafts of a step: with more, even right ones take longer than they save

@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.drafting.catch_up import warm_up_step
 from nanovllm.engine.run.shard import Shard
-from nanovllm.engine.schedule.step_size import Size
+from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.start.warm_up import warmup_inputs
 
 MOST_LOOKUP = 32  # the most tokens of an n-gram

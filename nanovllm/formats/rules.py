@@ -90,3 +90,9 @@ def excluding(names: list[str], scheme: Scheme, head: bool = False) -> tuple[Sch
 def any_of(names: list[str]) -> str:
     """A pattern for all of these names: it takes as long as one for a single name."""
     return f"(?:{'|'.join(map(re.escape, names))})"
+
+
+def group_size(config: Mapping[str, Any]) -> int | None:
+    """The inputs that share a scale; None for all of a row."""
+    size = config["group_size"]
+    return None if size == -1 else check_int("group_size", size, 8)

@@ -8,5 +8,5 @@ conventions.py  how a model's vectors are made, by sentence-transformers' files
 rerank.py       the prompts of Qwen3-Embedding and Qwen3-Reranker
 outputs.py      what the calls return
 
-What a request keeps of its states is in vectors/kept_states.py.
+What a request keeps of its states is in vectors/pooling.py.
 """

@@ -10,13 +10,13 @@ from nanovllm.engine.requests.request import Request
 from nanovllm.lora_request import LoRARequest
 from nanovllm.pooling_params import PoolingParams
 from nanovllm.utils.tasks import all_of
-from nanovllm.vectors.kept_states import Pooling
 from nanovllm.vectors.outputs import (
     EmbeddingRequestOutput,
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
 from nanovllm.vectors.plans import Planner
+from nanovllm.vectors.pooling import Pooling
 from nanovllm.vectors.preparer import Output, Prompts, VectorPlan, check_complete
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from nanovllm.models.checkpoint import fields_of
 from nanovllm.utils.checks import check_bool, check_int, shorten
-from nanovllm.vectors.kept_states import Pooling
+from nanovllm.vectors.pooling import Pooling
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
 POOLING_OF: Mapping[str, Pooling] = {"cls": "cls", "mean": "mean", "lasttoken": "last"}

@@ -5,7 +5,7 @@ import torch
 
 from nanovllm.engine.run.transfer import Array
 from nanovllm.engine.schedule.sequence import Sequence
-from nanovllm.vectors.kept_states import KeptStates
+from nanovllm.vectors.pooling import KeptStates
 
 
 class GeneratedStates(KeptStates):

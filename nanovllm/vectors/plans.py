@@ -15,7 +15,6 @@ from nanovllm.engine.requests.request import Request
 from nanovllm.models.config import ModelConfig
 from nanovllm.pooling_params import PoolingParams, with_pooling_params
 from nanovllm.utils.checks import check_bool, check_int, did_you_mean
-from nanovllm.vectors.kept_states import POOLINGS, VECTOR_POOLINGS, Pooling
 from nanovllm.vectors.outputs import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -24,6 +23,7 @@ from nanovllm.vectors.outputs import (
     ScoringRequestOutput,
     common_fields,
 )
+from nanovllm.vectors.pooling import POOLINGS, VECTOR_POOLINGS, Pooling
 from nanovllm.vectors.preparer import Preparer, Prompts, VectorPlan, prompt_params, vectors_of
 from nanovllm.vectors.scores import Scores
 from nanovllm.vllm_names import VECTOR_CALLS

@@ -20,7 +20,7 @@ from nanovllm.prompts import Prompt, prompt_list, split_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_choice, check_text, shorten
 from nanovllm.vectors.conventions import Conventions, read_conventions
-from nanovllm.vectors.kept_states import Pooling, PoolingTask
+from nanovllm.vectors.pooling import Pooling, PoolingTask
 from nanovllm.vectors.rerank import query_prefix
 
 PROMPT_ONLY = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)

@@ -9,8 +9,8 @@ from nanovllm.models.config import NO_HEAD
 from nanovllm.prompts import prompt_list
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_choice, check_int
-from nanovllm.vectors.kept_states import PoolingTask
 from nanovllm.vectors.outputs import ScoringOutput, ScoringRequestOutput, common_fields
+from nanovllm.vectors.pooling import PoolingTask
 from nanovllm.vectors.preparer import (
     Preparer,
     Prompts,

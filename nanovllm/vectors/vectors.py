@@ -8,13 +8,13 @@ from nanovllm.engine.requests.generation import check_call, run_until_done
 from nanovllm.engine.requests.intake import Accepted
 from nanovllm.lora_request import LoRARequest, LoRARequests, check_lora_request, lora_requests
 from nanovllm.pooling_params import PoolingParams
-from nanovllm.vectors.kept_states import Pooling
 from nanovllm.vectors.outputs import (
     EmbeddingRequestOutput,
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
 from nanovllm.vectors.plans import Planner
+from nanovllm.vectors.pooling import Pooling
 from nanovllm.vectors.preparer import Output, Prompts, VectorPlan
 
 

@@ -18,7 +18,7 @@ from conftest import make_model
 from thread_ranks import on_ranks
 
 from nanovllm.adapters.peft import read_adapter
-from nanovllm.adapters.slots import AdapterSlots
+from nanovllm.adapters.slot_memory import AdapterSlots
 from nanovllm.formats.choice import QuantizedFormats
 from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.table import PLAIN, Kernels

@@ -10,7 +10,7 @@ from conftest import make_model
 from thread_ranks import Meeting, ThreadRanks
 
 from nanovllm.adapters.peft import read_adapter
-from nanovllm.adapters.slots import AdapterSlots
+from nanovllm.adapters.slot_memory import AdapterSlots
 from nanovllm.kernels.operands.low_rank import LowRank
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.context import Context, adapter_rows, attending, keep_adapters_of

@@ -8,7 +8,7 @@ from adapter_files import EVERY_LINEAR, make_adapter, peft_logits
 from conftest import make_model
 
 from nanovllm.adapters.peft import read_adapter
-from nanovllm.adapters.slots import AdapterSlots
+from nanovllm.adapters.slot_memory import AdapterSlots
 from nanovllm.kernels.operands.low_rank import LowRank
 from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton.table import triton_kernels

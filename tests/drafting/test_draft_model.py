@@ -34,8 +34,8 @@ from nanovllm.drafting.costs import Candidate, TokenCosts
 from nanovllm.drafting.draft_model import DraftModelGuesser
 from nanovllm.drafting.pace import Pace
 from nanovllm.engine.run.step_inputs import StepInputs
+from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.schedule.drafting import Drafting
-from nanovllm.engine.schedule.step_size import Size
 from nanovllm.kernels.plain.read_table import NO_DRAFT, TableState
 from nanovllm.outputs import RequestOutput
 

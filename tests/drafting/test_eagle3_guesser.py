@@ -16,7 +16,7 @@ from nanovllm.drafting.eagle3_files import load_head
 from nanovllm.drafting.eagle3_guesser import Eagle3Guesser
 from nanovllm.engine.run.device_table import NO_CHANGES, DeviceTable, TableLayout
 from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
-from nanovllm.engine.schedule.step_size import Size
+from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.start.placement import resolve_placement
 from nanovllm.kernels.plain.noise import noise_keys
 from nanovllm.kernels.plain.sample import sample

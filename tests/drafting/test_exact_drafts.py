@@ -29,9 +29,8 @@ from nanovllm.drafting.paced_drafting import PacedDrafting
 from nanovllm.drafting.step_times import time_graphs
 from nanovllm.drafting.table_drafting import TableDrafting
 from nanovllm.engine.run.computed import Computed
-from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.batch import Batch, Size
 from nanovllm.engine.schedule.drafting import Drafting
-from nanovllm.engine.schedule.step_size import Size
 from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")

@@ -11,9 +11,8 @@ from nanovllm.drafting.host_drafting import HostDrafting
 from nanovllm.drafting.pace import Outlook, Pace
 from nanovllm.drafting.step_sizes import MOST_DRAFTS
 from nanovllm.engine.cache.caches import CacheLayout, Caches
-from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.batch import Batch, Size
 from nanovllm.engine.schedule.sequence import PENDING, Sequence
-from nanovllm.engine.schedule.step_size import Size
 
 WORTH = 1 / (FREE_TOKENS + 1)  # with one sequence
 

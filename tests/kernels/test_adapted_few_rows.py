@@ -14,7 +14,7 @@ from adapter_files import make_adapter
 from conftest import make_model
 
 from nanovllm.adapters.peft import read_adapter
-from nanovllm.adapters.slots import AdapterSlots
+from nanovllm.adapters.slot_memory import AdapterSlots
 from nanovllm.kernels.operands.low_rank import LowRank
 from nanovllm.kernels.operands.scaled import Scaled
 from nanovllm.kernels.plain.silu_and_mul import silu_and_mul

@@ -15,7 +15,7 @@ from nanovllm.vectors.hidden_states import (
     deliver_drawn,
     deliver_states,
 )
-from nanovllm.vectors.kept_states import KeptStates
+from nanovllm.vectors.pooling import KeptStates
 
 DTYPES = (torch.bfloat16, torch.float32)
 STATES = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))

@@ -16,7 +16,7 @@ from nanovllm import LLM, PoolingParams, SamplingParams
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.vectors import plans
-from nanovllm.vectors.kept_states import KeptStates
+from nanovllm.vectors.pooling import KeptStates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,8 +9,7 @@ from nanovllm.engine.run.device_table import DeviceTable
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.run.transfer import Array, upload_ahead
-from nanovllm.engine.schedule.batch import NO_COPIES, Batch
-from nanovllm.engine.schedule.step_size import Size
+from nanovllm.engine.schedule.batch import NO_COPIES, Batch, Size
 from nanovllm.kernels.plain.read_groups import read_slots
 from nanovllm.kernels.plain.read_table import Decoding
 from nanovllm.layers.state_step import StateStep

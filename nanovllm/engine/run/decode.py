@@ -12,7 +12,7 @@ from nanovllm.engine.run.draws import Draws
 from nanovllm.engine.run.forward import Forward, contexts_of
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.step_part import StepPart
-from nanovllm.engine.schedule.step_size import Size
+from nanovllm.engine.schedule.batch import Size
 from nanovllm.kernels.plain.read_table import Decoding
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.context import Context

@@ -11,9 +11,8 @@ from nanovllm.engine.run.device_table import DeviceTable, TableLayout
 from nanovllm.engine.run.ledger import RowsAhead
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.step_part import StepPart
-from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.batch import Batch, Size
 from nanovllm.engine.schedule.sequence import Sequence
-from nanovllm.engine.schedule.step_size import Size
 from nanovllm.kernels.plain.read_table import TableState
 from nanovllm.layers.context import Context
 from nanovllm.models.config import ModelConfig

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.run.transfer import Array, upload_ahead
-from nanovllm.engine.schedule.step_size import Size
+from nanovllm.engine.schedule.batch import Size
 from nanovllm.kernels.plain.read_table import UNUSED_LENGTH, DraftState, TableState
 from nanovllm.layers.ranks import ALONE, Ranks
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from nanovllm.engine.run.computed import Computed
-from nanovllm.engine.schedule.step_size import Size
+from nanovllm.engine.schedule.batch import Size
 
 if TYPE_CHECKING:
     from nanovllm.layers.filters import Filters
@@ -109,3 +109,16 @@ class DecodeGraphs:
     def run(self, size: Size) -> Computed:
         """Call the step for the first sequences of the batch."""
         return self.step(size, self.logits[: size.num_rows])
+
+
+def batch_ladder(largest: int) -> list[int]:
+    """Numbers of sequences to capture: 1, 2, 4, then every 4, and `largest` itself at the top.
+
+    From 32 on it is every 16. From 128 to 256 it is every 8: there large layers become bound by
+    arithmetic, which padding adds to.
+    """
+    sizes = (
+        1, 2, *range(4, 32, 4), *range(32, 128, 16), *range(128, 256, 8),
+        *range(256, largest, 16),
+    )  # fmt: skip
+    return [size for size in sizes if size < largest] + [largest]

@@ -24,7 +24,7 @@ from nanovllm.engine.run.prompt_reports import PromptReports
 from nanovllm.engine.run.reports import Columns
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.step_part import StepPart, TakenHidden, own_methods
-from nanovllm.engine.schedule.step_size import Size, batch_ladder
+from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.start.parts import MakeRedraws, SleepableMemory
 from nanovllm.engine.start.placement import Placement, computing_on
 from nanovllm.models.config import ModelConfig
@@ -173,7 +173,7 @@ class Shard:
 
     def decode_graphs(self, num_running: int) -> "DecodeGraphs":
         """The decode steps of a ladder, not captured; they run on any device."""
-        from nanovllm.engine.run.graphs import DecodeGraphs
+        from nanovllm.engine.run.graphs import DecodeGraphs, batch_ladder
 
         top = min(num_running, MAX_GRAPH_BATCH)
         of_parts: list[Size] = []

@@ -8,9 +8,8 @@ import torch
 from nanovllm.engine.run.device_table import UNMARKED, DeviceTable
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.transfer import Array
-from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.batch import Batch, Size
 from nanovllm.engine.schedule.sequence import Sequence
-from nanovllm.engine.schedule.step_size import Size
 from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.plain.read_table import Decoding
 

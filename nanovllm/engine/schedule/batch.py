@@ -1,4 +1,7 @@
-"""Batch: the sequences of a step, from the scheduler to the runner, and its tokens back to them."""
+"""Batch: the sequences of a step, from the scheduler to the runner, and its tokens back to them.
+
+Size: how many sequences and queries a decode step has; graphs are captured for sizes.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +18,26 @@ class SlotCopies(NamedTuple):
 
 
 NO_COPIES = SlotCopies([], [])
+
+
+class Size(NamedTuple):
+    """A decode step's sequences, and queries of each: its last token, and guessed ones.
+
+    If it `is_marked`, some sequences may have marks, which a step part reads.
+    """
+
+    num_seqs: int
+    num_queries: int = 1
+    is_marked: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Queries of all sequences."""
+        return self.num_seqs * self.num_queries
+
+    def holds(self, other: "Size") -> bool:
+        """Whether a graph of this size computes a step of the other."""
+        return self.num_seqs >= other.num_seqs and self[1:] == other[1:]
 
 
 @dataclass(slots=True)

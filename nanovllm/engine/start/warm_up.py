@@ -23,8 +23,8 @@ from nanovllm.engine.run.narrowing import rows_narrowed_together
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
 from nanovllm.engine.run.transfer import upload_all
+from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
-from nanovllm.engine.schedule.step_size import Size
 from nanovllm.layers.block import Block
 from nanovllm.layers.compiling import compile_in_threads
 from nanovllm.layers.filters import Filters

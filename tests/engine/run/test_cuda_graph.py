@@ -15,10 +15,10 @@ from conftest import LogitRecorder, make_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.run.computed import Computed
+from nanovllm.engine.run.graphs import batch_ladder
 from nanovllm.engine.run.transfer import upload_ahead
-from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.batch import Batch, Size
 from nanovllm.engine.schedule.sequence import PENDING
-from nanovllm.engine.schedule.step_size import Size, batch_ladder
 from nanovllm.layers.context import Context
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")

@@ -20,7 +20,7 @@ from nanovllm.engine.run.decode import Decodes
 from nanovllm.engine.run.prefill import Prefills
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import StepInputs
-from nanovllm.engine.schedule.step_size import Size
+from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.start import warm_up
 from nanovllm.kernels.table import PLAIN
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nanovllm.vectors.generated_states import GeneratedStates
-from nanovllm.vectors.kept_states import POOLINGS, KeptStates, Pooling
+from nanovllm.vectors.pooling import POOLINGS, KeptStates, Pooling
 
 STATES = np.random.default_rng(0).standard_normal((5, 3), np.float32)
 
