@@ -62,7 +62,7 @@ def time_steps(
             seq.num_cached_tokens = CONTEXT + step
             while len(seq.block_table) * BLOCK_SIZE <= seq.num_cached_tokens:
                 seq.block_table.append(step)
-        inputs = step_inputs(Batch(seqs, is_prefill=False), BLOCK_SIZE, ledger, [])
+        inputs = step_inputs(Batch(seqs, is_prefill=False), BLOCK_SIZE, ledger)
         time.sleep(gap_seconds)
         start = time.monotonic_ns()
         writer.send(encode(inputs))

@@ -24,7 +24,7 @@ class EngineAdapters(RequestAdapters):
         self._runner = runner
         self.store = AdapterStore(parts.read, config.max_cpu_loras, parts.tensors)
         self.slot_table = AdapterSlotTable(config.max_loras, self.store, self._place)
-        self.admissions = self.slot_table
+        self.admission_filter = self.slot_table
         self._named = named_adapters(config.lora_modules)
         self._kept = [self.store.accept(request) for request in self._named.values()]
 

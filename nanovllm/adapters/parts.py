@@ -1,4 +1,4 @@
-"""AdapterParts: one rank's slots."""
+"""AdapterPart: one rank's slots."""
 
 import contextlib
 from collections import OrderedDict
@@ -14,25 +14,26 @@ from nanovllm.config import Config
 from nanovllm.engine.engine_config import most_kept
 from nanovllm.engine.run.device_table import UNMARKED, DeviceTable
 from nanovllm.engine.run.shard import Shard
-from nanovllm.engine.run.step_inputs import StepInputs
+from nanovllm.engine.run.step_inputs import MARKS, StepInputs
 from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.run.transfer import Array, upload_ahead
 from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.plain.read_table import Decoding
+from nanovllm.layers.context import ADAPTERS
 from nanovllm.layers.lora import AdapterRows, group_rows
 from nanovllm.models.decoder import CausalLM
 
 
-class AdapterParts(StepPart):
+class AdapterPart(StepPart):
     """The slots in a rank's layers. `tensors` are the adapters in its host memory, by number.
 
     Rank 0's store keeps them there; other ranks keep those that were placed last. A sequence's mark
     is the slot of its adapter.
     """
 
-    name = "adapters"
+    name = ADAPTERS
     marks_rows = True
 
     def __init__(
@@ -78,8 +79,8 @@ class AdapterParts(StepPart):
         return adapted_sizes(largest, others)
 
     def in_prefill(self, inputs: StepInputs, tokens: Array | None = None) -> AdapterRows | None:
-        """The adapters of a prefill's tokens, or of these; None if no sequence has one."""
-        slots = inputs.arrays.get("marks")
+        """The adapters of a prefill's tokens, or of these `tokens`; None if there are none."""
+        slots = inputs.arrays.get(MARKS)
         if slots is None:
             return None
         (uploaded,) = upload_ahead(self._device, slots if tokens is None else slots[tokens])
@@ -111,15 +112,15 @@ class AdapterParts(StepPart):
             del self.tensors[next(iter(self.tensors))]
 
 
-def parts_of(shard: Shard) -> AdapterParts:
+def parts_of(shard: Shard) -> AdapterPart:
     """The adapter parts of a shard that has adapters."""
-    return shard.part(AdapterParts)
+    return shard.part(AdapterPart)
 
 
-def adapter_parts(config: Config, model: CausalLM, placement: Placement) -> AdapterParts:
+def adapter_parts(config: Config, model: CausalLM, placement: Placement) -> AdapterPart:
     """Make the slots in a model's layers, all of them empty."""
     most = most_kept(config)
-    return AdapterParts(model, placement, config.max_loras, config.max_lora_rank, most)
+    return AdapterPart(model, placement, config.max_loras, config.max_lora_rank, most)
 
 
 def adapted_sizes(largest: int, others: list[Size]) -> list[Size]:

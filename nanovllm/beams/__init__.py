@@ -1,6 +1,6 @@
 """Beam search: the most likely outputs of a prompt, by steps of several sequences.
 
-search.py   the search of one prompt, over log-probabilities; it runs nothing
-calls.py    `beam_search`, which `LLM` inherits
+beams.py    `beam_search`, a part of an `LLM`
+search.py   the search for one prompt, over log-probabilities; it runs nothing
 outputs.py  what it returns
 """

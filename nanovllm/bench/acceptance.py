@@ -78,4 +78,4 @@ def accept_by_chance(llm: LLM, chance: float, seed: int) -> None:
         rows.set_chance(chance)
         return
     assert isinstance(engines, HostDrafting)
-    llm.scheduler.drafting = AcceptByChance(engines, chance, llm.model_config.vocab_size, seed)
+    llm.scheduler.draft_with(AcceptByChance(engines, chance, llm.model_config.vocab_size, seed))

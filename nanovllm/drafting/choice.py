@@ -67,6 +67,6 @@ def costs_of(guesser: Guesser, shard: Shard) -> Costs:
         logger.warning(
             "a step of the %s reads %.0f%% of the bytes that the model's reads: drafts pay only if"
             " more than %.0f%% of them are right, and few or none will be made otherwise",
-            guesser.name, 100 * share, 100 * least,
+            guesser.label, 100 * share, 100 * least,
         )  # fmt: skip
     return TokenCosts(share)

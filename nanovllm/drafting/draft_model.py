@@ -41,7 +41,7 @@ class DraftModelGuesser(ModelGuesser):
     same step, the drafts of longer ones are useless.
     """
 
-    name = "draft model"
+    label = "draft model"
     longest: int
     make_pool = RecordedPool
 

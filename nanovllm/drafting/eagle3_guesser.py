@@ -38,7 +38,6 @@ class PrefillTokens(NamedTuple):
         prefill = inputs.prefill
         assert prefill is not None
         sampled = prefill.tokens_of_samples()
-        assert sampled is not None
         next_tokens = inputs.arrays.get("next_tokens")
         if next_tokens is None:
             next_tokens = np.zeros(len(prefill.cu_seqlens_q) - 1, np.int64)
@@ -49,7 +48,7 @@ class PrefillTokens(NamedTuple):
 class Eagle3Guesser(ModelGuesser):
     """A head, its KV pool, and the model's states of each table row in the last step."""
 
-    name = "head"
+    label = "head"
     sees_all_steps = True
     longest_window = None
     kept: Kept  # from `make_rows` on

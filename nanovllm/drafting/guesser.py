@@ -27,7 +27,7 @@ class Guesser(DeviceDrafting):
     `longest` is the most tokens of a sequence that the guesser computes when it catches up.
     """
 
-    name = "guesser"  # in messages
+    label = "guesser"  # in messages
     longest: int | None = None
     most_in_step = MOST_DRAFTS
     num_bytes = 0.0  # the weights that a draft reads, on all ranks together
@@ -63,7 +63,7 @@ class Guesser(DeviceDrafting):
 class NgramGuesser(Guesser):
     """Guesses the tokens that followed an earlier occurrence of a row's last tokens."""
 
-    name = "n-grams"
+    label = "n-grams"
     reads_history = True
 
     def __init__(self, kernels: Kernels, shortest: int, longest: int) -> None:

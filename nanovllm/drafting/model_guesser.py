@@ -56,7 +56,7 @@ class ModelGuesser(Guesser):
         needs = "whose layers without a window have the largest rows of keys or latents"
         if not groups.groups:
             needs = "with attention layers, whose blocks its own keys and values share"
-        raise ValueError(f"speculative_config: a {self.name} needs a model {needs}")
+        raise ValueError(f"speculative_config: a {self.label} needs a model {needs}")
 
     def guess(self, table: TableState, size: Size) -> None:
         """Write drafts for the batch's rows, and store the keys of new positions.

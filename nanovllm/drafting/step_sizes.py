@@ -2,9 +2,8 @@
 
 from nanovllm.engine.schedule.batch import Size
 
-MOST_DRAFTS = (
-    256  # the most drafts of a step: with more, even right ones take longer than they save
-)
+# The most drafts of a step: with more, even right ones take longer than they save.
+MOST_DRAFTS = 256
 
 
 def numbers_of_drafts(most_drafts: int) -> list[int]:

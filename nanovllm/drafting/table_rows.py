@@ -31,9 +31,7 @@ class TableRows:
         self._words: list[int] = []
         self._history: list[tuple[Array, Array]] = []  # offsets and words, which are many
         self._is_ahead = np.zeros(num_rows, bool)
-        self._num_seen = np.zeros(
-            num_rows, np.int64
-        )  # the guesser has seen at least these first tokens
+        self._num_seen = np.zeros(num_rows, np.int64)  # first tokens that the guesser has seen
         longest = self._longest
         self._drafted = DraftedBlocks(self.block_size, longest) if longest else None
 

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from nanovllm.lora_request import LoRARequest
     from nanovllm.models.config import ModelConfig
 
-ALONE = "{} needs the class LLM or AsyncLLM: an LLMEngine alone has no such room"
+ALONE = "{} is not available in an LLMEngine alone; use LLM or AsyncLLM"
 
 
 class RequestAdapters:
     """The adapters of an engine. The base class has none: a request that names one is refused."""
 
-    admissions: "AdmissionFilter | None" = None  # None: every sequence may run
+    admission_filter: "AdmissionFilter | None" = None  # None: every sequence may run
 
     def read(self, lora_request: "LoRARequest") -> Any:  # noqa: ARG002
         """An adapter for requests to come; raises if it does not fit the model."""

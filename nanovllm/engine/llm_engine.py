@@ -82,7 +82,7 @@ class LLMEngine:
         drafting = self.features.drafting(asked, shard)
         self.adapters = self.features.adapters(self.model_runner)
         self.scheduler = Scheduler(
-            self.config, shard.caches.layout, drafting, self.adapters.admissions
+            self.config, shard.caches.layout, drafting, self.adapters.admission_filter
         )
         self.intake = Intake(
             self.config, self.model_config, self.tokenizer, self.features, self.adapters

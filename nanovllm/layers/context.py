@@ -1,4 +1,4 @@
-"""The step's attention metadata. `Shard` sets it for each step; layers read it.
+"""What layers read of the current step: attention metadata, and what step parts give them.
 
 A thread runs one step at a time, and has a context of its own.
 """
@@ -40,6 +40,7 @@ class Context:
     plan: Any = None  # what the attention backend computes once for all layers
 
 
+ADAPTERS, STATES = "adapters", "states"  # the names of step parts that layers read
 NOTHING: Mapping[str, Any] = {}
 
 _current = threading.local()
@@ -85,17 +86,17 @@ def get_context(group: int = 0) -> Context:
 
 def state_step() -> "StateStep":
     """Where the current step's tokens find and leave states."""
-    step: StateStep = _current.read["states"]
+    step: StateStep = _current.read[STATES]
     return step
 
 
 def adapter_rows() -> "AdapterRows | None":
     """The adapters of the rows that layers compute now; None outside a step, too."""
-    rows: AdapterRows | None = getattr(_current, "read", NOTHING).get("adapters")
+    rows: AdapterRows | None = getattr(_current, "read", NOTHING).get(ADAPTERS)
     return rows
 
 
 def keep_adapters_of(rows: torch.Tensor) -> None:
     """From now on the step's layers compute only these of its rows."""
     if adapters := adapter_rows():
-        _current.read = {**_current.read, "adapters": adapters.at(rows)}
+        _current.read = {**_current.read, ADAPTERS: adapters.at(rows)}

@@ -1,8 +1,8 @@
 """A model on many machines and GPUs, through Ray.
 
-data.py      Ray Data: batch jobs, `answer(dataset, model, replicas=8)` serve.py     Ray Serve: an
-HTTP server, `serve.run(serving_app(model, num_replicas=8))` placement.py the cores or GPUs of a
-replica
+data.py      Ray Data: batch jobs, `answer(dataset, model, replicas=8)`
+serve.py     Ray Serve: an HTTP server, `serve.run(serving_app(model, num_replicas=8))`
+placement.py the cores or GPUs of a replica
 
 A replica is an engine with all its ranks, in a process that Ray starts. Engines know nothing of
 Ray. Each name is imported when it is first used: Ray Data needs no web server, and Ray Serve no

@@ -33,9 +33,7 @@ class MaskedDraws:
         num_words = cdiv(vocab_size, WORD)
         self._masks = torch.zeros(num_rows, num_words, dtype=torch.int32, device=device)
         self._rows_on_host: list[int] | None = []
-        self._captured: dict[
-            torch.Tensor, Captured
-        ] = {}  # by the tensor of tokens that it replaces
+        self._captured: dict[torch.Tensor, Captured] = {}  # by the tokens that it replaces
         self._drawn: torch.cuda.Event | None = None  # after the last draw
 
     def takes(self, filters: list[Filters]) -> bool:

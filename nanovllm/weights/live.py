@@ -1,4 +1,4 @@
-"""HeldWeights: a rank's weights by the checkpoint's names, when kernels have their own layouts.
+"""LiveWeights: a rank's weights by the checkpoint's names, when kernels have their own layouts.
 
 A weight that kernels read in the checkpoint's layout is replaced in place. For other weights, a new
 copy of the layer is filled and bound; then its matrix replaces the old one. On a GPU all values
@@ -36,7 +36,7 @@ class Stage:
         self.waits = False  # whether it waits for another update, which may give parts again
 
 
-class HeldWeights:
+class LiveWeights:
     """The weights of one rank. `blank` is its model before loading, without memory."""
 
     def __init__(self, shard: Shard) -> None:
@@ -253,12 +253,12 @@ class HeldWeights:
         self._replace("lm_head")
 
 
-_of_shards: dict[Shard, HeldWeights] = {}  # by open shards, once they were needed
+_of_shards: dict[Shard, LiveWeights] = {}  # by open shards, once they were needed
 
 
-def held_weights(shard: Shard) -> HeldWeights:
+def live_weights(shard: Shard) -> LiveWeights:
     """The weights of a shard; the first call takes a moment for large models."""
     if shard not in _of_shards:
-        _of_shards[shard] = HeldWeights(shard)
+        _of_shards[shard] = LiveWeights(shard)
         shard.at_close.append(functools.partial(_of_shards.pop, shard))
     return _of_shards[shard]

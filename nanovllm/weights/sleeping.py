@@ -6,7 +6,7 @@ import torch
 
 from nanovllm.engine.run.shard import Shard
 from nanovllm.utils.resources import trim_heap
-from nanovllm.weights.live import held_weights
+from nanovllm.weights.live import live_weights
 from nanovllm.weights.sleep_memory import memory_of
 
 Memory = Literal["weights", "kv_cache"]
@@ -38,14 +38,14 @@ class Sleep(NamedTuple):
 
     def run(self, shard: Shard) -> None:
         if self.level == 2:
-            held_weights(shard).drop_staged()
+            live_weights(shard).drop_staged()
         if (memory := memory_of(shard)) is not None:
             memory.release()
             torch.cuda.empty_cache()
             return
         shard.caches.sleep()
         if self.level == 2:
-            held_weights(shard).drop()
+            live_weights(shard).drop()
         trim_heap()
 
 
@@ -61,4 +61,4 @@ class WakeUp(NamedTuple):
         if "kv_cache" in self.memories:
             shard.caches.wake_up()
         if "weights" in self.memories:
-            held_weights(shard).regain()
+            live_weights(shard).regain()

@@ -17,7 +17,7 @@ from nanovllm.models.loader import is_left_out, read_weights
 from nanovllm.utils.checks import shorten
 from nanovllm.utils.resources import trim_heap
 from nanovllm.weights.blank import blank_model
-from nanovllm.weights.live import held_weights
+from nanovllm.weights.live import live_weights
 
 BATCH_BYTES = 256 << 20
 Handle = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
@@ -109,7 +109,7 @@ class LoadWeights:
 
     def run(self, shard: Shard) -> Any:
         """Load this rank's parts."""
-        held_weights(shard).load(self._tensors(shard))
+        live_weights(shard).load(self._tensors(shard))
 
     def _tensors(self, shard: Shard) -> Iterator[tuple[str, torch.Tensor]]:
         alone = shard.ranks.size == 1
@@ -130,7 +130,7 @@ class AreHeld(LoadWeights):
     """Finds whether all ranks hold the values of tensors."""
 
     def run(self, shard: Shard) -> Any:
-        return held_weights(shard).are_held(self._tensors(shard))
+        return live_weights(shard).are_held(self._tensors(shard))
 
 
 def _broadcast(
@@ -157,7 +157,7 @@ class Finish(NamedTuple):
     missing: frozenset[str] = frozenset()
 
     def run(self, shard: Shard) -> None:
-        weights = held_weights(shard)
+        weights = live_weights(shard)
         if self.succeeds:
             weights.finish(self.missing)
         else:
@@ -172,7 +172,7 @@ class Read(NamedTuple):
     name: str
 
     def run(self, shard: Shard) -> tuple[tuple[int, ...], list[tuple[Any, torch.Tensor]]]:
-        return held_weights(shard).read(self.name)
+        return live_weights(shard).read(self.name)
 
 
 class Apply(NamedTuple):
@@ -224,7 +224,7 @@ class Reload(NamedTuple):
     seed: int
 
     def run(self, shard: Shard) -> None:
-        weights = held_weights(shard)
+        weights = live_weights(shard)
         if self.is_dummy:
             weights.load(dummy_weights(shard, self.seed))
         else:

@@ -9,7 +9,7 @@ from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.requests.request import Request
 from nanovllm.utils.checks import as_list, check_choice, shorten
-from nanovllm.weights.live import HeldWeights, held_weights
+from nanovllm.weights.live import LiveWeights, live_weights
 from nanovllm.weights.named_tensors import tied_error
 from nanovllm.weights.update import (
     Apply,
@@ -134,10 +134,10 @@ class Weights:
         return self._apply(function)
 
     @property
-    def held(self) -> HeldWeights:
+    def held(self) -> LiveWeights:
         """Rank 0's weights: names and shapes are the same on all ranks."""
         with self.engine.model_runner.shard.computing():
-            return held_weights(self.engine.model_runner.shard)
+            return live_weights(self.engine.model_runner.shard)
 
     def _checked(self, weights: NamedTensors, together: bool = True) -> Iterator[list[Given]]:
         """The tensors in parts, each checked as a whole."""

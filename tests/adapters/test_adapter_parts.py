@@ -9,7 +9,7 @@ from adapter_files import write_adapter
 from conftest import make_model
 
 from nanovllm.adapters.adapter import number_of
-from nanovllm.adapters.parts import AdapterParts
+from nanovllm.adapters.parts import AdapterPart
 from nanovllm.config import Config
 from nanovllm.engine.start.placement import resolve_placement
 from nanovllm.layers.ranks import ALONE
@@ -23,18 +23,18 @@ SHAPES = {"model.layers.0.self_attn.q_proj": (64, 64)}
 
 
 @pytest.fixture
-def parts(tmp_path: Path) -> AdapterParts:
+def parts(tmp_path: Path) -> AdapterPart:
     path = make_model(tmp_path / "model")
     config = ModelConfig.from_dir(path)
     placement = resolve_placement(Config(str(path), device="cpu"), config, ALONE)
     with torch.inference_mode():
         model = build_model(config, 64)
         load_model(model, path)
-    return AdapterParts(model, placement, 2, 8, 2)
+    return AdapterPart(model, placement, 2, 8, 2)
 
 
 def test_files_that_have_changed_are_an_error_on_every_rank(
-    parts: AdapterParts, tmp_path: Path
+    parts: AdapterPart, tmp_path: Path
 ) -> None:
     """Else a rank would compute with another adapter than the others."""
     path = write_adapter(tmp_path / "adapter", SHAPES)
@@ -51,7 +51,7 @@ def test_files_that_have_changed_are_an_error_on_every_rank(
     assert not parts.tensors
 
 
-def test_a_rank_keeps_the_adapters_that_were_used_last(parts: AdapterParts, tmp_path: Path) -> None:
+def test_a_rank_keeps_the_adapters_that_were_used_last(parts: AdapterPart, tmp_path: Path) -> None:
     paths = [write_adapter(tmp_path / f"{i}", SHAPES, seed=i) for i in range(3)]
     numbers = [number_of(path) for path in paths]
     for index in (0, 1, 0, 2):

@@ -107,7 +107,7 @@ class Queue:
             overlap=False,
         )  # fmt: skip
         self.config = EngineConfig.settle(config, 64, 64)
-        self.scheduler = Scheduler(self.config, admissions=self.slot_table)
+        self.scheduler = Scheduler(self.config, admission_filter=self.slot_table)
         self.adapters = {name: store.accept(LoRARequest(name, f"/none/{name}")) for name in "ABCDE"}
         self.started: list[str] = []
         self._seen: set[Sequence] = set()
@@ -293,7 +293,7 @@ def test_a_thousand_adapters_leave_nothing_behind() -> None:
     slot_table = AdapterSlotTable(2, store, lambda adapter, slot: None)
     queue = Queue(2)
     queue.slot_table = slot_table
-    queue.scheduler = Scheduler(queue.config, admissions=slot_table)
+    queue.scheduler = Scheduler(queue.config, admission_filter=slot_table)
     for number in range(1000):
         queue.adapters = {
             "A": store.accept(LoRARequest("a", f"/none/{number}")),

@@ -4,7 +4,9 @@ The loop has no cache and no batch: it computes each sequence anew for every tok
 than 20 seconds: two models go through all regimes.
 """
 
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -257,6 +259,19 @@ def test_states_beside_kv_in_fp8(options: dict[str, Any], tmp_path: Path) -> Non
             pairs = zip(outputs, case.expected, strict=True)
             assert sum(out.token_ids != tokens for out, tokens in pairs) <= len(outputs) // 15
             audit_at_rest(llm)
+
+
+def test_states_are_freed_with_the_engine(case: Case) -> None:
+    """Nothing of a closed engine that is still referenced keeps a part of its steps."""
+    llm = make_llm(case.path)
+    generate(llm, case)
+    states = weakref.ref(llm.model_runner.shard.caches.states)
+    gc.disable()
+    try:
+        llm.close()
+        assert states() is None
+    finally:
+        gc.enable()
 
 
 def test_statistics_count_states(case: Case, capsys: pytest.CaptureFixture[str]) -> None:

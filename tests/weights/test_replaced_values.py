@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 from nanovllm.kernels.triton.linear.arranged import arrange
-from nanovllm.weights.live import held_weights
+from nanovllm.weights.live import live_weights
 from nanovllm.weights.tensors import replace_values, tensors_in, weights_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,7 +47,7 @@ def test_addresses_stay(quantization: str | None, family: dict[str, Any], tmp_pa
     with LLM(paths[0], **options) as llm:
         before, shard = generate(llm), llm.model_runner.shard
         with shard.computing():
-            held_weights(shard).in_place = True
+            live_weights(shard).in_place = True
         places = addresses(llm)
         llm.update_weights(load_file(paths[1] / "model.safetensors"))
         assert generate(llm) == expected

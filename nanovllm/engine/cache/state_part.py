@@ -12,6 +12,7 @@ from nanovllm.engine.run.transfer import Array, upload_ahead
 from nanovllm.engine.schedule.batch import NO_COPIES, Batch, Size
 from nanovllm.kernels.plain.read_groups import read_slots
 from nanovllm.kernels.plain.read_table import Decoding
+from nanovllm.layers.context import STATES
 from nanovllm.layers.state_step import StateStep
 
 
@@ -22,7 +23,7 @@ class StatePart(StepPart):
     Pairs of slots (from, to) are in `copied_before` and `copied_after`.
     """
 
-    name = "states"
+    name = STATES
 
     def __init__(self, pool: StatePool) -> None:
         self._pool = pool

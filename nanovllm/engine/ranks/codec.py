@@ -24,6 +24,7 @@ FLAGS = ("whole_logits", "is_marked", "catches_up", "keeps_hidden")
 NUMBERS = ("num_seqs", "width", "num_queries", *FLAGS)
 PREFILL = tuple(field.name for field in dataclasses.fields(PrefillInputs))
 CHANGES = TableChanges._fields
+OWN_NAMES = {*PREFILL, *CHANGES}  # the other arrays are those of step parts
 HEADER = struct.Struct(f"{len(NUMBERS) + 2}q")
 TYPES: dict[int, Any] = {8: np.int64, 4: np.int32}  # by the bytes of an element
 MARK = struct.pack("<q", -2)  # of a command; no step begins with it, as its first number is a count
@@ -31,10 +32,12 @@ MARK = struct.pack("<q", -2)  # of a command; no step begins with it, as its fir
 
 def encode(inputs: StepInputs) -> bytes:
     """A step as bytes."""
+    assert inputs.arrays.keys().isdisjoint(OWN_NAMES), "a step part has the name of another array"
     arrays: dict[str, Any] = {**inputs.arrays, **inputs.changes._asdict()}
     if inputs.prefill is not None:
         arrays |= {name: getattr(inputs.prefill, name) for name in PREFILL}
     sent = [(name, array) for name, array in arrays.items() if array is not None]
+    assert all(array.dtype == TYPES[array.itemsize] and array.ndim == 1 for _, array in sent)
     sent.sort(key=lambda named: -named[1].itemsize)
     names = ",".join(name for name, _ in sent).encode()
     names += b" " * (-len(names) % 8)

@@ -46,7 +46,7 @@ class Decodes:
     def compute(self, inputs: StepInputs) -> Computed:
         """Compute a decode step kernel by kernel. Its tokens are not drawn yet."""
         size = Size(inputs.num_seqs, inputs.num_queries, inputs.is_marked)
-        self.table.is_shared = False
+        self.table.draws_alone()
         hidden, decoding, read = self.decode(size, inputs.width)
         computed = _computed(size, decoding, self.forward.logits(hidden, read))
         return computed._replace(hidden=hidden) if inputs.keeps_hidden else computed

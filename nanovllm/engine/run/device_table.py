@@ -112,7 +112,7 @@ class DeviceTable:
         ranks: Ranks = ALONE,
     ) -> None:
         self._ranks = ranks
-        self.is_shared = False  # whether all ranks have the last steps' results
+        self._is_shared = False  # whether all ranks have the last steps' results
         self._write_words = write_words
         if write_words is not None:
             options = dict(dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -183,9 +183,13 @@ class DeviceTable:
 
     def share(self) -> None:
         """Let all ranks have the results of the last steps, if rank 0 alone has drawn some."""
-        if self._ranks.size > 1 and not self.is_shared:
+        if self._ranks.size > 1 and not self._is_shared:
             self._ranks.broadcast(self.results)
-        self.is_shared = True
+        self._is_shared = True
+
+    def draws_alone(self) -> None:
+        """Record that rank 0 alone draws the tokens of a step: other ranks lack its results."""
+        self._is_shared = False
 
     def keep_tokens(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Store token ids [B] in their rows [B], for the next step to read."""

@@ -1,7 +1,6 @@
 """ModelRunner: rank 0's driver. It turns scheduled batches into token ids, on all ranks.
 
-Its own shard computes the same steps as those of the other ranks. Nothing else in this room knows
-that there are any.
+Its own shard computes the same steps as those of the other ranks, which `OtherRanks` stands for.
 """
 
 import os
@@ -16,7 +15,7 @@ from nanovllm.engine.run.prompt_reports import PromptReports
 from nanovllm.engine.run.reports import drawn_reports, prompt_reports
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import StepInputs, step_inputs
-from nanovllm.engine.run.step_part import own_methods
+from nanovllm.engine.run.step_part import TAKEN
 from nanovllm.engine.schedule.batch import Batch
 
 if TYPE_CHECKING:
@@ -37,7 +36,6 @@ class ModelRunner:
         layout, marking = shard.table.layout, shard.marking
         ahead = shard.drafting.rows_ahead(layout)
         self.ledger = Ledger(layout, ahead, None if marking is None else marking.mark_of)
-        self._add_arrays = own_methods(shard.parts, "add_arrays")
         self.hidden_reader: HiddenReader | None = None  # from `read_hidden` on
 
     def read_hidden(self, reader: "HiddenReader") -> None:
@@ -50,11 +48,9 @@ class ModelRunner:
         Input tokens that are still in flight are read from the device table.
         """
         shard, seqs = self.shard, batch.sampling_seqs
-        prompts = prompt_reports(batch.seqs) if batch.is_prefill else []
         whole = shard.ranks.size == 1 or needs_logits(seqs)
         step = step_inputs(batch, shard.block_size, self.ledger, whole)
-        for add_arrays in self._add_arrays:
-            add_arrays(step, batch)
+        shard.add_arrays(step, batch)
         asked = [] if self.hidden_reader is None else self._ask(self.hidden_reader, step, batch)
         *before, inputs = shard.drafting.steps(step, self.config.max_num_batched_tokens)
         for catch_up in before:
@@ -62,6 +58,7 @@ class ModelRunner:
                 shard.catch_up(catch_up)
         with self.workers.step(inputs), shard.computing():
             num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
+            prompts = [] if inputs.prefill is None else prompt_reports(batch.seqs)
             return Begun(batch, num_tokens, shard.compute(inputs), prompts, asked)
 
     def _ask(self, reader: "HiddenReader", step: StepInputs, batch: Batch) -> list[Any]:
@@ -69,7 +66,7 @@ class ModelRunner:
         step.keeps_hidden = reader.keeps_drawn(batch.sampling_seqs)
         if step.prefill is None or not (asked := reader.asked(batch)):
             return []
-        step.arrays["taken_tokens"] = reader.tokens(batch, asked, step.prefill.cu_seqlens_q)
+        step.arrays[TAKEN] = reader.tokens(batch, asked, step.prefill.cu_seqlens_q)
         return asked
 
     def draw(self, begun: Begun) -> Launched:

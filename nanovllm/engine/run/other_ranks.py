@@ -59,7 +59,7 @@ class OtherRanks:
         return nullcontext()
 
     def everywhere(self, command: Command, shard: Shard) -> list[Any]:
-        """The results of a command on all ranks, rank 0's first, which has this shard.
+        """Run a command on all ranks, on rank 0 with `shard`. The results, rank 0's first.
 
         What a rank raises is raised here.
         """

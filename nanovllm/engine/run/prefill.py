@@ -37,7 +37,7 @@ class Prefills:
     def compute(self, inputs: StepInputs) -> Computed:
         """Compute a prefill. Its tokens are not drawn yet."""
         prefill = inputs.prefill
-        assert prefill is not None and prefill.sampled_tokens is not None
+        assert prefill is not None
         takers = [
             (part, tokens) for part in self.parts if (tokens := part.tokens(inputs)) is not None
         ]
@@ -47,7 +47,7 @@ class Prefills:
             for source, target in prefill.copied_blocks.reshape(-1, 2).tolist():
                 self._copy_block(source, target)
 
-        def compute_logits(hidden: torch.Tensor, tokens: Array | None) -> torch.Tensor:
+        def compute_logits(hidden: torch.Tensor, tokens: Array) -> torch.Tensor:
             return self.forward.logits(hidden, self._read(inputs, tokens))
 
         taken: dict[str, Any] = {}
@@ -59,7 +59,7 @@ class Prefills:
         logits = hidden
         if len(hidden):
             logits = compute_logits(hidden, prefill.tokens_of_samples())
-            self.table.is_shared = False
+            self.table.draws_alone()
         table_rows = upload(prefill.sample_table_rows, self.device)
         drawn_from = hidden if inputs.keeps_hidden else None
         return Computed(logits, table_rows, taken=taken, hidden=drawn_from)
@@ -81,7 +81,7 @@ class Prefills:
         self.drafting.catch_up(input_ids, positions, contexts[0])
 
     def _read(self, inputs: StepInputs, tokens: Array | None = None) -> dict[str, Any]:
-        """What layers read of the parts, or the head of these tokens."""
+        """What layers read of the parts; with `tokens`, what the head reads for these."""
         read = ((part.name, part.in_prefill(inputs, tokens)) for part in self.parts)
         return {name: value for name, value in read if value is not None}
 

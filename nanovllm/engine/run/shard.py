@@ -24,7 +24,7 @@ from nanovllm.engine.run.prompt_reports import PromptReports
 from nanovllm.engine.run.reports import Columns
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.step_part import StepPart, TakenHidden, own_methods
-from nanovllm.engine.schedule.batch import Size
+from nanovllm.engine.schedule.batch import Batch, Size
 from nanovllm.engine.start.parts import MakeRedraws, SleepableMemory
 from nanovllm.engine.start.placement import Placement, computing_on
 from nanovllm.models.config import ModelConfig
@@ -76,7 +76,9 @@ class Shard:
         self.forward = Forward(model, [group.attention for group in groups.groups])
         reports = PromptReports(self.vocab_size, self.ranks.rank == 0)
         self.parts = [self.drafting, TakenHidden(), reports, *self.caches.step_parts(), *parts]
-        self._before, self._after = (own_methods(self.parts, name) for name in ("before", "after"))
+        self._add_arrays, self._before, self._after = (
+            own_methods(self.parts, name) for name in ("add_arrays", "before", "after")
+        )
         self.marking = next((part for part in self.parts if part.marks_rows), None)
         self.graphs: DecodeGraphs | None = None
         self._num_threads = num_threads
@@ -101,7 +103,9 @@ class Shard:
 
     def part(self, kind: type[Part]) -> Part:
         """The step part of this class, which must be there."""
-        return next(part for part in self.parts if isinstance(part, kind))
+        found = next((part for part in self.parts if isinstance(part, kind)), None)
+        assert found is not None, f"no {kind.__name__}"
+        return found
 
     def computing(self) -> AbstractContextManager[None]:
         """What holds while this rank computes."""
@@ -128,6 +132,11 @@ class Shard:
         if hasattr(self, "table"):
             del self.table, self.prefills, self.decodes, self.draws
 
+    def add_arrays(self, inputs: StepInputs, batch: Batch) -> None:
+        """Let the parts add their arrays to the inputs of a batch's step. On rank 0."""
+        for add_arrays in self._add_arrays:
+            add_arrays(inputs, batch)
+
     def compute(self, inputs: StepInputs) -> Computed:
         """Compute a step. It does not wait for the device, except with plain PyTorch's kernels."""
         for before in self._before:
@@ -153,9 +162,9 @@ class Shard:
             return self.decodes.compute(inputs)
         computed = self.graphs.replay(size)
         if self.ranks.peer_kernels is None:
-            self.table.is_shared = False
+            self.table.draws_alone()
         elif inputs.whole_logits:
-            self.table.is_shared = False
+            self.table.draws_alone()
             computed = computed._replace(logits=self.model.lm_head.gather(computed.logits))
         return computed
 
@@ -219,14 +228,16 @@ class Shard:
         self.drop_graphs()
         while self.at_close:
             self.at_close.pop()()
-        for part in self.parts:
-            part.close()
-        self._drop_table()
-        self.drafting, self.parts, self.marking = DeviceDrafting(), [], None
-        del self.forward, self.caches, self._before, self._after
-        if self.memory is not None and device_works:
-            with suppress(RuntimeError):
-                self.memory.close()
+        try:
+            for part in self.parts:
+                part.close()
+        finally:
+            self._drop_table()
+            self.drafting, self.parts, self.marking = DeviceDrafting(), [], None
+            del self.forward, self.caches, self._add_arrays, self._before, self._after
+            if self.memory is not None and device_works:
+                with suppress(RuntimeError):
+                    self.memory.close()
 
     def return_memory(self) -> None:
         """Return freed memory to the device, for other processes to use."""

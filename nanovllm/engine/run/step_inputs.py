@@ -11,6 +11,8 @@ from nanovllm.engine.run.transfer import Array
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.sequence import PENDING, Sequence
 
+MARKS = "marks"  # the array of the marks of a prefill's tokens
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillInputs:
@@ -19,9 +21,9 @@ class PrefillInputs:
     `slot_mapping` has T slots for each cache group, one group after another.
 
     `table_rows` are the sequences' rows in the device table, and `sample_table_rows` those that the
-    samples go to. `sampled_tokens` are the tokens to sample from, None for all; where forks share
-    them, `shared_samples` says which of them each sample takes. `copied_blocks` are pairs
-    (from, to), copied after the T tokens are computed.
+    samples go to. `sampled_tokens` are the tokens to sample from; where forks share them,
+    `shared_samples` says which of them each sample takes. `copied_blocks` are pairs (from, to),
+    copied after the T tokens are computed.
     """
 
     input_ids: Array
@@ -31,13 +33,13 @@ class PrefillInputs:
     cu_seqlens_k: Array
     table_rows: Array
     sample_table_rows: Array
-    sampled_tokens: Array | None = None
+    sampled_tokens: Array
     shared_samples: Array | None = None
     copied_blocks: Array | None = None
 
-    def tokens_of_samples(self) -> Array | None:
-        """The token that each sample is drawn after; None if these are all."""
-        if self.sampled_tokens is None or self.shared_samples is None:
+    def tokens_of_samples(self) -> Array:
+        """The token that each sample is drawn after."""
+        if self.shared_samples is None:
             return self.sampled_tokens
         tokens: Array = self.sampled_tokens[self.shared_samples]
         return tokens
@@ -107,7 +109,7 @@ def _prefill_inputs(batch: Batch, block_size: int, ledger: Ledger) -> StepInputs
         width = 0
     inputs = StepInputs(len(seqs), width, changes, prefill, is_marked=ledger.is_marked)
     if inputs.is_marked:
-        inputs.arrays["marks"] = np.repeat(ledger.marks_of(seqs), np.diff(tokens[3]))
+        inputs.arrays[MARKS] = np.repeat(ledger.marks_of(seqs), np.diff(tokens[3]))
     return inputs
 
 

@@ -13,11 +13,13 @@ from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.plain.read_table import Decoding
 
+TAKEN = "taken_tokens"  # the array of the tokens that a `HiddenReader` asks for
+
 
 class ComputeLogits(Protocol):
     """Computes the logits of hidden states [N, hidden], those of the prefill's tokens [N]."""
 
-    def __call__(self, hidden: torch.Tensor, tokens: Array | None) -> torch.Tensor: ...
+    def __call__(self, hidden: torch.Tensor, tokens: Array) -> torch.Tensor: ...
 
 
 class StepPart:
@@ -44,7 +46,7 @@ class StepPart:
         largest: int,  # noqa: ARG002
         others: list[Size],  # noqa: ARG002
     ) -> list[Size]:
-        """Decode steps to capture for up to `largest` sequences, with those of earlier parts."""
+        """Decode steps to capture for up to `largest` sequences, in addition to the `others`."""
         return []
 
     def before(self, inputs: StepInputs) -> None:
@@ -54,7 +56,7 @@ class StepPart:
         """Launch what comes after a step."""
 
     def in_prefill(self, inputs: StepInputs, tokens: Array | None = None) -> Any:  # noqa: ARG002
-        """What layers read of a prefill, or the head of these `tokens`; None for nothing."""
+        """What layers read in a prefill; with `tokens`, what the head reads for these."""
         return None
 
     def in_decode(
@@ -96,4 +98,4 @@ class TakenHidden(StepPart):
 
     def tokens(self, inputs: StepInputs) -> Array | None:
         """The tokens that the reader has asked for."""
-        return inputs.arrays.get("taken_tokens")
+        return inputs.arrays.get(TAKEN)

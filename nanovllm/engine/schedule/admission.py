@@ -23,8 +23,8 @@ class Admission:
     """Moves sequences from `waiting` to `running`, up to the places, the budget and the blocks.
 
     Both queues are sorted by `order`. A sequence that is refused when nothing else can run is not
-    tried again before another one has ended. Sequences that `admissions` leaves out let others
-    pass.
+    tried again before another one has ended. A sequence that the `admission_filter` leaves out lets
+    others pass.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class Admission:
         caches: Caches,
         lengths: Lengths,
         num_places: int,
-        admissions: AdmissionFilter | None = None,
+        admission_filter: AdmissionFilter | None = None,
     ) -> None:
         self.waiting = deque(sorted(seqs, key=order))
         self.caches, self.lengths = caches, lengths
-        self.num_places, self.admissions = num_places, admissions
+        self.num_places, self.admission_filter = num_places, admission_filter
         self.refused: Sequence | None = None
 
     def num_places_left(self, running: Iterable[Sequence]) -> int:
@@ -88,9 +88,9 @@ class Admission:
 
     def _candidates(self, running: Iterable[Sequence]) -> Iterator[Sequence]:
         """The sequences to admit, in order; each is asked for when the one before runs."""
-        if self.admissions is None:
+        if self.admission_filter is None:
             return iter(self.waiting)
-        return self.admissions.admissible(self.waiting, running)
+        return self.admission_filter.admissible(self.waiting, running)
 
     def fork(
         self, running: deque[Sequence], prompts: list[Sequence]

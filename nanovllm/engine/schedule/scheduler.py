@@ -32,7 +32,7 @@ class Scheduler:
 
     `drafting` adds tokens to steps on a guess, and says which tokens of a step count.
 
-    With `admissions`, a sequence that may not run yet lets others pass.
+    With an `admission_filter`, a sequence that may not run yet lets others pass.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Scheduler:
         config: EngineConfig,
         layout: CacheLayout = CacheLayout(),  # noqa: B008
         drafting: Drafting | None = None,
-        admissions: AdmissionFilter | None = None,
+        admission_filter: AdmissionFilter | None = None,
     ) -> None:
         self.num_blocks = config.num_kvcache_blocks
         self.block_size = config.kvcache_block_size
@@ -51,7 +51,7 @@ class Scheduler:
         self.mixes = config.scheduling == "mixed"
         self.lengths = Lengths()
         self.drafting = Drafting() if drafting is None else drafting
-        self.admissions = admissions
+        self.admission_filter = admission_filter
         self.num_preemptions = 0
         self.restart([])
 
@@ -67,7 +67,7 @@ class Scheduler:
         self.drafting.reset()
         self.running: deque[Sequence] = deque()
         self.admission = Admission(
-            seqs, self.caches, self.lengths, self.max_num_running, self.admissions
+            seqs, self.caches, self.lengths, self.max_num_running, self.admission_filter
         )
         for seq in self.waiting:
             seq.start_over()

@@ -47,13 +47,13 @@ class DraftingSource(Protocol):
 class ShardParts:
     """What features add to every rank's shard. Worker ranks get it, pickled, when they start.
 
-    `drafting` loads a draft model, or another source. `steps` make the parts of steps, for the
+    `drafting` loads a draft model, or another source. `step_parts` make the parts of steps, for the
     loaded model. `memory` makes a device's memory that can be freed; None where none can.
     `redraws` makes what draws a graph's tokens again where constraints apply.
     """
 
     drafting: DraftingSource | None = None
-    steps: tuple[MakeStepPart, ...] = ()
+    step_parts: tuple[MakeStepPart, ...] = ()
     memory: Callable[[torch.device], SleepableMemory | None] | None = None
     redraws: MakeRedraws | None = None
 

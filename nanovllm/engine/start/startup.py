@@ -56,7 +56,7 @@ def load_shard(
     """Load this rank's part of the model, and make what features add to it."""
     model = load_part(config, model_config, path, placement)
     drafting = parts.drafting.load(config, model, placement) if parts.drafting else None
-    steps = [make(config, model, placement) for make in parts.steps]
+    steps = [make(config, model, placement) for make in parts.step_parts]
     memory = parts.memory(placement.device) if parts.memory else None
     return Shard(
         model, model_config, placement, num_threads, drafting, steps, memory, parts.redraws

@@ -21,7 +21,7 @@ from nanovllm.engine.run.draw_inputs import draw_inputs
 from nanovllm.engine.run.logprobs import rows_at_a_time, warm_up_logprobs
 from nanovllm.engine.run.narrowing import rows_narrowed_together
 from nanovllm.engine.run.shard import Shard
-from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
+from nanovllm.engine.run.step_inputs import MARKS, PrefillInputs, StepInputs
 from nanovllm.engine.run.transfer import upload_all
 from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
@@ -137,7 +137,7 @@ def _prefill(shard: Shard, prefill: PrefillInputs, width: int = 0) -> torch.Tens
     inputs.prefill = replace(prefill, slot_mapping=np.tile(prefill.slot_mapping, num_groups))
     if shard.marking is not None:
         marks = np.zeros(len(prefill.input_ids), np.int32)
-        shard.prefills.hidden(replace(inputs, is_marked=True, arrays={"marks": marks}))
+        shard.prefills.hidden(replace(inputs, is_marked=True, arrays={MARKS: marks}))
     return shard.prefills.hidden(inputs)
 
 
