@@ -20,6 +20,7 @@ from nanovllm.engine.ranks.frames import Outbox, receive
 from nanovllm.engine.ranks.life_line import end_with
 from nanovllm.engine.remote.loop import RETRY_SECONDS, EngineLoop
 from nanovllm.engine.remote.messages import EngineFailed, EngineReady, Question, Quit
+from nanovllm.features import has_room
 from nanovllm.models.outside import register_families
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputs
@@ -95,6 +96,8 @@ def answers_of(llm: "LLM") -> dict[Question, Callable[..., Any]]:
 
 def read_vocabulary(engine: "LLMEngine") -> None:
     """Make llguidance read the vocabulary now: it holds the GIL, which would stop later steps."""
+    if not has_room("structured"):
+        return
     constrained = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
     with contextlib.suppress(ValueError):  # there is no text: a constraint is refused
         engine.intake.accept([0], constrained)

@@ -1,6 +1,7 @@
 """AllFeatures: imports the room of each feature when an option or a request first asks for it."""
 
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.features import Features, RequestAdapters
@@ -40,7 +41,9 @@ class AllFeatures(Features):
             from nanovllm.weights.sleep_memory import sleep_memory
 
             memory = sleep_memory
-        return ShardParts(drafting, tuple(steps), memory, masked_draws)
+        # Decode graphs are captured for constraints that no request has asked for yet.
+        redraws = masked_draws if has_room("structured") else None
+        return ShardParts(drafting, tuple(steps), memory, redraws)
 
     def drafting(self, config: "Config", shard: "Shard") -> Drafting:
         """How steps get drafts, by the options and rank 0's started shard."""
@@ -85,6 +88,14 @@ class AllFeatures(Features):
             from nanovllm.drafting.choice import forced_drafting
 
             scheduler.draft_with(forced_drafting(runner.shard))
+
+
+def has_room(name: str) -> bool:
+    """Whether a feature's room is there. Without it, all else runs."""
+    try:
+        return find_spec(f"nanovllm.{name}") is not None
+    except ImportError:
+        return False
 
 
 def masked_draws(
