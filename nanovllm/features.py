@@ -84,7 +84,7 @@ class AllFeatures(Features):
 
             runner.read_hidden(HiddenStates())
         says_nothing = config.speculative_config is None and type(scheduler.drafting) is Drafting
-        if seq.parts.constraint is not None and says_nothing:
+        if seq.parts.constraint is not None and says_nothing and has_room("drafting"):
             from nanovllm.drafting.choice import forced_drafting
 
             scheduler.draft_with(forced_drafting(runner.shard))
