@@ -51,7 +51,7 @@ class ModelGuesser(Guesser):
 
     def check(self, groups: CacheGroups) -> None:
         """Raise a ValueError if its pool cannot share the blocks of these groups."""
-        if groups.parts[:1] == (1,):
+        if groups.block_parts[:1] == (1,):
             return
         needs = "whose layers without a window have the largest rows of keys or latents"
         if not groups.groups:

@@ -162,7 +162,9 @@ def test_an_engine_cannot_be_copied_or_pickled(
 ])  # fmt: skip
 def test_the_engine_alone_refuses_options_of_features(options: dict[str, Any]) -> None:
     """They would have no effect."""
-    with pytest.raises(ValueError, match=f"{next(iter(options))} needs the class LLM or AsyncLLM"):
+    with pytest.raises(
+        ValueError, match=f"{next(iter(options))} is not available in an LLMEngine alone"
+    ):
         LLMEngine(EMBEDDED_MODEL, device="cpu", num_kvcache_blocks=64, **options)
 
 

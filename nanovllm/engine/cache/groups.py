@@ -49,7 +49,7 @@ class CacheGroups:
         return tuple(group.window for group in self.groups)
 
     @property
-    def parts(self) -> tuple[int, ...]:
+    def block_parts(self) -> tuple[int, ...]:
         """By how much each group's block numbers are multiplied in its block tables."""
         return tuple(group.parts for group in self.groups)
 

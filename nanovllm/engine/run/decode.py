@@ -68,7 +68,7 @@ class Decodes:
             num_queries=size.num_queries,
         )
         contexts = [context]
-        if len(table.layout.parts) > 1:
+        if len(table.layout.block_parts) > 1:
             from nanovllm.kernels.plain.read_groups import read_groups
 
             more = read_groups(table.columns, table.block_tables[1:], decoding, block_size)

@@ -27,7 +27,7 @@ class TableLayout:
     At most `num_running` sequences run. The last row is unused: batches are padded with it. A row
     has room for `max_blocks` of `block_size` tokens in each cache group, for `most_drafts`, and for
     a history of `longest` tokens. Only if `has_marks` is there a column for the marks that a step
-    part reads. `parts` has for each group what its block numbers are multiplied by. A row has
+    part reads. `block_parts` has for each group what its block numbers are multiplied by. A row has
     `num_slots` of the caches that keep a fixed size of a sequence.
     """
 
@@ -39,13 +39,13 @@ class TableLayout:
         most_drafts: int = 0,
         longest: int = 0,
         has_marks: bool = False,
-        parts: tuple[int, ...] = (1,),
+        block_parts: tuple[int, ...] = (1,),
         num_slots: int = 0,
     ) -> None:
         self.num_slots = num_slots
-        self.num_tables = len(parts) + (num_slots > 0)  # of a sequence
+        self.num_tables = len(block_parts) + (num_slots > 0)  # of a sequence
         self.has_marks = has_marks
-        self.parts = parts
+        self.block_parts = block_parts
         self.block_size = block_size
         self.num_rows = num_rows = -(-(num_running + 1) // 4) * 4  # columns are aligned to 16 bytes
         self.max_blocks, self.most_drafts, self.longest = max_blocks, most_drafts, longest
@@ -61,7 +61,7 @@ class TableLayout:
         self.temperatures = self._add(1)
         self.batch = self._add(1)
         # Those of one group after another. A model without blocks has a table that nothing reads.
-        self.num_block_tables = max(1, len(parts))
+        self.num_block_tables = max(1, len(block_parts))
         self.block_tables = self._add(self.num_block_tables * max_blocks)
         self.drafts = self._add(most_drafts)
         self.limits = self._add(has_drafts)

@@ -154,7 +154,7 @@ class Ledger:
             self._last_of_groups = [*self._of_groups(seqs)]
             self._last_tables = tables
         rows, layout = self._last_rows, self.layout
-        width = 0 if layout.parts else layout.max_blocks
+        width = 0 if layout.block_parts else layout.max_blocks
         changed: set[int] = set()  # of these sequences, those with new blocks
         for group, of_group in enumerate(self._last_of_groups):
             known = self._num_blocks[group]
@@ -165,7 +165,7 @@ class Ledger:
                     self._append(seqs[index], int(rows[index]), group, of_group[index])
                 known[rows] = sizes
                 changed.update(new)
-            if group < len(layout.parts):
+            if group < len(layout.block_parts):
                 width = max(width, int(sizes.max()))
         if self.ahead is not None:
             self.ahead.limit(seqs, rows, sorted(changed))
@@ -177,7 +177,7 @@ class Ledger:
         A table that is not the row's last one is sent as a whole.
         """
         for group in range(self.layout.num_tables):
-            if group < len(self.layout.parts):
+            if group < len(self.layout.block_parts):
                 tables = [seq.block_tables[group] for seq in seqs]
             else:
                 tables = [seq.state_slots for seq in seqs]
@@ -190,10 +190,10 @@ class Ledger:
         """Send the blocks of a table that are new, or the slots after all groups' tables."""
         start = int(self._num_blocks[group][row])
         blocks = table[start:]
-        if group == len(self.layout.parts):
+        if group == len(self.layout.block_parts):
             self._change(self.layout.slots_of(row) + start, blocks)
             return
-        if (parts := self.layout.parts[group]) > 1:
+        if (parts := self.layout.block_parts[group]) > 1:
             blocks = [block * parts for block in blocks]
         self._change(self.layout.block_table(group, row) + start, blocks)
         if self.ahead is not None and not group:

@@ -117,7 +117,8 @@ class Shard:
         layout = TableLayout(
             num_running, -(-max_model_len // self.block_size), self.block_size,
             self.placement.most_drafts, max_model_len if self.drafting.reads_history else 0,
-            self.marking is not None, self.caches.groups.parts, self.caches.slots_per_sequence,
+            self.marking is not None, self.caches.groups.block_parts,
+            self.caches.slots_per_sequence,
         )  # fmt: skip
         kernels, device = self.backend.kernels, self.device
         write = kernels.write_table if device.type == "cuda" else None

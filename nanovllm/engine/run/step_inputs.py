@@ -95,7 +95,7 @@ def _prefill_inputs(batch: Batch, block_size: int, ledger: Ledger) -> StepInputs
     )
     starts = [seq.num_cached_tokens for seq in seqs]
     ends = [seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs]
-    tokens = token_arrays(seqs, starts, ends, block_size, ledger.layout.parts, batch.drafts)
+    tokens = token_arrays(seqs, starts, ends, block_size, ledger.layout.block_parts, batch.drafts)
     sampled, shared = _samples(batch, q_ends=tokens[3])
     prefill = PrefillInputs(
         *tokens,
@@ -118,16 +118,16 @@ def token_arrays(
     starts: list[int],
     ends: list[int],
     block_size: int,
-    parts: tuple[int, ...] = (1,),
+    block_parts: tuple[int, ...] = (1,),
     drafts: Mapping[Sequence, list[int]] = {},
 ) -> tuple[Array, Array, Array, Array, Array]:
     """Ids, positions and slots of tokens and then drafts; where queries and keys end.
 
-    Slots are those of the first cache groups, with block numbers multiplied by `parts`.
+    Slots are those of the first cache groups, with block numbers multiplied by `block_parts`.
     """
     token_ids: list[int] = []
     positions: list[Array] = []
-    slots: list[list[Array]] = [[] for _ in parts]
+    slots: list[list[Array]] = [[] for _ in block_parts]
     q_ends, k_ends = [0], [0]
     for seq, start, end in zip(seqs, starts, ends, strict=True):
         token_ids += seq.token_ids[start:end]
@@ -136,7 +136,7 @@ def token_arrays(
             end += len(guessed)
         where = np.arange(start, end)
         positions.append(where)
-        for of_group, table, part in zip(slots, seq.block_tables, parts, strict=False):
+        for of_group, table, part in zip(slots, seq.block_tables, block_parts, strict=False):
             blocks = np.asarray(table)[where // block_size] * part
             of_group.append(blocks * block_size + where % block_size)
         q_ends.append(len(token_ids))

@@ -29,7 +29,7 @@ class Engine:
 
     def __init__(self, parts: tuple[int, ...] = (1,)) -> None:
         self.parts = parts  # of each cache group
-        layout = TableLayout(MOST, MAX_BLOCKS, BLOCK_SIZE, parts=parts)
+        layout = TableLayout(MOST, MAX_BLOCKS, BLOCK_SIZE, block_parts=parts)
         self.table, self.ledger = DeviceTable(layout, CPU), Ledger(layout)
         self.seqs: list[Sequence] = []
         self.next_block = 0
