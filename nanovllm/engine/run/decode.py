@@ -43,9 +43,8 @@ class Decodes:
         self.forward, self.table, self.parts, self.drafting = forward, table, parts, drafting
         self.draws, self._kernels, self._ranks = draws, kernels, ranks
 
-    def compute(self, inputs: StepInputs) -> Computed:
-        """Compute a decode step kernel by kernel. Its tokens are not drawn yet."""
-        size = Size(inputs.num_seqs, inputs.num_queries, inputs.is_marked)
+    def compute(self, inputs: StepInputs, size: Size) -> Computed:
+        """Compute a decode step of this size kernel by kernel. Its tokens are not drawn yet."""
         self.table.draws_alone()
         hidden, decoding, read = self.decode(size, inputs.width)
         computed = _computed(size, decoding, self.forward.logits(hidden, read))
@@ -58,8 +57,11 @@ class Decodes:
         decoding = self._kernels.read_table(
             table.columns, size.num_seqs, width, block_size, size.num_queries
         )
-        read = ((part.name, part.in_decode(table, size, decoding)) for part in self.parts)
-        values = {name: value for name, value in read if value is not None}
+        read = {
+            part.name: value
+            for part in self.parts
+            if (value := part.in_decode(table, size, decoding)) is not None
+        }
         context = Context(
             is_prefill=False,
             slot_mapping=decoding.slot_mapping,
@@ -73,9 +75,9 @@ class Decodes:
 
             more = read_groups(table.columns, table.block_tables[1:], decoding, block_size)
             contexts = contexts_of(context, *more)
-        hidden, residuals = self.forward(decoding.input_ids, decoding.positions, contexts, values)
+        hidden, residuals = self.forward(decoding.input_ids, decoding.positions, contexts, read)
         self.drafting.keep(table.columns, size, residuals)
-        return Decoded(hidden, decoding, values)
+        return Decoded(hidden, decoding, read)
 
     def step(self, size: Size, out: torch.Tensor) -> Computed:
         """A decode graph's step: logits go to `out`, and the tokens are drawn and kept.

@@ -82,8 +82,11 @@ class Prefills:
 
     def _read(self, inputs: StepInputs, tokens: Array | None = None) -> dict[str, Any]:
         """What layers read of the parts; with `tokens`, what the head reads for these."""
-        read = ((part.name, part.in_prefill(inputs, tokens)) for part in self.parts)
-        return {name: value for name, value in read if value is not None}
+        return {
+            part.name: value
+            for part in self.parts
+            if (value := part.in_prefill(inputs, tokens)) is not None
+        }
 
     def _upload(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor, list[Context]]:
         """A prefill's tokens, their positions and each cache group's metadata on the device."""

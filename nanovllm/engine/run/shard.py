@@ -160,7 +160,7 @@ class Shard:
         self.table.share()
         batch = Size(inputs.num_seqs, inputs.num_queries, inputs.is_marked)
         if self.graphs is None or inputs.keeps_hidden or not (size := self.graphs.fitting(batch)):
-            return self.decodes.compute(inputs)
+            return self.decodes.compute(inputs, batch)
         computed = self.graphs.replay(size)
         if self.ranks.peer_kernels is None:
             self.table.draws_alone()
