@@ -8,7 +8,6 @@ import torch
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.run.device_drafting import DeviceDrafting
 from nanovllm.engine.run.device_table import DeviceTable
-from nanovllm.engine.run.draws import Draws
 from nanovllm.engine.run.forward import Forward, contexts_of
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.step_part import StepPart
@@ -16,7 +15,6 @@ from nanovllm.engine.schedule.batch import Size
 from nanovllm.kernels.plain.read_table import Decoding
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.context import Context
-from nanovllm.layers.ranks import Ranks
 
 
 class Decoded(NamedTuple):
@@ -36,18 +34,16 @@ class Decodes:
         table: DeviceTable,
         parts: Sequence[StepPart],
         drafting: DeviceDrafting,
-        draws: Draws,
         kernels: Kernels,
-        ranks: Ranks,
     ) -> None:
         self.forward, self.table, self.parts, self.drafting = forward, table, parts, drafting
-        self.draws, self._kernels, self._ranks = draws, kernels, ranks
+        self._kernels = kernels
 
     def compute(self, inputs: StepInputs, size: Size) -> Computed:
         """Compute a decode step of this size kernel by kernel. Its tokens are not drawn yet."""
         self.table.draws_alone()
         hidden, decoding, read = self.decode(size, inputs.width)
-        computed = _computed(size, decoding, self.forward.logits(hidden, read))
+        computed = not_drawn(size, decoding, self.forward.logits(hidden, read))
         return computed._replace(hidden=hidden) if inputs.keeps_hidden else computed
 
     def decode(self, size: Size, width: int) -> Decoded:
@@ -79,27 +75,8 @@ class Decodes:
         self.drafting.keep(table.columns, size, residuals)
         return Decoded(hidden, decoding, read)
 
-    def step(self, size: Size, out: torch.Tensor) -> Computed:
-        """A decode graph's step: logits go to `out`, and the tokens are drawn and kept.
 
-        Ranks draw together if they have kernels for it, each from its part of the logits. Else rank
-        0 draws alone.
-        """
-        hidden, decoding, read = self.decode(size, self.table.layout.max_blocks)
-        if together := self._ranks.peer_kernels:
-            logits = self.forward.part_of_logits(hidden, read, out)
-            first = self.forward.model.lm_head.shard.start
-            token_ids = together.sample(logits, decoding.temperatures, decoding.keys, first)
-        elif self._ranks.rank > 0:
-            self.forward.logits(hidden, read)
-            return _computed(size, decoding, out)
-        else:
-            logits = self.forward.logits(hidden, read, out)
-            token_ids = self.draws.sampler(logits, decoding.temperatures, decoding.keys)
-        return self.draws.keep(_computed(size, decoding, logits), token_ids)
-
-
-def _computed(size: Size, decoding: Decoding, logits: torch.Tensor) -> Computed:
+def not_drawn(size: Size, decoding: Decoding, logits: torch.Tensor) -> Computed:
     """What a decode step leaves before its tokens are drawn."""
     choices, queries = (decoding.temperatures, decoding.keys), size.num_queries
     drafted = decoding if queries > 1 else None

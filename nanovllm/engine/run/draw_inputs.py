@@ -8,11 +8,11 @@ import numpy as np
 import xxhash
 
 from nanovllm.engine.run.computed import Computed
-from nanovllm.engine.run.reports import ReportInputs, drawn_report_inputs
 from nanovllm.engine.run.transfer import Array
 from nanovllm.engine.schedule.sequence import Sequence
 
 if TYPE_CHECKING:
+    from nanovllm.engine.run.reports import ReportInputs
     from nanovllm.layers.filters import Filters
 
 COLDEST = 1e-30  # below it any difference of logits decides
@@ -34,7 +34,7 @@ class DrawInputs:
     temperatures: Array | None = None
     keys: Array | None = None
     filters: "list[Filters]" = field(default_factory=list)
-    report: ReportInputs | None = None
+    report: "ReportInputs | None" = None
 
 
 def draw_inputs(
@@ -51,7 +51,11 @@ def draw_inputs(
     the draw is as if these were right. What the step has `computed` is left out: temperatures and
     keys that it read from the device table, or everything but the filters if it drew the tokens.
     """
-    inputs = DrawInputs(len(seqs), report=drawn_report_inputs(seqs))
+    inputs = DrawInputs(len(seqs))
+    if reporting := [row for row, seq in enumerate(seqs) if seq.reports]:
+        from nanovllm.engine.run.reports import drawn_report_inputs
+
+        inputs.report = drawn_report_inputs(seqs, reporting)
     offsets = offsets or [0] * len(seqs)
     rows = [  # `is_narrowed`, but faster
         row

@@ -7,13 +7,13 @@ import torch
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.run.device_table import DeviceTable
 from nanovllm.engine.run.draw_inputs import DrawInputs
-from nanovllm.engine.run.reports import Columns
 from nanovllm.engine.run.transfer import upload, upload_all
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.sampler import Sampler
 
 if TYPE_CHECKING:
     from nanovllm.engine.run.graphs import Redraws
+    from nanovllm.engine.run.reports import Columns
 
 Choices = tuple[torch.Tensor | None, torch.Tensor | None]  # temperatures and keys
 
@@ -30,7 +30,7 @@ class Draws:
 
     def draw(
         self, computed: Computed, inputs: DrawInputs, redraws: "Redraws | None" = None
-    ) -> tuple[torch.Tensor, tuple[Columns, ...]]:
+    ) -> "tuple[torch.Tensor, tuple[Columns, ...]]":
         """The token ids of a step's samples, and their reports.
 
         If each sequence has several queries, it is what `accept` returns. `redraws` are those of

@@ -1,14 +1,16 @@
 """Launched: a step that the device computes, and its results in flight to the host."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from nanovllm.engine.run.computed import Computed
-from nanovllm.engine.run.reports import Columns, Report, deliver
 from nanovllm.engine.run.transfer import download
 from nanovllm.engine.schedule.batch import Batch
+
+if TYPE_CHECKING:
+    from nanovllm.engine.run.reports import Columns, Report
 
 
 class Begun(NamedTuple):
@@ -17,7 +19,7 @@ class Begun(NamedTuple):
     batch: Batch
     num_tokens: int
     computed: Computed
-    prompts: list[Report]
+    prompts: "list[Report]"
     asked: list[Any]  # of hidden states, by a `HiddenReader`
 
 
@@ -32,8 +34,8 @@ class Launched:
         self,
         begun: Begun,
         token_ids: torch.Tensor,
-        reports: list[Report],
-        columns: tuple[Columns, ...],
+        reports: "list[Report]",
+        columns: "tuple[Columns, ...]",
         keep: Callable[[], None] | None = None,
     ) -> None:
         self.batch, self.num_tokens = begun.batch, begun.num_tokens
@@ -52,7 +54,10 @@ class Launched:
     def wait(self) -> list[int]:
         """Wait, give the sequences their log-probabilities and states; return the token ids."""
         self.synchronize()
-        deliver(self._reports, self._columns)
+        if self._reports:
+            from nanovllm.engine.run.reports import deliver
+
+            deliver(self._reports, self._columns)
         if self._keep is not None:
             self._keep()
         token_ids: list[int] = self._host.tolist()

@@ -3,11 +3,14 @@
 The device computes columns of them, which are copied to the host while it goes on.
 """
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 
 from nanovllm.engine.run.reports import Columns, ReportInputs
-from nanovllm.engine.run.transfer import download, upload
+from nanovllm.engine.run.step_part import REPORTED, ComputeLogits
+from nanovllm.engine.run.transfer import Array, download, upload
 from nanovllm.kernels.plain.ranking import most_likely
 
 MAX_LOGITS = 1 << 23  # at a time: each takes some 50 bytes
@@ -33,6 +36,28 @@ def drawn_columns(
         rows = upload(inputs.rows[start : start + size], logits.device)
         number = max(inputs.numbers[start : start + size])
         columns.append(download_columns(likely_columns(logits[rows], token_ids[rows], number)))
+    return tuple(columns)
+
+
+def prompt_columns(
+    hidden: torch.Tensor,
+    arrays: Mapping[str, Array],
+    compute_logits: ComputeLogits,
+    vocab_size: int,
+    is_first: bool,
+) -> tuple[Columns, ...]:
+    """The columns of a prefill's reports, from hidden states, a few rows at a time, in flight.
+
+    All ranks compute the logits; the first has them.
+    """
+    columns, size = [], rows_at_a_time(vocab_size)
+    for start in range(0, len(hidden), size):
+        part = slice(start, start + size)
+        logits = compute_logits(hidden[part], arrays[REPORTED][part])
+        if is_first:
+            chosen = upload(arrays["reported_ids"][part], logits.device)
+            number = int(arrays["reported_numbers"][part].max())
+            columns.append(download_columns(likely_columns(logits, chosen, number)))
     return tuple(columns)
 
 

@@ -11,15 +11,14 @@ from nanovllm.engine.run.draw_inputs import draw_inputs, needs_logits
 from nanovllm.engine.run.launched import Begun, Launched
 from nanovllm.engine.run.ledger import Ledger
 from nanovllm.engine.run.other_ranks import Command, OtherRanks
-from nanovllm.engine.run.prompt_reports import PromptReports
-from nanovllm.engine.run.reports import drawn_reports, prompt_reports
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import StepInputs, step_inputs
-from nanovllm.engine.run.step_part import TAKEN
+from nanovllm.engine.run.step_part import REPORTED, TAKEN, PromptReports
 from nanovllm.engine.schedule.batch import Batch
 
 if TYPE_CHECKING:
     from nanovllm.engine.run.hidden_reader import HiddenReader
+    from nanovllm.engine.run.reports import Report
 
 
 class ModelRunner:
@@ -58,7 +57,11 @@ class ModelRunner:
                 shard.catch_up(catch_up)
         with self.workers.step(inputs), shard.computing():
             num_tokens = sum(seq.num_scheduled_tokens for seq in batch.seqs)
-            prompts = [] if inputs.prefill is None else prompt_reports(batch.seqs)
+            prompts: list[Report] = []
+            if REPORTED in inputs.arrays:
+                from nanovllm.engine.run.reports import prompt_reports
+
+                prompts = prompt_reports(batch.seqs)
             return Begun(batch, num_tokens, shard.compute(inputs), prompts, asked)
 
     def _ask(self, reader: "HiddenReader", step: StepInputs, batch: Batch) -> list[Any]:
@@ -81,7 +84,11 @@ class ModelRunner:
             kind, drafts = shard.device.type, shard.drafting.known_drafts(batch, shard.table)
             draws = draw_inputs(seqs, shard.vocab_size, kind, computed, offsets, drafts)
             token_ids, columns = shard.draw(computed, draws)
-            reports = [*prompts, *drawn_reports(seqs, offsets, draws.report)]
+            reports = prompts
+            if draws.report is not None:
+                from nanovllm.engine.run.reports import drawn_reports
+
+                reports = [*prompts, *drawn_reports(seqs, offsets, draws.report)]
             if reader is not None:
                 keep = reader.launch(asked, seqs, offsets, computed)
             columns = (*computed.taken.get(PromptReports.name, ()), *columns)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nanovllm.engine.run.step_part import REPORTED
 from nanovllm.engine.run.transfer import Array
 from nanovllm.engine.schedule.sequence import Sequence
 
@@ -55,28 +56,38 @@ def prompt_reports(seqs: list[Sequence]) -> list[Report]:
     ]
 
 
-def drawn_report_inputs(seqs: list[Sequence]) -> ReportInputs | None:
-    """The rows of sequences that report their next token; None if there are none."""
-    rows = [row for row, seq in enumerate(seqs) if seq.reports]
-    if not rows:
-        return None
+def report_arrays(seqs: list[Sequence], starts: Array) -> dict[str, Array]:
+    """Which tokens of a prefill have reports, their ids, and how many others each has.
+
+    The tokens of each sequence begin at `starts`.
+    """
+    reports = prompt_reports(seqs)
+    if not reports:
+        return {}
+    tokens = [
+        start + index - seq.num_cached_tokens
+        for seq, start in zip(seqs, starts.tolist(), strict=False)
+        for index in unreported_indices(seq)
+    ]
+    ids = [(s.token_ids if s.generates else s.parts.keeper.labels)[i] for s, i, _ in reports]
+    numbers = [number for _, _, number in reports]
+    named = {REPORTED: tokens, "reported_ids": ids, "reported_numbers": numbers}
+    return {name: np.array(values, np.int64) for name, values in named.items()}
+
+
+def drawn_report_inputs(seqs: list[Sequence], rows: list[int]) -> ReportInputs:
+    """The samples at `rows`, of sequences that report their next token."""
     return ReportInputs(np.array(rows), [seqs[row].params.logprobs or 0 for row in rows])
 
 
-def drawn_reports(
-    seqs: list[Sequence], offsets: list[int], inputs: ReportInputs | None
-) -> list[Report]:
+def drawn_reports(seqs: list[Sequence], offsets: list[int], inputs: ReportInputs) -> list[Report]:
     """The sequences that wait for these rows; their next tokens are not yet appended."""
-    if inputs is None:
-        return []
     rows = zip(inputs.rows.tolist(), inputs.numbers, strict=True)
     return [Report(seqs[row], seqs[row].num_tokens + offsets[row], number) for row, number in rows]
 
 
 def deliver(reports: list[Report], columns: tuple[Columns, ...]) -> None:
     """Give the columns, which have arrived on the host, to the sequences that asked."""
-    if not reports:
-        return
     rows = (row for part in columns for row in zip(*(x.tolist() for x in part), strict=True))
     for (seq, position, number), (ids, values, ranks) in zip(reports, rows, strict=True):
         own, *others = zip(ids, values, ranks, strict=True)

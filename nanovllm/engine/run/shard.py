@@ -20,10 +20,8 @@ from nanovllm.engine.run.draw_inputs import DrawInputs
 from nanovllm.engine.run.draws import Draws
 from nanovllm.engine.run.forward import Forward
 from nanovllm.engine.run.prefill import Prefills
-from nanovllm.engine.run.prompt_reports import PromptReports
-from nanovllm.engine.run.reports import Columns
 from nanovllm.engine.run.step_inputs import StepInputs
-from nanovllm.engine.run.step_part import StepPart, TakenHidden, own_methods
+from nanovllm.engine.run.step_part import PromptReports, StepPart, TakenHidden, own_methods
 from nanovllm.engine.schedule.batch import Batch, Size
 from nanovllm.engine.start.parts import MakeRedraws, SleepableMemory
 from nanovllm.engine.start.placement import Placement, computing_on
@@ -32,8 +30,7 @@ from nanovllm.models.decoder import CausalLM
 
 if TYPE_CHECKING:
     from nanovllm.engine.run.graphs import DecodeGraphs
-
-MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels one by one
+    from nanovllm.engine.run.reports import Columns
 
 Part = TypeVar("Part", bound=StepPart)
 
@@ -82,7 +79,7 @@ class Shard:
         self.marking = next((part for part in self.parts if part.marks_rows), None)
         self.graphs: DecodeGraphs | None = None
         self._num_threads = num_threads
-        self._make_redraws = make_redraws
+        self.make_redraws = make_redraws  # for decode graphs
         self.memory = memory  # of weights and caches, if they can be freed and regained
         self.at_close: list[Callable[[], object]] = []
 
@@ -127,7 +124,7 @@ class Shard:
         steps = self.forward, table, self.parts, self.drafting
         self.prefills = Prefills(*steps, device, self.caches.kv.copy)
         self.draws = Draws(table, kernels, device, self.vocab_size)
-        self.decodes = Decodes(*steps, self.draws, kernels, self.ranks)
+        self.decodes = Decodes(*steps, kernels)
 
     def _drop_table(self) -> None:
         if hasattr(self, "table"):
@@ -171,7 +168,7 @@ class Shard:
 
     def draw(
         self, computed: Computed, inputs: DrawInputs
-    ) -> tuple[torch.Tensor, tuple[Columns, ...]]:
+    ) -> "tuple[torch.Tensor, tuple[Columns, ...]]":
         """The token ids of a step's samples, and their reports. On rank 0."""
         of_graph = self.graphs if computed.token_ids is not None else None
         return self.draws.draw(computed, inputs, of_graph.redraws if of_graph else None)
@@ -183,22 +180,9 @@ class Shard:
 
     def decode_graphs(self, num_running: int) -> "DecodeGraphs":
         """The decode steps of a ladder, not captured; they run on any device."""
-        from nanovllm.engine.run.graphs import DecodeGraphs, batch_ladder
+        from nanovllm.engine.run.graphs import graphs_of
 
-        top = min(num_running, MAX_GRAPH_BATCH)
-        of_parts: list[Size] = []
-        for part in self.parts:
-            of_parts += part.sizes(self.placement, top, of_parts)
-        sizes = [*map(Size, batch_ladder(top)), *of_parts]
-        num_rows = max(size.num_rows for size in sizes)
-        columns = self.vocab_size if self.ranks.rank == 0 else 0
-        if self.ranks.peer_kernels:
-            columns = self.model.lm_head.rank_part.num_rows
-        logits = torch.empty(num_rows, columns, dtype=self.placement.dtype, device=self.device)
-        redraws, draw = None, self.draws.draw_masked
-        if self._make_redraws and self.ranks.rank == 0 and not self.ranks.peer_kernels:
-            redraws = self._make_redraws(draw, num_rows, self.vocab_size, self.device)
-        return DecodeGraphs(self.decodes.step, sizes, logits, redraws)
+        return graphs_of(self, num_running)
 
     def capture_graphs(self, num_running: int) -> int:
         """Capture the decode steps; returns how many sizes there are."""

@@ -1,7 +1,7 @@
 """StepPart: what a feature adds to the steps of one rank. The base class adds nothing."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -13,7 +13,11 @@ from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.plain.read_table import Decoding
 
+if TYPE_CHECKING:
+    from nanovllm.engine.run.reports import Columns
+
 TAKEN = "taken_tokens"  # the array of the tokens that a `HiddenReader` asks for
+REPORTED = "reported_tokens"  # the array of the prompts' tokens that are reported
 
 
 class ComputeLogits(Protocol):
@@ -99,3 +103,35 @@ class TakenHidden(StepPart):
     def tokens(self, inputs: StepInputs) -> Array | None:
         """The tokens that the reader has asked for."""
         return inputs.arrays.get(TAKEN)
+
+
+class PromptReports(StepPart):
+    """Reports the log-probabilities of prompts' tokens that sequences wait for.
+
+    All ranks compute the logits; rank 0 `is_first`, and reports.
+    """
+
+    name = "prompt_reports"
+
+    def __init__(self, vocab_size: int, is_first: bool) -> None:
+        self._vocab_size, self._is_first = vocab_size, is_first
+
+    def add_arrays(self, inputs: StepInputs, batch: Batch) -> None:
+        """Add which tokens of a prefill have reports, and what is reported of each."""
+        if inputs.prefill is not None and any(seq.parts.first_wanted for seq in batch.seqs):
+            from nanovllm.engine.run.reports import report_arrays
+
+            inputs.arrays |= report_arrays(batch.seqs, inputs.prefill.cu_seqlens_q)
+
+    def tokens(self, inputs: StepInputs) -> Array | None:
+        """The tokens with reports."""
+        return inputs.arrays.get(REPORTED)
+
+    def take(
+        self, hidden: torch.Tensor, inputs: StepInputs, compute_logits: ComputeLogits
+    ) -> "tuple[Columns, ...]":
+        """The columns of the reports, in flight; on other ranks than the first there are none."""
+        from nanovllm.engine.run.logprobs import prompt_columns
+
+        arrays = inputs.arrays
+        return prompt_columns(hidden, arrays, compute_logits, self._vocab_size, self._is_first)

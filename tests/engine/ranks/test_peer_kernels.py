@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.engine.ranks import peers as module
 from nanovllm.engine.ranks.peers import Peers, connect_peers
-from nanovllm.engine.run.shard import MAX_GRAPH_BATCH
+from nanovllm.engine.run.graphs import MAX_GRAPH_BATCH
 from nanovllm.kernels.triton.ranks.all_reduce import MOST_BYTES, PeerKernels
 from nanovllm.kernels.triton.ranks.exchange import REGIONS
 from nanovllm.layers.ranks import Ranks
