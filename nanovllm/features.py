@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from nanovllm.config import Config
     from nanovllm.engine.requests.parts import Constraints
-    from nanovllm.engine.run.graphs import Redraws
     from nanovllm.engine.run.model_runner import ModelRunner
+    from nanovllm.engine.run.redraws import Redraws
     from nanovllm.engine.run.shard import Shard
     from nanovllm.engine.schedule.scheduler import Scheduler
     from nanovllm.engine.schedule.sequence import Sequence

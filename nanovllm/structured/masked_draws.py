@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.run.computed import Computed
-from nanovllm.engine.run.graphs import Captured
+from nanovllm.engine.run.redraws import Captured
 from nanovllm.engine.run.transfer import upload_ahead, uploading
 from nanovllm.kernels.integers import cdiv
 from nanovllm.layers.filters import Filters

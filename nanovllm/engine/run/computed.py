@@ -1,11 +1,16 @@
 """Computed: the device tensors that a step leaves."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
+from nanovllm.engine.run.transfer import Array
 from nanovllm.kernels.plain.read_table import Decoding
+
+REPORTED = "reported_tokens"  # the array of the prompts' tokens that are reported
+# Computes the logits of hidden states [N, hidden], those of a prefill's tokens [N].
+ComputeLogits = Callable[[torch.Tensor, Array], torch.Tensor]
 
 
 class Computed(NamedTuple):

@@ -12,7 +12,7 @@ from nanovllm.kernels.table import Kernels
 from nanovllm.layers.sampler import Sampler
 
 if TYPE_CHECKING:
-    from nanovllm.engine.run.graphs import Redraws
+    from nanovllm.engine.run.redraws import Redraws
     from nanovllm.engine.run.reports import Columns
 
 Choices = tuple[torch.Tensor | None, torch.Tensor | None]  # temperatures and keys

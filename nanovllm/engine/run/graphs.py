@@ -8,39 +8,20 @@ the capture runs, and is tested, anywhere.
 """
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable
 
 import torch
 
 from nanovllm.engine.run.computed import Computed
-from nanovllm.engine.run.decode import not_drawn
+from nanovllm.engine.run.decode import Decodes, not_drawn
+from nanovllm.engine.run.draws import Draws
+from nanovllm.engine.run.redraws import Captured, Redraws
+from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.schedule.batch import Size
-
-if TYPE_CHECKING:
-    from nanovllm.engine.run.shard import Shard
-    from nanovllm.layers.filters import Filters
+from nanovllm.engine.start.placement import Placement
+from nanovllm.layers.ranks import Ranks
 
 MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels one by one
-Captured = tuple[torch.cuda.CUDAGraph, Computed]
-
-
-class Redraws(Protocol):
-    """What draws the tokens of a graph's step again, where a feature narrows the draw."""
-
-    def takes(self, filters: "list[Filters]") -> bool:
-        """Whether it draws with these filters."""
-
-    def capture(
-        self, computed: Computed, capture: Callable[[Callable[[], Computed]], Captured]
-    ) -> None:
-        """Capture the draw of a graph's step."""
-
-    def release(self) -> None:
-        """Free the captured graphs."""
-
-    def __call__(self, computed: Computed, filters: "list[Filters]") -> Computed:
-        """Draw some rows of a graph's step again."""
 
 
 class DecodeGraphs:
@@ -114,44 +95,43 @@ class DecodeGraphs:
         return self.step(size, self.logits[: size.num_rows])
 
 
-def graphs_of(shard: "Shard", num_running: int) -> DecodeGraphs:
-    """The graphs of a shard's decode steps, for up to `num_running` sequences. Not captured."""
-    top = min(num_running, MAX_GRAPH_BATCH)
-    of_parts: list[Size] = []
-    for part in shard.parts:
-        of_parts += part.sizes(shard.placement, top, of_parts)
-    sizes = [*map(Size, batch_ladder(top)), *of_parts]
-    num_rows = max(size.num_rows for size in sizes)
-    columns = shard.vocab_size if shard.ranks.rank == 0 else 0
-    if shard.ranks.peer_kernels:
-        columns = shard.model.lm_head.rank_part.num_rows
-    logits = torch.empty(num_rows, columns, dtype=shard.placement.dtype, device=shard.device)
-    redraws = None
-    if shard.make_redraws and shard.ranks.rank == 0 and not shard.ranks.peer_kernels:
-        draw = shard.draws.draw_masked
-        redraws = shard.make_redraws(draw, num_rows, shard.vocab_size, shard.device)
-    return DecodeGraphs(functools.partial(graph_step, shard), sizes, logits, redraws)
-
-
-def graph_step(shard: "Shard", size: Size, out: torch.Tensor) -> Computed:
+class GraphStep:
     """A graph's decode step: logits go to `out`, and the tokens are drawn and kept.
 
     Ranks draw together if they have kernels for it, each from its part of the logits. Else rank 0
     draws alone.
     """
-    forward, draws, ranks = shard.forward, shard.draws, shard.ranks
-    hidden, decoding, read = shard.decodes.decode(size, shard.table.layout.max_blocks)
-    if together := ranks.peer_kernels:
-        logits = forward.part_of_logits(hidden, read, out)
-        first = forward.model.lm_head.shard.start
-        token_ids = together.sample(logits, decoding.temperatures, decoding.keys, first)
-    elif ranks.rank > 0:
-        forward.logits(hidden, read)
-        return not_drawn(size, decoding, out)
-    else:
-        logits = forward.logits(hidden, read, out)
-        token_ids = draws.sampler(logits, decoding.temperatures, decoding.keys)
-    return draws.keep(not_drawn(size, decoding, logits), token_ids)
+
+    def __init__(self, decodes: Decodes, draws: Draws, ranks: Ranks) -> None:
+        self.decodes, self.draws, self.ranks = decodes, draws, ranks
+
+    def __call__(self, size: Size, out: torch.Tensor) -> Computed:
+        """Launch the step of this size."""
+        forward, width = self.decodes.forward, self.decodes.table.layout.max_blocks
+        hidden, decoding, read = self.decodes.decode(size, width)
+        if together := self.ranks.peer_kernels:
+            logits = forward.part_of_logits(hidden, read, out)
+            first = forward.model.lm_head.shard.start
+            token_ids = together.sample(logits, decoding.temperatures, decoding.keys, first)
+        elif self.ranks.rank > 0:
+            forward.logits(hidden, read)
+            return not_drawn(size, decoding, out)
+        else:
+            logits = forward.logits(hidden, read, out)
+            token_ids = self.draws.sampler(logits, decoding.temperatures, decoding.keys)
+        return self.draws.keep(not_drawn(size, decoding, logits), token_ids)
+
+
+def graph_sizes(
+    num_running: int, parts: Iterable[StepPart], placement: Placement
+) -> tuple[list[Size], int]:
+    """The decode steps to capture, for up to `num_running` sequences; the most rows of one."""
+    top = min(num_running, MAX_GRAPH_BATCH)
+    of_parts: list[Size] = []
+    for part in parts:
+        of_parts += part.sizes(placement, top, of_parts)
+    sizes = [*map(Size, batch_ladder(top)), *of_parts]
+    return sizes, max(size.num_rows for size in sizes)
 
 
 def batch_ladder(largest: int) -> list[int]:

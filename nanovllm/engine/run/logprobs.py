@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
+from nanovllm.engine.run.computed import REPORTED, ComputeLogits
 from nanovllm.engine.run.reports import Columns, ReportInputs
-from nanovllm.engine.run.step_part import REPORTED, ComputeLogits
 from nanovllm.engine.run.transfer import Array, download, upload
 from nanovllm.kernels.plain.ranking import most_likely
 

@@ -7,13 +7,14 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.run.computed import REPORTED
 from nanovllm.engine.run.draw_inputs import draw_inputs, needs_logits
 from nanovllm.engine.run.launched import Begun, Launched
 from nanovllm.engine.run.ledger import Ledger
 from nanovllm.engine.run.other_ranks import Command, OtherRanks
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import StepInputs, step_inputs
-from nanovllm.engine.run.step_part import REPORTED, TAKEN, PromptReports
+from nanovllm.engine.run.step_part import TAKEN, PromptReports
 from nanovllm.engine.schedule.batch import Batch
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.engine.run.step_part import REPORTED
+from nanovllm.engine.run.computed import REPORTED
 from nanovllm.engine.run.transfer import Array
 from nanovllm.engine.schedule.sequence import Sequence
 

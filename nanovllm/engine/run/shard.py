@@ -79,7 +79,7 @@ class Shard:
         self.marking = next((part for part in self.parts if part.marks_rows), None)
         self.graphs: DecodeGraphs | None = None
         self._num_threads = num_threads
-        self.make_redraws = make_redraws  # for decode graphs
+        self._make_redraws = make_redraws
         self.memory = memory  # of weights and caches, if they can be freed and regained
         self.at_close: list[Callable[[], object]] = []
 
@@ -180,9 +180,18 @@ class Shard:
 
     def decode_graphs(self, num_running: int) -> "DecodeGraphs":
         """The decode steps of a ladder, not captured; they run on any device."""
-        from nanovllm.engine.run.graphs import graphs_of
+        from nanovllm.engine.run.graphs import DecodeGraphs, GraphStep, graph_sizes
 
-        return graphs_of(self, num_running)
+        sizes, num_rows = graph_sizes(num_running, self.parts, self.placement)
+        columns = self.vocab_size if self.ranks.rank == 0 else 0
+        if self.ranks.peer_kernels:
+            columns = self.model.lm_head.rank_part.num_rows
+        logits = torch.empty(num_rows, columns, dtype=self.placement.dtype, device=self.device)
+        redraws, draw = None, self.draws.draw_masked
+        if self._make_redraws and self.ranks.rank == 0 and not self.ranks.peer_kernels:
+            redraws = self._make_redraws(draw, num_rows, self.vocab_size, self.device)
+        step = GraphStep(self.decodes, self.draws, self.ranks)
+        return DecodeGraphs(step, sizes, logits, redraws)
 
     def capture_graphs(self, num_running: int) -> int:
         """Capture the decode steps; returns how many sizes there are."""

@@ -1,10 +1,11 @@
 """StepPart: what a feature adds to the steps of one rank. The base class adds nothing."""
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nanovllm.engine.run.computed import REPORTED, ComputeLogits
 from nanovllm.engine.run.device_table import UNMARKED, DeviceTable
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.transfer import Array
@@ -17,13 +18,6 @@ if TYPE_CHECKING:
     from nanovllm.engine.run.reports import Columns
 
 TAKEN = "taken_tokens"  # the array of the tokens that a `HiddenReader` asks for
-REPORTED = "reported_tokens"  # the array of the prompts' tokens that are reported
-
-
-class ComputeLogits(Protocol):
-    """Computes the logits of hidden states [N, hidden], those of the prefill's tokens [N]."""
-
-    def __call__(self, hidden: torch.Tensor, tokens: Array) -> torch.Tensor: ...
 
 
 class StepPart:

@@ -15,7 +15,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 
 if TYPE_CHECKING:
-    from nanovllm.engine.run.graphs import Redraws
+    from nanovllm.engine.run.redraws import Redraws
 
 # From a draw of rows [B] with masks [B, W], the most rows, the size of the vocabulary, the device.
 DrawMasked = Callable[[Computed, torch.Tensor, torch.Tensor], Computed]
