@@ -48,6 +48,7 @@ NEEDED_ELSEWHERE = (
     "engine.run.reports",
     "engine.ranks", "engine.remote", "engine.start.warm_up", "engine.start.device_memory",
     "engine.cache.windows", "engine.cache.state_pool", "engine.cache.state_slots",
+    "engine.cache.caches_with_states", "engine.cache.pools_with_states",
 )  # fmt: skip
 
 # Words of features stand in few lines of the rooms that run every request: whole words and parts of

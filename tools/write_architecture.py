@@ -45,7 +45,7 @@ CORE: dict[str, list[str]] = {
                       "kernels/plain/silu_and_mul", "kernels/plain/noise", "kernels/plain/sample"],
     "startup": ["engine/start/startup", "engine/start/load", "engine/engine_config",
                 "engine/start/placement", "engine/start/sizing",
-                "engine/cache/kv_pool", "engine/cache/groups", "models/config", "models/fields",
+                "engine/cache/pools", "engine/cache/groups", "models/config", "models/fields",
                 "models/checkpoint", "models/family", "models/loader",
                 "layers/layer", "layers/backend", "layers/ranks"],
 }  # fmt: skip

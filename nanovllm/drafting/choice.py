@@ -48,7 +48,7 @@ def most_forced(shard: Shard) -> int:
     """The most forced tokens of a sequence in a step, by default."""
     if not shard.backend.attention.packs_few_queries:
         return 0
-    if shard.caches.states is not None:  # a sequence has slots for this many drafts
+    if shard.caches.slots_per_sequence:  # a sequence has slots for this many drafts
         return min(MOST_FORCED, shard.placement.most_rejected)
     return MOST_FORCED
 

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.drafting.catch_up import warm_up_step
 from nanovllm.drafting.model_guesser import ModelGuesser, Places
-from nanovllm.engine.cache.kv_pool import KVPool
+from nanovllm.engine.cache.pools import KVPool
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.plain.guess_inputs import GuessInputs

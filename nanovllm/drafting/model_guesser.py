@@ -13,7 +13,7 @@ import torch
 
 from nanovllm.drafting.guesser import Guesser
 from nanovllm.engine.cache.groups import CacheGroups, single_group
-from nanovllm.engine.cache.kv_pool import KVPool
+from nanovllm.engine.cache.pools import KVPool
 from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.plain.guess_inputs import GuessInputs, Kept

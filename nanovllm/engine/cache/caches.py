@@ -1,5 +1,6 @@
 """Caches: what layers keep of sequences between steps, as the scheduler sees it."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,18 +21,18 @@ class CacheLayout(NamedTuple):
 
 
 class Caches:
-    """The KV blocks and the states of all sequences.
-
-    A sequence begins with the longest prefix that all of them can restore. Layers without blocks
-    and layers without states need nothing here: the others decide.
+    """The KV blocks of all sequences, for a model that keeps no states. `CachesWithStates` is for
+    other models.
     """
+
+    states: "StateSlots | None" = None
 
     def __init__(
         self,
         layout: CacheLayout,
         num_blocks: int,
         block_size: int,
-        num_running: int,
+        num_running: int,  # noqa: ARG002
         enable_prefix_caching: bool = True,
     ) -> None:
         manager = block_manager_for(layout.windows)
@@ -40,11 +41,6 @@ class Caches:
             has_states=layout.states is not None,
         )  # fmt: skip
         self.has_windows = self.blocks.has_windows  # whether `pass_by` has to be called
-        self.states: StateSlots | None = None
-        if layout.states is not None:
-            from nanovllm.engine.cache import state_slots
-
-            self.states = state_slots.StateSlots(layout.states, num_running, self.blocks)
 
     def admit(
         self,
@@ -56,17 +52,11 @@ class Caches:
 
         See `BlockManager.allocate`.
         """
-        if not self.blocks.allocate(seq, in_progress, admits):
-            return False
-        if self.states is not None:
-            self.states.begin(seq)
-        return True
+        return self.blocks.allocate(seq, in_progress, admits)
 
     def in_progress(self, seq: Sequence) -> list[int]:
         """The hashes of those blocks of `seq`, computed or not, after which others could begin."""
-        if self.states is None:
-            return self.blocks.full_block_hashes(seq)
-        return self.states.hashes_in_progress(seq)
+        return self.blocks.full_block_hashes(seq)
 
     def free_blocks(self) -> FreeBlocks:
         """What sequences may take now."""
@@ -90,48 +80,30 @@ class Caches:
     def rewind(self, seq: Sequence, num_tokens: int) -> None:
         """Give up what `seq` has for tokens after its first `num_tokens`; none is published."""
         self.blocks.shrink(seq, num_tokens)
-        if self.states is not None:
-            self.states.rewind(seq, num_tokens)
 
     def fork(self, seq: Sequence, sibling: Sequence) -> bool:
         """Let `sibling`, which has the same tokens, go on from what is kept of `seq`.
 
         If it returns False, nothing has changed.
         """
-        if not self.blocks.fork(seq, sibling):
-            return False
-        if self.states is not None:
-            self.states.fork(seq, sibling)
-        return True
+        return self.blocks.fork(seq, sibling)
 
     def plan(self, batch: Batch) -> None:
         """Complete a step that is scheduled."""
-        if self.states is not None:
-            self.states.plan(batch)
 
     def publish(self, seq: Sequence, num_computed: int) -> None:
         """Enter the full blocks among the first `num_computed` tokens of `seq` in the cache."""
         self.blocks.publish(seq, num_computed)
-        if self.states is not None and seq.checkpoints:
-            self.states.publish(seq, num_computed)
 
     def pass_by(self, seq: Sequence) -> None:
         """Free what `seq` has of tokens that no later one reads."""
-        if self.states is not None:
-            self.publish(seq, min(seq.num_cached_tokens, seq.num_known_tokens))
         self.blocks.pass_by(seq)
 
     def release_ended(self, running: Iterable[Sequence]) -> None:
-        """Free the states of sequences that end with the tokens in flight."""
-        if self.states is not None:
-            for seq in running:
-                if seq.ends_in_flight:
-                    self.states.release(seq)
+        """Free what sequences that end with the tokens in flight no longer need."""
 
     def free(self, seq: Sequence) -> None:
         """Free all that `seq` has."""
-        if self.states is not None:
-            self.states.free(seq)
         self.blocks.free(seq)
 
     def clear(self, running: Iterable[Sequence]) -> None:
@@ -139,29 +111,25 @@ class Caches:
         self.blocks.clear()
         for seq in running:  # a block is not entered where the one before has left the cache
             seq.num_published_blocks = max(1, seq.num_published_blocks)
-        if self.states is not None:
-            self.states.clear()
 
     def counts(self) -> dict[str, int]:
         """How much is used of what there is, by the names that `EngineStats` has for them."""
         blocks = self.blocks
-        used, checkpoints, number = self.states.counts() if self.states else (0, 0, 0)
         return dict(
             blocks_used=blocks.num_blocks - blocks.num_free_blocks, num_blocks=blocks.num_blocks,
-            state_slots_used=used, checkpoints_used=checkpoints, num_state_slots=number,
+            state_slots_used=0, checkpoints_used=0, num_state_slots=0,
         )  # fmt: skip
 
-    def audit(self, running: list[Sequence]) -> None:
-        """Assert that each block and each slot has an owner, given the running sequences."""
+    def audit(self, running: list[Sequence], uses: Counter[int] | None = None) -> None:
+        """Assert that each block has an owner, given the running sequences.
+
+        `uses` counts other uses of prefixes, by their `id`.
+        """
         for seq in running:
             for table, num_passed in zip(seq.block_tables, seq.num_passed_blocks, strict=True):
                 assert len(table) * self.blocks.block_size >= seq.room
                 if num_passed and self.blocks.enable_prefix_caching:
                     assert num_passed < seq.num_published_blocks, "the next one's parent"
-        uses = None
-        if self.states is not None:
-            uses = self.states.uses()
-            self.states.audit(running)
         self.blocks.audit([seq.held_blocks for seq in running], uses)
 
 

@@ -1,18 +1,114 @@
-"""CachePools: the memory of all that layers keep of sequences, on one rank."""
+"""Pools: the memory of what layers keep of sequences on one rank. The KV of tokens is in blocks.
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+They know the size of a block and which layers read it; `sizing` finds how many blocks fit.
+"""
 
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
 import torch
 
 from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.cache.groups import CacheGroups
-from nanovllm.engine.cache.kv_pool import KVPool, NewMemory
 from nanovllm.engine.run.step_part import StepPart
-from nanovllm.layers.mixer import StateMixer
+from nanovllm.kernels.operands.kv_layer import CODES, SCALES
+from nanovllm.utils.resources import memory_text
 
-if TYPE_CHECKING:
-    from nanovllm.engine.cache.state_pool import StatePool
+CACHE_LINE = 64
+NewMemory = Callable[[int], torch.Tensor]  # zeroed memory of a number of bytes on a GPU
+
+
+class KVPool:
+    """One tensor with what all layers keep of tokens, or two with scales: `[slots, blocks, ...]`.
+
+    All groups share the blocks; a layer's keys and values have slots.
+
+    A quantized pool also has scales, in the same slots. `linked` pools have blocks with the same
+    numbers.
+    """
+
+    def __init__(
+        self, groups: CacheGroups, block_size: int, dtype: torch.dtype, device: torch.device,
+        linked: "Sequence[KVPool]" = (),
+    ) -> None:  # fmt: skip
+        self.groups = groups
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = device
+        self.linked = linked
+        self._scales_size = self._heads_of_slot() if dtype == CODES else 0
+        self.release()
+
+    def _heads_of_slot(self) -> int:
+        """How many scales a slot has for each token."""
+        layers = [layer for group in self.groups.groups for layer in group.layers]
+        shapes = {(layer.num_kv_heads, layer.head_dim) for layer in layers}
+        if len(shapes) > 1:
+            raise ValueError(
+                "kv_cache_dtype='fp8' needs layers whose keys have one shape; this model's have"
+                f" {sorted(shapes)} as numbers of heads and head_dim"
+            )
+        ((num_heads, _),) = shapes
+        return num_heads
+
+    @property
+    def block_bytes(self) -> int:
+        """The size of one block, all slots together, and those of the linked pools."""
+        of_token = self.groups.slot_size * self.dtype.itemsize + self._scales_size * SCALES.itemsize
+        own = self.groups.num_slots * self.block_size * of_token
+        return own + sum(other.block_bytes for other in self.linked)
+
+    def allocate(self, num_blocks: int, new_memory: NewMemory | None = None) -> None:
+        """Make the tensors, zeroed (masked keys are multiplied by 0), and hand out their slots."""
+        slots, of_token = (self.groups.num_slots, num_blocks), self.groups.slot_size
+        try:
+            shape = (*slots, self.block_size * of_token)
+            self.cache = zeros_of(shape, self.dtype, self.device, new_memory)
+            self.tensors = [self.cache]
+            if self._scales_size:
+                shape = (*slots, self.block_size * self._scales_size)
+                self.tensors.append(zeros_of(shape, SCALES, self.device, new_memory))
+        except (MemoryError, RuntimeError, TypeError, ValueError) as error:  # each for a size
+            size = memory_text(num_blocks * self.block_bytes)
+            raise MemoryError(
+                f"a KV pool of {num_blocks} blocks takes {size}, more than {self.device} has free;"
+                " lower num_kvcache_blocks, cpu_kvcache_gib or gpu_memory_utilization"
+            ) from error
+        for number, group in enumerate(self.groups.groups):
+            for index, layer in enumerate(group.layers):
+                of_head = (self.block_size, layer.num_kv_heads)
+                count = len(group.layers)
+                places = range(index, count * layer.cache.num_tensors, count)
+                caches = [
+                    self._part(self.cache, place, group.parts, (*of_head, layer.head_dim))
+                    for place in places
+                ]
+                for scales in self.tensors[1:]:
+                    caches += [self._part(scales, place, 1, of_head[::-1]) for place in places]
+                layer.set_cache(number, *(caches if len(places) > 1 else caches * 2))
+        for other in self.linked:
+            other.allocate(num_blocks, new_memory)
+
+    def _part(
+        self, tensor: torch.Tensor, place: int, parts: int, of_block: tuple[int, ...]
+    ) -> torch.Tensor:
+        """One of the tensors of a group, [blocks * parts, ...]; a slot has `parts` of them."""
+        slot, index = divmod(place, parts)
+        size = math.prod(of_block)
+        return tensor[slot].flatten()[index * size :].view(-1, *of_block)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy one block to another, in all slots: `block_bytes` read and written."""
+        for tensor in self.tensors:
+            tensor[:, target] = tensor[:, source]
+        for other in self.linked:
+            other.copy(source, target)
+
+    def release(self) -> None:
+        """Free the memory: the layers have no blocks until the next `allocate`."""
+        self.allocate(0)
 
 
 class CacheBytes(NamedTuple):
@@ -23,35 +119,16 @@ class CacheBytes(NamedTuple):
 
 
 class CachePools:
-    """KV in blocks, and states in slots if the model has some. `layout` says what was made.
-
-    The pools of draft models are `linked` to the model's.
+    """The pools of a model that keeps no states. `PoolsWithStates` is for other
+    models. `layout` says what was made.
     """
 
-    def __init__(
-        self,
-        groups: CacheGroups,
-        mixers: Sequence[StateMixer],
-        block_size: int,
-        types: tuple[torch.dtype, torch.dtype],
-        device: torch.device,
-        linked: Sequence[KVPool],
-        slots_per_sequence: int,
-        caches_prefixes: bool,
-    ) -> None:
-        """`types` are that of KV and that of the model."""
-        kv_dtype, dtype = types
-        self.kv = KVPool(groups, block_size, kv_dtype, device, linked)
-        self.states: StatePool | None = None
-        if mixers:
-            from nanovllm.engine.cache import state_pool
+    slots_per_sequence = 0  # of a running sequence, for the states of its last tokens
 
-            self.states = state_pool.StatePool(
-                mixers, dtype, device, slots_per_sequence, caches_prefixes
-            )
-        self.layout = CacheLayout(groups.windows)
-        self._num_groups = max(1, len(groups.groups))
-        self._size = 0, 0  # the numbers of blocks and of sequences that there is memory for
+    def __init__(self, kv: KVPool) -> None:
+        self.kv = kv
+        self.layout = CacheLayout(kv.groups.windows)
+        self.size = 0, 0  # the numbers of blocks and of sequences that there is memory for
         self._asleep: tuple[int, int] | None = None  # the same before `sleep`
 
     @property
@@ -59,63 +136,33 @@ class CachePools:
         """Which of the model's layers share block tables."""
         return self.kv.groups
 
-    @property
-    def slots_per_sequence(self) -> int:
-        """Slots of a running sequence, for the states of its last tokens."""
-        return 0 if self.states is None else self.states.slots_per_sequence
-
     def step_parts(self) -> list[StepPart]:
         """What steps need of the caches besides block tables."""
-        if self.states is None:
-            return []
-        from nanovllm.engine.cache.state_part import StatePart
+        return []
 
-        return [StatePart(self.states)]
-
-    def _layout(self, num_blocks: int) -> CacheLayout:
-        if self.states is None:
-            return self.layout
-        number, size = self._num_groups, self.kv.block_bytes * self._num_groups
-        states = self.states.layout(num_blocks // number, self.kv.block_size, size)
-        return self.layout._replace(states=states)
-
-    def num_bytes(self, num_running: int) -> CacheBytes:
+    def num_bytes(self, num_running: int) -> CacheBytes:  # noqa: ARG002
         """Of a block with its share of checkpoints, and of the slots that sequences need."""
-        of_block, states = self.kv.block_bytes, self._layout(0).states
-        if states is None or self.states is None:
-            return CacheBytes(of_block, 0)
-        if states.interval:
-            num_tokens = states.interval * self._num_groups  # of blocks, for each checkpoint
-            of_block += -(-self.states.slot_bytes * self.kv.block_size // num_tokens)
-        before = states.num_slots(num_running) * self.states.slot_bytes
-        return CacheBytes(of_block, before)
+        return CacheBytes(self.kv.block_bytes, 0)
 
     def allocate(
         self, num_blocks: int, num_running: int, new_memory: NewMemory | None = None
     ) -> None:
-        """Make a KV pool of `num_blocks`, and slots for the states of `num_running` sequences."""
-        self._size = num_blocks, num_running
+        """Make a KV pool of `num_blocks`, and what `num_running` sequences need in addition."""
+        self.size = num_blocks, num_running
         self.kv.allocate(num_blocks, new_memory)
-        self.layout = self._layout(num_blocks)
-        if self.states is not None and self.layout.states is not None:
-            self.states.allocate(self.layout.states.num_slots(num_running), new_memory)
 
-    def log_states(self) -> None:
-        """Log how many slots for states there are, if the model has some."""
-        if self.states is not None and self.layout.states is not None:
-            self.states.log(self.layout.states, self._size[1])
+    def log(self) -> None:
+        """Log what there is in addition to KV."""
 
     def release(self) -> None:
         """Free all memory until the next `allocate`."""
-        self._size = 0, 0
+        self.size = 0, 0
         self.kv.release()
-        if self.states is not None:
-            self.states.release()
 
     def sleep(self) -> None:
         """Free all memory until `wake_up`."""
         if self._asleep is None:
-            self._asleep = self._size
+            self._asleep = self.size
             self.release()
 
     def wake_up(self) -> None:
@@ -123,3 +170,23 @@ class CachePools:
         if self._asleep is not None:
             self.allocate(*self._asleep)
             self._asleep = None
+
+
+def zeros_of(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    new_memory: NewMemory | None = None,
+) -> torch.Tensor:
+    """Zeroed memory, on a GPU from `new_memory` if given.
+
+    On the CPU the system provides pages when they are first written.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu":
+        if new_memory is not None and num_bytes:
+            return new_memory(num_bytes).view(dtype).view(shape)
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = np.zeros(num_bytes + CACHE_LINE, dtype=np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.engine.cache.kv_pool import NewMemory, zeros_of
+from nanovllm.engine.cache.pools import NewMemory, zeros_of
 from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.run.transfer import Array
 from nanovllm.layers.mixer import StateMixer

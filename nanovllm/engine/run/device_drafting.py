@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from nanovllm.engine.cache.groups import CacheGroups
-from nanovllm.engine.cache.kv_pool import KVPool
+from nanovllm.engine.cache.pools import KVPool
 from nanovllm.engine.run.device_table import DeviceTable, TableLayout
 from nanovllm.engine.run.ledger import RowsAhead
 from nanovllm.engine.run.step_inputs import StepInputs

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from nanovllm.engine.cache.groups import divide
 from nanovllm.engine.cache.pools import CachePools
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.run.decode import Decodes
@@ -52,6 +51,7 @@ class Shard:
         model: CausalLM,
         model_config: ModelConfig,
         placement: Placement,
+        caches: CachePools,
         num_threads: int | None = None,
         drafting: DeviceDrafting | None = None,
         parts: Sequence[StepPart] = (),
@@ -63,14 +63,8 @@ class Shard:
         self.ranks, self.device = placement.ranks, placement.device
         self.backend, self.block_size = placement.backend, placement.block_size
         self.drafting = drafting or DeviceDrafting()
-        groups = divide(model.attentions, placement.max_positions, self.drafting.longest_window)
-        self.drafting.check(groups)
-        self.caches = CachePools(
-            groups, model.state_mixers, self.block_size, (placement.kv_dtype, placement.dtype),
-            self.device, self.drafting.pools, 1 + placement.most_rejected,
-            placement.caches_prefixes,
-        )  # fmt: skip
-        self.forward = Forward(model, [group.attention for group in groups.groups])
+        self.caches = caches
+        self.forward = Forward(model, [group.attention for group in caches.groups.groups])
         reports = PromptReports(self.vocab_size, self.ranks.rank == 0)
         self.parts = [self.drafting, TakenHidden(), reports, *self.caches.step_parts(), *parts]
         self._add_arrays, self._before, self._after = (

@@ -60,7 +60,7 @@ class Scheduler:
 
         For use after an interrupt, which may have left anything half done.
         """
-        self.caches = Caches(
+        self.caches = caches_for(
             self.layout, self.num_blocks, self.block_size, self.max_num_running,
             self.enable_prefix_caching,
         )  # fmt: skip
@@ -280,3 +280,19 @@ class Scheduler:
             if seq.finish_reason != "abort":
                 self.lengths.learn(seq)
         self.running = deque(s for s in self.running if s.status is SequenceStatus.RUNNING)
+
+
+def caches_for(
+    layout: CacheLayout,
+    num_blocks: int,
+    block_size: int,
+    num_running: int,
+    enable_prefix_caching: bool = True,
+) -> Caches:
+    """The caches for a model of this layout."""
+    kind = Caches
+    if layout.states is not None:
+        from nanovllm.engine.cache.caches_with_states import CachesWithStates
+
+        kind = CachesWithStates
+    return kind(layout, num_blocks, block_size, num_running, enable_prefix_caching)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nanovllm.config import Config
 from nanovllm.engine.cache.caches import block_manager_for
-from nanovllm.engine.cache.kv_pool import KVPool
+from nanovllm.engine.cache.pools import KVPool
 from nanovllm.engine.engine_config import most_running
 from nanovllm.engine.run.shard import Shard
 from nanovllm.utils.resources import GIB, MIB, memory_text

@@ -6,7 +6,10 @@ Settle the options, load this rank's part of the model, size the KV pool, warm u
 from pathlib import Path
 
 from nanovllm.config import Config
+from nanovllm.engine.cache.groups import divide
+from nanovllm.engine.cache.pools import CachePools, KVPool
 from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.run.device_drafting import DeviceDrafting
 from nanovllm.engine.run.model_runner import ModelRunner, close_ranks
 from nanovllm.engine.run.other_ranks import OtherRanks
 from nanovllm.engine.run.shard import Shard
@@ -15,6 +18,7 @@ from nanovllm.engine.start.parts import NO_PARTS, ShardParts
 from nanovllm.engine.start.placement import Placement, resolve_placement
 from nanovllm.engine.start.sizing import fit_kv_blocks, settle_length
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM
 
 
 def start_runner(
@@ -55,12 +59,29 @@ def load_shard(
 ) -> Shard:
     """Load this rank's part of the model, and make what features add to it."""
     model = load_part(config, model_config, path, placement)
-    drafting = parts.drafting.load(config, model, placement) if parts.drafting else None
+    drafting = DeviceDrafting()
+    if parts.drafting is not None:
+        drafting = parts.drafting.load(config, model, placement)
     steps = [make(config, model, placement) for make in parts.step_parts]
     memory = parts.memory(placement.device) if parts.memory else None
+    caches = cache_pools(model, placement, drafting)
     return Shard(
-        model, model_config, placement, num_threads, drafting, steps, memory, parts.redraws
+        model, model_config, placement, caches, num_threads, drafting, steps, memory, parts.redraws
     )
+
+
+def cache_pools(model: CausalLM, placement: Placement, drafting: DeviceDrafting) -> CachePools:
+    """The pools for what this rank's layers keep, and the layers of draft models. Still empty."""
+    groups = divide(model.attentions, placement.max_positions, drafting.longest_window)
+    drafting.check(groups)
+    device, block_size = placement.device, placement.block_size
+    kv = KVPool(groups, block_size, placement.kv_dtype, device, drafting.pools)
+    if not model.state_mixers:
+        return CachePools(kv)
+    from nanovllm.engine.cache.pools_with_states import PoolsWithStates
+
+    slots_each, caches_prefixes = 1 + placement.most_rejected, placement.caches_prefixes
+    return PoolsWithStates(kv, model.state_mixers, placement.dtype, slots_each, caches_prefixes)
 
 
 def start_shard(shard: Shard, config: Config) -> EngineConfig:
@@ -86,7 +107,7 @@ def start_shard(shard: Shard, config: Config) -> EngineConfig:
         shard.make_table(settled.max_num_running, max_model_len)
         new_memory = shard.memory.pool if shard.memory is not None else None
         shard.caches.allocate(num_blocks, settled.max_num_running, new_memory)
-        shard.caches.log_states()
+        shard.caches.log()
         if shard.device.type == "cuda":
             from nanovllm.engine.start.warm_up import first_steps
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.engine.cache.groups import CacheGroups, divide, single_group
-from nanovllm.engine.cache.kv_pool import KVPool
+from nanovllm.engine.cache.pools import KVPool
 from nanovllm.kernels.operands.kv_layer import CODES
 from nanovllm.layers.attention.layer import Attention
 from nanovllm.layers.cache_spec import KeysAndValues, Latent, TokenCache

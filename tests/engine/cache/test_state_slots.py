@@ -8,12 +8,14 @@ import torch
 
 from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.cache.groups import CacheGroups
-from nanovllm.engine.cache.pools import CachePools
+from nanovllm.engine.cache.pools import KVPool
+from nanovllm.engine.cache.pools_with_states import PoolsWithStates
 from nanovllm.engine.cache.state_part import states_before_and_after
 from nanovllm.engine.cache.state_pool import KV_PER_CHECKPOINT_BYTE, StatePool
 from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.run.device_table import DeviceTable, TableLayout
 from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.scheduler import caches_for
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.kernels.plain.read_groups import read_slots
 from nanovllm.kernels.plain.read_table import read_table
@@ -30,7 +32,7 @@ def make_caches(
     windows: tuple[int | None, ...] = WITH_KV, slots_per_sequence: int = 1, num_checkpoints: int = 4
 ) -> Caches:
     states = StateLayout(slots_per_sequence, num_checkpoints, INTERVAL)
-    return Caches(CacheLayout(windows, states), 50, SIZE, 3, num_checkpoints > 0)
+    return caches_for(CacheLayout(windows, states), 50, SIZE, 3, num_checkpoints > 0)
 
 
 def make_seq(tokens: List[int]) -> Sequence:
@@ -299,8 +301,8 @@ def test_each_layer_has_a_part_of_all_slots() -> None:
 def test_slots_come_back_after_sleep() -> None:
     """A second call of either changes nothing."""
     keeper = Keeper(StateTensor((3, 5)), StateTensor((2, 2), in_float32=True))
-    types = torch.bfloat16, torch.bfloat16
-    pools = CachePools(CacheGroups((), 0, 0), [keeper], 4, types, torch.device("cpu"), (), 1, True)
+    kv = KVPool(CacheGroups((), 0, 0), 4, torch.bfloat16, torch.device("cpu"))
+    pools = PoolsWithStates(kv, [keeper], torch.bfloat16, 1, True)
     pools.wake_up()
     assert not keeper.states[0].numel()
     pools.allocate(0, 2)
