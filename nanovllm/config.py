@@ -18,7 +18,6 @@ from nanovllm.utils.option import (
     QUANTIZATION,
     REVISION,
     TRUE_OR_FALSE,
-    OtherName,
     Rule,
     by_name,
     check_options,
@@ -33,6 +32,7 @@ from nanovllm.utils.option import (
 
 if TYPE_CHECKING:
     from nanovllm.speculative_config import SpeculativeConfig
+    from nanovllm.utils.other_names import OtherName
 else:  # its module is loaded when the option is given, as a dict of this type
     SpeculativeConfig = Mapping[str, Any]
 
@@ -70,9 +70,10 @@ def _check_speculation(name: str, value: Any) -> "SpeculativeConfig":
     return check_speculation(name, value, SPECULATION.allowed)
 
 
-def _other_names() -> dict[str, OtherName]:
+def _other_names() -> "dict[str, OtherName]":
     """vLLM's names, and those of SamplingParams, which callers may give by mistake."""
     from nanovllm.sampling_params import SamplingParams
+    from nanovllm.utils.other_names import OtherName
     from nanovllm.vllm_names import ENGINE
 
     why = "it is a field of SamplingParams"

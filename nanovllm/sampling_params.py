@@ -2,24 +2,17 @@
 
 import dataclasses
 import importlib
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.utils.checks import (
-    allowed_range,
-    check_float,
-    check_ids,
     check_int,
-    check_texts,
     shorten,
 )
 from nanovllm.utils.option import (
     NOTHING,
     TRUE_OR_FALSE,
-    OtherName,
     Rule,
     by_name,
     check_options,
@@ -32,6 +25,7 @@ if TYPE_CHECKING:
     from nanovllm.beam_search_params import BeamSearchParams as BeamSearchParams
     from nanovllm.structured_outputs import StructuredOutputs
     from nanovllm.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+    from nanovllm.utils.other_names import OtherName
 else:
     # Its module is loaded when a request has some, as a dict of this type.
     StructuredOutputs = Mapping[str, Any]
@@ -47,87 +41,31 @@ ELSEWHERE = {
     "BeamSearchParams": "nanovllm.beam_search_params",
     "StructuredOutputsParams": "nanovllm.structured_outputs",
 }
-MAX_BIAS = 100.0
 MAX_SAMPLES = 16_384  # each takes some kilobytes before anything is computed
-BIASES_ALLOWED = f"a dict from token ids to numbers {allowed_range(-MAX_BIAS, MAX_BIAS)}"
 
 
-def _check_stop(name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a text or a list of texts, got {shorten(value)}")
-    return check_texts(name, [value] if isinstance(value, str) else value)
+def _listed(allowed: str) -> Rule:
+    """A rule for several values, whose check is loaded when a request first has some."""
+
+    def check(name: str, value: Any) -> Any:
+        from nanovllm.listed_values import CHECKS
+
+        return CHECKS[name](name, value, allowed)
+
+    return Rule(check, allowed)
 
 
-def _check_allowed_ids(name: str, value: Any) -> tuple[int, ...]:
-    ids = check_ids(name, value)
-    if not ids:
-        raise ValueError(f"{name} must be a list of token ids that is not empty, got []")
-    return ids
-
-
-def _check_biases(name: str, value: Any) -> dict[int, float]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be {BIASES_ALLOWED}, got {shorten(value)}")
-    return {
-        check_int(f"{name} token id", token_id, 0): check_float(name, bias, -MAX_BIAS, MAX_BIAS)
-        for token_id, bias in value.items()
-    }
-
-
-def _check_kept(name: str, value: Any) -> int:
-    """Return the number of tokens that a prompt keeps, -1 or at least 1; raise for others."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int, {KEPT.allowed}, got {shorten(value)}")
-    if value < -1 or value == 0:
-        raise ValueError(f"{name} must be {KEPT.allowed}, got {value}")
-    return int(value)
-
-
-def _check_calls(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
-    """Raise unless the values are callables of two or three parameters."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be {CALLS.allowed}, got {shorten(value)}")
-    calls = tuple(value)
-    for place, call in enumerate(calls):
-        if not callable(call):
-            raise TypeError(f"{name}[{place}] must be callable, got {shorten(call)}")
-        try:
-            parameters = inspect.signature(call).parameters
-        except (TypeError, ValueError):
-            raise TypeError(f"{name}[{place}] has no signature: {shorten(call)}") from None
-        kinds = {parameter.kind for parameter in parameters.values()}
-        if len(parameters) not in (2, 3) or not kinds <= POSITIONAL:
-            raise TypeError(
-                f"{name}[{place}] must take (token_ids, logits) or (prompt_token_ids, token_ids,"
-                f" logits), got {shorten(call)} of ({', '.join(parameters)})"
-            )
-    return calls
-
-
-def _check_structured_outputs(name: str, value: Any) -> "StructuredOutputs":
-    from nanovllm.structured_outputs import check_structured_outputs
-
-    return check_structured_outputs(name, value, STRUCTURED.allowed)
-
-
-def _other_names() -> Mapping[str, OtherName]:
+def _other_names() -> "Mapping[str, OtherName]":
     """vLLM's names."""
     from nanovllm.vllm_names import SAMPLING
 
     return SAMPLING
 
 
-STOP = Rule(_check_stop, "a text or a list of texts")
-TEXTS = Rule(check_texts, "a list of texts")
-IDS = Rule(check_ids, "a list of token ids")
-SOME_IDS = Rule(_check_allowed_ids, "a list of token ids that is not empty")
-BIASES = Rule(_check_biases, BIASES_ALLOWED)
 COUNT = int_range(0)
-CALLS = Rule(_check_calls, "a list of callables")
-POSITIONAL = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
-KEPT = Rule(_check_kept, "-1 or >= 1")
-STRUCTURED = Rule(_check_structured_outputs, "a StructuredOutputs or a dict of its options")
 PENALTY = float_range(-2.0, 2.0)
+KEPT = _listed("-1 or >= 1")
+IDS = _listed("a list of token ids")
 
 
 @by_name("sampling parameter", _other_names)
@@ -161,7 +99,7 @@ class SamplingParams:
     stop: str | Iterable[str] | None = option(
         None,
         "a text, or several, that end the output where one first occurs, and are cut off",
-        STOP,
+        _listed("a text or a list of texts"),
         none=NOTHING,
     )
     stop_token_ids: Iterable[int] | None = option(
@@ -223,23 +161,29 @@ class SamplingParams:
         PENALTY,
     )
     logit_bias: Mapping[int, float] | None = option(
-        None, "numbers to add to the logits of tokens", BIASES, none=NOTHING
+        None,
+        "numbers to add to the logits of tokens",
+        _listed("a dict from token ids to numbers in [-100.0, 100.0]"),
+        none=NOTHING,
     )
     allowed_token_ids: Iterable[int] | None = option(
-        None, "the only tokens that may be sampled", SOME_IDS, none="all"
+        None,
+        "the only tokens that may be sampled",
+        _listed("a list of token ids that is not empty"),
+        none="all",
     )
     bad_words: Iterable[str] | None = option(
         None,
         "texts that may not be generated, with or without a space before them: the last token of"
         " a text may not follow its other tokens, unless `allowed_token_ids` leaves nothing else",
-        TEXTS,
+        _listed("a list of texts"),
         none=NOTHING,
     )
     structured_outputs: Mapping[str, Any] | StructuredOutputs | None = option(
         None,
         "what the output must be: JSON by a schema, a regular expression, a choice, a grammar; see"
         " docs/structured.md",
-        STRUCTURED,
+        _listed("a StructuredOutputs or a dict of its options"),
         none=NOTHING,
     )
     truncate_prompt_tokens: int | None = option(
@@ -257,7 +201,7 @@ class SamplingParams:
         "callables that change a row of logits before anything else does: `f(token_ids, logits)` or"
         " `f(prompt_token_ids, token_ids, logits)`, with the generated `token_ids`, returns logits;"
         " see docs/usage.md",
-        CALLS,
+        _listed("a list of callables"),
         none=NOTHING,
         only_python=True,
     )

@@ -12,12 +12,12 @@ from nanovllm.utils.option import (
     NOTHING,
     SOME_TEXT,
     TRUE_OR_FALSE,
-    OtherName,
     Rule,
     by_name,
     check_options,
     option,
 )
+from nanovllm.utils.other_names import OtherName
 
 OTHER_NAMES = {
     "backend": OtherName((None,), "llguidance makes all constraints"),

@@ -4,7 +4,7 @@ Some are other names of fields. The others accept only values that ask for what 
 does; any other value is an error that says what to use. docs/from_vllm.md shows these tables.
 """
 
-from nanovllm.utils.option import OtherName
+from nanovllm.utils.other_names import OtherName
 
 NOT_HERE = "not supported"
 

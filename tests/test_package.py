@@ -40,15 +40,17 @@ FEATURES = (
 
 # What an option, a request, another device or another kind of model is the first to load.
 NEEDED_ELSEWHERE = (
-    "beam_search_params", "llm_parts", "lora_request", "metrics", "pooling_params",
-    "speculative_config", "structured_outputs", "vllm_names", "engine.requests.extras",
+    "beam_search_params", "listed_values", "llm_parts", "lora_request", "metrics", "pooling_params",
+    "speculative_config", "structured_outputs", "vllm_names", "utils.other_names",
+    "engine.requests.extras",
     "engine.requests.logprobs", "engine.requests.parts", "engine.requests.processors",
     "engine.requests.progress", "engine.requests.statistics", "engine.requests.token_counts",
     "engine.run.profile", "engine.run.graphs", "engine.run.logprobs", "engine.run.narrowing",
-    "engine.run.reports",
-    "engine.ranks", "engine.remote", "engine.start.warm_up", "engine.start.device_memory",
-    "engine.cache.windows", "engine.cache.state_pool", "engine.cache.state_slots",
-    "engine.cache.caches_with_states", "engine.cache.pools_with_states",
+    "engine.run.reports", "engine.ranks", "engine.remote",
+    "engine.start.warm_up", "engine.start.device_memory", "engine.cache.divide",
+    "engine.schedule.growth", "engine.cache.windows",
+    "engine.cache.state_pool", "engine.cache.state_slots", "engine.cache.caches_with_states",
+    "engine.cache.pools_with_states",
 )  # fmt: skip
 
 # Words of features stand in few lines of the rooms that run every request: whole words and parts of
@@ -63,7 +65,7 @@ FLOORS = (
     ("utils",),
     ("config", "sampling_params", "structured_outputs", "speculative_config", "vllm_names",
      "beam_search_params", "pooling_params", "lora_request",
-     "prompts", "outputs", "metrics", "embedded", "option_names"),
+     "prompts", "outputs", "metrics", "embedded", "option_names", "listed_values"),
     ("kernels",), ("formats",), ("layers",), ("models",), ("engine",),
     ("drafting", "structured", "adapters", "weights", "vectors", "beams"), ("chat",),
     ("features", "llm", "llm_parts", "async_llm", "engine_main"), ("openai",), ("batch",),

@@ -16,7 +16,8 @@ from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import ServerOptions
 from nanovllm.structured_outputs import StructuredOutputs
-from nanovllm.utils.option import NOTHING, OtherName, options_of
+from nanovllm.utils.option import NOTHING, options_of
+from nanovllm.utils.other_names import OtherName
 from nanovllm.vllm_names import ENGINE as ENGINE_NAMES
 from nanovllm.vllm_names import POOLING, VECTOR_CALLS
 from nanovllm.vllm_names import SAMPLING as SAMPLING_NAMES

@@ -7,9 +7,9 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.utils.checks import (
     allowed_choices,
@@ -22,6 +22,9 @@ from nanovllm.utils.checks import (
     did_you_mean,
     shorten,
 )
+
+if TYPE_CHECKING:
+    from nanovllm.utils.other_names import OtherName
 
 T = TypeVar("T")
 NOTHING = "none"  # what None means where it sets nothing
@@ -65,26 +68,8 @@ class Option:
         return self.rule.check(name, value)
 
 
-@dataclass(frozen=True)
-class OtherName:
-    """A name that is not a field: another name of the field `ours`, or an option that is not here.
-
-    `accepts` are the values that ask for what happens without the option. `why` says what happens,
-    or what to use instead; the error for any other value ends with it.
-    """
-
-    accepts: tuple[Any, ...] = ()
-    why: str = ""
-    ours: str | None = None
-
-    def check(self, name: str, value: Any) -> None:
-        """Raise a ValueError unless `value` is accepted."""
-        if not any(type(value) is type(one) and value == one for one in self.accepts):
-            raise ValueError(f"{name}={shorten(value)}: {self.why.replace('`', '')}")
-
-
 def by_name(
-    what: str, other_names: Callable[[], Mapping[str, OtherName]] = dict
+    what: str, other_names: "Callable[[], Mapping[str, OtherName]]" = dict
 ) -> Callable[[type[T]], type[T]]:
     """A decorator that lets the constructor of a frozen dataclass take `other_names` too.
 
@@ -98,7 +83,11 @@ def by_name(
 
         @functools.wraps(made)
         def init(self: T, *args: Any, **given: Any) -> None:
-            made(self, *args, **_own_names(what, fields, other_names, given))
+            if not given.keys() <= fields.keys():
+                from nanovllm.utils.other_names import own_names
+
+                given = own_names(what, fields, other_names(), given)
+            made(self, *args, **given)
 
         def refuse(_: T, name: str, __: object) -> None:
             hint = f"; dataclasses.replace(..., {name}=...) makes a changed copy"
@@ -110,31 +99,6 @@ def by_name(
         return kind
 
     return decorate
-
-
-def _own_names(
-    what: str,
-    fields: Collection[str],
-    other_names: Callable[[], Mapping[str, OtherName]],
-    given: dict[str, Any],
-) -> dict[str, Any]:
-    """The `given` values by the names of their fields."""
-    own: dict[str, Any] = {}
-    for name, value in given.items():
-        other = None if name in fields else other_names().get(name)
-        field = name if other is None else other.ours
-        if other is None and name not in fields:
-            others = [other for other in other_names() if abs(len(other) - len(name)) < 4]
-            hint = did_you_mean(name, fields) or did_you_mean(name, others)
-            raise TypeError(f"unknown {what} {name!r}{hint or '; there are ' + ', '.join(fields)}")
-        if field is None:
-            assert other is not None
-            other.check(name, value)
-        elif field in own or (other is not None and field in given):
-            raise TypeError(f"{name} is another name of {field}; give one of them")
-        else:
-            own[field] = value
-    return own
 
 
 def option(

@@ -6,7 +6,7 @@ Settle the options, load this rank's part of the model, size the KV pool, warm u
 from pathlib import Path
 
 from nanovllm.config import Config
-from nanovllm.engine.cache.groups import divide
+from nanovllm.engine.cache.groups import are_alike, single_group
 from nanovllm.engine.cache.pools import CachePools, KVPool
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.run.device_drafting import DeviceDrafting
@@ -72,7 +72,12 @@ def load_shard(
 
 def cache_pools(model: CausalLM, placement: Placement, drafting: DeviceDrafting) -> CachePools:
     """The pools for what this rank's layers keep, and the layers of draft models. Still empty."""
-    groups = divide(model.attentions, placement.max_positions, drafting.longest_window)
+    if are_alike(model.attentions):
+        groups = single_group(model.attentions)
+    else:
+        from nanovllm.engine.cache.divide import divide
+
+        groups = divide(model.attentions, placement.max_positions, drafting.longest_window)
     drafting.check(groups)
     device, block_size = placement.device, placement.block_size
     kv = KVPool(groups, block_size, placement.kv_dtype, device, drafting.pools)

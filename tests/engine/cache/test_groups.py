@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from nanovllm.engine.cache.groups import CacheGroups, divide, single_group
+from nanovllm.engine.cache.divide import divide
+from nanovllm.engine.cache.groups import CacheGroups, are_alike, single_group
 from nanovllm.engine.cache.pools import KVPool
 from nanovllm.kernels.operands.kv_layer import CODES
 from nanovllm.layers.attention.layer import Attention
@@ -46,9 +47,25 @@ def owners(groups: CacheGroups) -> torch.Tensor:
 
 
 def test_equal_layers_are_one_group() -> None:
-    groups = divide(layers(*[KeysAndValues(4, 2, 16)] * 3), LONGEST)
+    alike = layers(*[KeysAndValues(4, 2, 16)] * 3)
+    groups = divide(alike, LONGEST)
+    assert are_alike(alike) and groups == single_group(alike)
     assert kinds(groups) == [(3, None, 1)] and (groups.num_slots, groups.slot_size) == (6, 32)
     assert (owners(groups)[:, 0] > 0).all(), "no memory is left over"
+
+
+@pytest.mark.parametrize(
+    "caches",
+    [
+        (),
+        (KeysAndValues(4, 2, 16), KeysAndValues(4, 2, 32)),
+        (KeysAndValues(4, 2, 16), KeysAndValues(4, 2, 16, window=8)),
+        (KeysAndValues(4, 2, 16, window=8), KeysAndValues(4, 2, 16, window=8)),
+        (KeysAndValues(4, 2, 16), Latent(16, 64)),
+    ],
+)
+def test_layers_that_differ_or_have_windows_are_divided(caches: tuple[TokenCache, ...]) -> None:
+    assert not are_alike(layers(*caches))
 
 
 def test_layers_with_keys_of_other_sizes_share_the_blocks() -> None:

@@ -1,0 +1,50 @@
+"""Names of options that are not ours: another library's, or an option that is not here."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nanovllm.utils.checks import did_you_mean, shorten
+
+
+@dataclass(frozen=True)
+class OtherName:
+    """A name that is not a field: another name of the field `ours`, or an option that is not here.
+
+    `accepts` are the values that ask for what happens without the option. `why` says what happens,
+    or what to use instead; the error for any other value ends with it.
+    """
+
+    accepts: tuple[Any, ...] = ()
+    why: str = ""
+    ours: str | None = None
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise a ValueError unless `value` is accepted."""
+        if not any(type(value) is type(one) and value == one for one in self.accepts):
+            raise ValueError(f"{name}={shorten(value)}: {self.why.replace('`', '')}")
+
+
+def own_names(
+    what: str,
+    fields: Collection[str],
+    other_names: Mapping[str, OtherName],
+    given: dict[str, Any],
+) -> dict[str, Any]:
+    """The `given` values by the names of their fields."""
+    own: dict[str, Any] = {}
+    for name, value in given.items():
+        other = None if name in fields else other_names.get(name)
+        field = name if other is None else other.ours
+        if other is None and name not in fields:
+            others = [other for other in other_names if abs(len(other) - len(name)) < 4]
+            hint = did_you_mean(name, fields) or did_you_mean(name, others)
+            raise TypeError(f"unknown {what} {name!r}{hint or '; there are ' + ', '.join(fields)}")
+        if field is None:
+            assert other is not None
+            other.check(name, value)
+        elif field in own or (other is not None and field in given):
+            raise TypeError(f"{name} is another name of {field}; give one of them")
+        else:
+            own[field] = value
+    return own
