@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from adapter_files import EVERY_LINEAR, MOE, MOE_SHAPES, make_adapter, merge, write_adapter
+from audits import audit_adapters
 from conftest import make_model
 from peft import PeftModel
 from reference import Case, decisive, load_reference, make_prompts, reference_logits
@@ -96,4 +97,4 @@ def _adapted_case(
 def audit_slots(llm: LLM) -> None:
     """Slots and sequences agree."""
     assert llm.adapters is not None
-    llm.adapters.slot_table.audit(llm.scheduler.running)
+    audit_adapters(llm.adapters.slot_table, llm.scheduler.running)

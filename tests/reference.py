@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from audits import audit_scheduler
 from conftest import LogitRecorder
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -175,7 +176,7 @@ def run_to_end(llm: LLM) -> list[RequestOutput]:
 
 
 def audit_at_rest(llm: LLM) -> None:
-    llm.scheduler.audit()
+    audit_scheduler(llm.scheduler)
     manager = llm.scheduler.block_manager
     assert manager.num_free_blocks == manager.num_blocks, "a finished request kept a block"
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import selection
+from audits import audit_caches, audit_scheduler, audit_sequence
 from drafts import Eager, RandomProposer
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -296,7 +297,7 @@ class Simulation:
         assert self.scheduler.is_finished() and not self.live
         manager = self.scheduler.block_manager
         assert manager.num_free_blocks == manager.num_blocks
-        self.scheduler.caches.audit([])
+        audit_caches(self.scheduler.caches, [])
 
     def touch(self, seqs: Iterable[Sequence]) -> None:
         """Note the blocks that these have, some of them only until they have fewer drafts."""
@@ -322,7 +323,7 @@ class Simulation:
             assert len(drafts) <= min(MOST_DRAFTS, self.asked[seq][1] - seq.num_tokens - 1)
             assert not seq.num_pending_tokens and seq.num_uncached_tokens == 1
         for seq in seqs:
-            seq.audit()
+            audit_sequence(seq)
             assert seq.status is SequenceStatus.RUNNING
             assert seq.num_scheduled_tokens >= 1
             assert config.enable_prefix_caching or not seq.num_hit_tokens
@@ -388,7 +389,7 @@ class Simulation:
     def check_state(self) -> None:
         """Between steps: counts agree, order is kept, and published blocks hold their tokens."""
         scheduler = self.scheduler
-        scheduler.audit()  # audits each sequence, too
+        audit_scheduler(scheduler)  # audits each sequence, too
         queued, siblings = [*scheduler.running, *scheduler.waiting], self.siblings()
         assert sorted(queued, key=lambda seq: seq.seq_id) == [
             seq for seq in self.live if seq not in siblings
@@ -523,7 +524,7 @@ class Simulation:
         assert [(seq, (seq.finish_reason, seq.stop_reason)) for seq in finished] == expected
         for seq in finished:
             assert seq.token_ids == self.tokens[seq]
-            seq.audit()
+            audit_sequence(seq)
         self.live = [seq for seq in self.live if seq not in finished]
         self.check_drafted(batch)
 
@@ -625,7 +626,7 @@ class Simulation:
             state = (seq.token_ids, seq.num_cached_tokens, seq.finish_reason, seq.stop_reason)
             assert state == expected[seq]
             assert seq.num_scheduled_tokens == 0
-            seq.audit()
+            audit_sequence(seq)
         assert finished == [seq for seq in booked if expected[seq][2]]
         self.live = [seq for seq in self.live if seq not in finished]
         self.check_drafted(batch)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from audits import audit_scheduler
 from conftest import byte_tokenizer, make_model
 from transformers import BatchEncoding
 
@@ -47,7 +48,7 @@ def llm(engines: list[LLM], model_dir: Path) -> Iterator[LLM]:
     yield llm
     assert state(llm) == before, "something was queued or run"
     assert llm.is_finished() and llm.step() == []
-    llm.scheduler.audit()
+    audit_scheduler(llm.scheduler)
     assert llm.generate([1, 2], GREEDY, use_tqdm=False)[0]["token_ids"] == expected
     engines.append(llm)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from audits import audit_scheduler
 from conftest import edit_config, make_model
 from reference import (
     HARD,
@@ -259,7 +260,7 @@ def test_aborted_requests_leave_correct_kv(standard: Case) -> None:
             finished: set[int] = set()
             for _ in range(20 + 7 * round_):
                 finished |= {out["request_id"] for out in llm.step()}
-                llm.scheduler.audit()
+                audit_scheduler(llm.scheduler)
             for request_id in set(ids) - finished:
                 llm.abort_request(request_id)
             audit_at_rest(llm)

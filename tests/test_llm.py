@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from audits import audit_scheduler
 from conftest import byte_tokenizer, edit_config, make_model
 from reference import run_to_end
 from transformers import AutoTokenizer, ByT5Tokenizer
@@ -61,7 +62,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
 
 def assert_idle(llm: LLM) -> None:
     """No request is queued, no block is held, no output waits to be returned."""
-    llm.scheduler.audit()
+    audit_scheduler(llm.scheduler)
     manager = llm.scheduler.block_manager
     assert not llm.scheduler.waiting and not llm.scheduler.running
     assert manager.num_free_blocks == manager.num_blocks, "a block is still held"
@@ -552,7 +553,7 @@ def test_a_failing_step_is_repeated_exactly(
         raise_at_step(llm, patch, nth, error)
         with pytest.raises(type(error)):
             run_to_end(llm)
-    llm.scheduler.audit()
+    audit_scheduler(llm.scheduler)
     outputs = {o["request_id"]: o["token_ids"] for o in run_to_end(llm)}
     assert outputs == dict(zip(ids, expected, strict=True))
 
@@ -616,7 +617,7 @@ def test_an_interrupted_generate_removes_its_own_requests_only(
         raise_at_step(llm, patch, nth, error)
         with pytest.raises(type(error)):
             generate(llm, [TEXT, IDS, "x" * 30], [greedy(3), greedy(), greedy()])
-    llm.scheduler.audit()
+    audit_scheduler(llm.scheduler)
     assert list(llm.requests.unfinished) == [other], "that call's requests, and no others, are gone"
     assert tokens(generate(llm, [TEXT, IDS, "x" * 30])) == expected
     (output,) = run_to_end(llm)
@@ -744,7 +745,7 @@ def test_the_engine_survives_ctrl_c_before_any_line(model_dir: Path) -> None:
         except Exception as error:
             return trace.executed, f"{error!r} instead of KeyboardInterrupt"
         try:
-            llm.scheduler.audit()
+            audit_scheduler(llm.scheduler)
             if set(llm.requests.unfinished) - {other}:
                 return trace.executed, "requests are left behind"
             finished = run_to_end(llm)

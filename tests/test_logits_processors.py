@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from audits import audit_scheduler
 from drafts import Adversary, speculate, use_graphs
 from processors_to_import import Ban, ban_even, needs_prompt
 from reference import (
@@ -386,7 +387,7 @@ def test_random_walks_with_callables_and_hidden_states(
                 known = states.setdefault(index, found)
                 shared = min(len(known), len(found))
                 assert (found[:shared] - known[:shared]).abs().max() < 1e-5
-            llm.scheduler.audit()
+            audit_scheduler(llm.scheduler)
         assert done > 5 and len(states) > 2
         assert llm.stats().num_preemptions > 10
 

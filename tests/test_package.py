@@ -239,7 +239,6 @@ for prompt in ([1, 2, 3], [1, 2, 3], [4]):
 while not scheduler.is_finished():
     batch = scheduler.schedule()
     scheduler.postprocess(batch, [5] * len(batch.sampling_seqs))
-    scheduler.audit()
 """
     assert loaded_by(statement) & set(HEAVY) == set()
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from audits import audit_scheduler
 from reference import SMALL_POOL, make_llm, make_prompts
 
 from nanovllm import LLM, SamplingParams
@@ -73,7 +74,7 @@ def test_closing_a_stream_aborts_its_requests(llm: LLM) -> None:
     assert not llm.is_finished()
     stream.close()  # type: ignore[attr-defined]
     assert llm.is_finished()
-    llm.scheduler.audit()
+    audit_scheduler(llm.scheduler)
     manager = llm.scheduler.block_manager
     assert manager.num_free_blocks == manager.num_blocks
 

@@ -66,15 +66,6 @@ class AdapterSlotTable:
         self.adapters.clear()
         self._failed.clear()
 
-    def audit(self, running: Iterable[Sequence]) -> None:
-        """Assert that slots and sequences agree."""
-        slots = [adapter.slot for adapter in self.adapters]
-        assert len(set(slots)) == len(slots) <= self.num_slots
-        assert all(0 <= slot < self.num_slots for slot in slots)
-        assert all(
-            seq.parts.adapter is None or seq.parts.adapter in self.adapters for seq in running
-        )
-
     def _enter(self, adapter: Adapter, line: "_Line") -> bool:
         """Give the adapter a slot. If there is none, it waits from here on; or it has failed."""
         if adapter.error is not None:

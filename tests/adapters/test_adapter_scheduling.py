@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from audits import audit_adapters
 from simulation import Simulation, walk
 
 from nanovllm.adapters.adapter import Adapter
@@ -82,7 +83,7 @@ class AdaptedSimulation(Simulation):
 
     def check_state(self) -> None:
         super().check_state()
-        self.slot_table.audit(self.scheduler.running)
+        audit_adapters(self.slot_table, self.scheduler.running)
         assert all(adapter.error is None for adapter in self.known)
 
 
@@ -123,7 +124,7 @@ class Queue:
         batch = self.scheduler.schedule()
         assert batch is not None, "no progress"
         self.scheduler.postprocess(batch, [1] * len(batch.sampling_seqs))
-        self.slot_table.audit(self.scheduler.running)
+        audit_adapters(self.slot_table, self.scheduler.running)
         names = {id(adapter): name for name, adapter in self.adapters.items()}
         for seq in batch.seqs:
             if seq not in self._seen:
@@ -307,7 +308,7 @@ def test_a_thousand_adapters_leave_nothing_behind() -> None:
                 store.wait(0.1)
                 continue
             queue.scheduler.postprocess(batch, [1] * len(batch.sampling_seqs))
-            slot_table.audit(queue.scheduler.running)
+            audit_adapters(slot_table, queue.scheduler.running)
         assert len(store.tensors) <= 3 and len(slot_table.adapters) <= 2
     batch = None
     queue.adapters.clear()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from audits import audit_scheduler
 from conftest import edit_config, make_model, need_gpus
 from drafts import drafting_of, make_eager, use_graphs
 from reference import (
@@ -395,7 +396,7 @@ def test_an_error_keeps_the_output(standard: Case, monkeypatch: pytest.MonkeyPat
                     outputs[output.request_id] = output
             except InterruptedError:
                 errors += 1
-            llm.scheduler.audit()
+            audit_scheduler(llm.scheduler)
         assert errors > 2
         assert_same([outputs[i] for i in ids], expected)
         drafting = drafting_of(llm)
@@ -415,7 +416,7 @@ def test_aborts_leave_the_others_alone(standard: Case) -> None:
                 llm.abort_request(victim)
             for output in llm.step():
                 outputs[output.request_id] = output
-            llm.scheduler.audit()
+            audit_scheduler(llm.scheduler)
         kept = [i for i in ids if i in outputs]
         assert 10 < len(kept) < len(ids)
         assert_same([outputs[i] for i in kept], [standard.expected[ids.index(i)] for i in kept])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from audits import audit_scheduler
 from conftest import make_model, need_gpus
 from drafts import Adversary, speculate, speculate_in_table, use_graphs
 from reference import (
@@ -414,7 +415,7 @@ def test_an_error_between_launch_and_tokens_keeps_the_output(
                     outputs[output.request_id] = output
             except InterruptedError:
                 assert all(not seq.num_pending_tokens for seq in llm.scheduler.waiting)
-            llm.scheduler.audit()
+            audit_scheduler(llm.scheduler)
         assert_same([outputs[i] for i in ids], standard.expected[:12])
         audit_at_rest(llm)
 
@@ -433,7 +434,7 @@ def test_aborts_between_steps_leave_the_others_alone(standard: Case) -> None:
                 assert tokens == standard.expected[ids.index(victim)][: len(tokens)]
             for output in llm.step():
                 outputs[output.request_id] = output
-            llm.scheduler.audit()
+            audit_scheduler(llm.scheduler)
         kept = [i for i in ids if i in outputs]
         assert 10 < len(kept) < len(ids)
         assert_same([outputs[i] for i in kept], [standard.expected[ids.index(i)] for i in kept])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from audits import audit_scheduler
 from reference import audit_at_rest, make_llm
 from transformers import AutoModel
 
@@ -404,7 +405,7 @@ def test_random_walks_beside_requests_that_generate(
                 llm.recover(llm.requests.all)
             if llm.requests.unfinished:
                 llm.alone(llm.advance)
-            llm.scheduler.audit()
+            audit_scheduler(llm.scheduler)
             for request_id in [*llm.requests.finished]:
                 if request_id in wanted:
                     index, pooling = wanted[request_id]

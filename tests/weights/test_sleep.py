@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_files import make_adapter
+from audits import audit_scheduler
 from conftest import make_model
 from safetensors.torch import load_file
 
@@ -68,7 +69,7 @@ def test_answers_after_sleep_equal_those_before(
             llm.wake_up()
             assert not llm.is_sleeping
             assert generate(llm) == before
-            llm.scheduler.audit()
+            audit_scheduler(llm.scheduler)
 
 
 @pytest.mark.parametrize(

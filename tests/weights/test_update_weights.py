@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from audits import audit_scheduler
 from conftest import edit_config, make_model
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import reduce_tensor
@@ -413,7 +414,7 @@ def test_running_requests_are_refused_or_aborted(models: Callable[[str, int], Pa
             with pytest.raises(ValueError, match="running must be"):
                 llm.update_weights(new, running="wait")  # type: ignore[arg-type]
             llm.update_weights(new, running="abort")
-            llm.scheduler.audit()
+            audit_scheduler(llm.scheduler)
             outputs = []
             while not llm.is_finished():
                 outputs += llm.step()
@@ -445,10 +446,10 @@ def test_the_prefix_cache_is_emptied(models: Callable[[str, int], Path]) -> None
         llm.add_request(IDS[2], GREEDY)
         llm.step()
         llm.reset_prefix_cache()
-        llm.scheduler.audit()
+        audit_scheduler(llm.scheduler)
         while not llm.is_finished():
             llm.step()
-            llm.scheduler.audit()
+            audit_scheduler(llm.scheduler)
         assert cached() in (0, 36)
 
 

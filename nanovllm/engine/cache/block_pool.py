@@ -1,6 +1,6 @@
 """BlockPool: which KV blocks are free, and which hold a prefix that later requests can find."""
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from nanovllm.engine.cache.prefixes import Prefix, Prefixes
@@ -83,31 +83,3 @@ class BlockPool:
         if self.published[block] is not None:
             self._unpublish(block)
         return block
-
-    def audit(self, block_tables: list[list[int]], others: Counter[int] | None = None) -> None:
-        """Assert the pool's invariants, given the blocks in every block table.
-
-        `others` counts uses of prefixes for other things than blocks, by their `id`.
-        """
-        held = Counter(block for table in block_tables for block in table)
-        for table in block_tables:
-            assert len(set(table)) == len(table), f"a table holds a block twice: {table}"
-        for block, ref_count in enumerate(self.ref_counts):
-            assert ref_count == held[block], f"block {block}: {ref_count} != {held[block]} tables"
-            assert (block in self.free_queue) == (ref_count == 0), f"block {block} is misplaced"
-        self.prefixes.audit(others or Counter())
-        entered = []
-        for prefix in self.prefixes:
-            for group, blocks in enumerate(prefix.blocks):
-                entered += [*blocks]
-                assert all(self.published[block] is prefix for block in blocks)
-                assert all(self.group_of[block] == group for block in blocks)
-                free = [block for block in blocks if block in self.free_queue]
-                assert len(free) <= 1, "a prefix is cached twice"
-                if blocks and self.windows[group] is None:
-                    parent = prefix.parent
-                    assert parent is not None
-                    assert parent.parent is None or parent.blocks[group], "a lost parent"
-        assert sorted(entered) == [b for b, p in enumerate(self.published) if p is not None]
-        order = [self.published[block] is not None for block in self.free_queue]
-        assert order == sorted(order), "a cached block comes before one that cannot be found"

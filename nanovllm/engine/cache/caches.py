@@ -1,6 +1,5 @@
 """Caches: what layers keep of sequences between steps, as the scheduler sees it."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Set
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -119,18 +118,6 @@ class Caches:
             blocks_used=blocks.num_blocks - blocks.num_free_blocks, num_blocks=blocks.num_blocks,
             state_slots_used=0, checkpoints_used=0, num_state_slots=0,
         )  # fmt: skip
-
-    def audit(self, running: list[Sequence], uses: Counter[int] | None = None) -> None:
-        """Assert that each block has an owner, given the running sequences.
-
-        `uses` counts other uses of prefixes, by their `id`.
-        """
-        for seq in running:
-            for table, num_passed in zip(seq.block_tables, seq.num_passed_blocks, strict=True):
-                assert len(table) * self.blocks.block_size >= seq.room
-                if num_passed and self.blocks.enable_prefix_caching:
-                    assert num_passed < seq.num_published_blocks, "the next one's parent"
-        self.blocks.audit([seq.held_blocks for seq in running], uses)
 
 
 def block_manager_for(windows: tuple[Window, ...]) -> type[BlockManager]:

@@ -1,6 +1,5 @@
 """CachesWithStates: the blocks and the states of sequences, for models that keep states."""
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Set
 
 from nanovllm.engine.cache.caches import CacheLayout, Caches
@@ -96,8 +95,3 @@ class CachesWithStates(Caches):
             state_slots_used=used, checkpoints_used=checkpoints, num_state_slots=number
         )
         return super().counts() | of_states
-
-    def audit(self, running: list[Sequence], uses: Counter[int] | None = None) -> None:
-        """Assert that each block and each slot has an owner, given the running sequences."""
-        super().audit(running, uses or self.states.uses())
-        self.states.audit(running)

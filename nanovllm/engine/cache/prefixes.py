@@ -4,7 +4,6 @@ It knows token ids and hashes. Which KV blocks hold a prefix, it keeps for the b
 """
 
 from array import array
-from collections import Counter
 from collections.abc import Iterator
 
 import xxhash
@@ -145,25 +144,6 @@ class Prefixes:
             assert first.next is not None
             first = first.next
         first.next = prefix.next
-
-    def audit(self, others: Counter[int]) -> None:
-        """Assert that each prefix is in use, and found by its hash.
-
-        `others` counts uses for other things than blocks, by the `id` of the prefix.
-        """
-        after: dict[int, int] = {}
-        known = {id(root) for root in self.roots.values()} | {id(prefix) for prefix in self}
-        for value, first in self.by_hash.items():
-            assert first.hash == value
-        for prefix in self:
-            assert prefix.next is None or prefix.next.hash == prefix.hash
-            assert id(prefix.parent) in known, "a lost parent"
-            after[id(prefix.parent)] = after.get(id(prefix.parent), 0) + 1
-        for prefix in self:
-            num_uses = sum(map(len, prefix.blocks)) + others[id(prefix)]
-            assert prefix.num_uses == num_uses + after.get(id(prefix), 0) > 0, prefix
-        for root in self.roots.values():
-            assert root.num_uses == after.get(id(root), 0) + others[id(root)], root
 
 
 def block_tokens(seq: Sequence, index: int, block_size: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 It knows slot numbers and prefixes, and no tensors.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from typing import NamedTuple
 
 from nanovllm.engine.cache.block_manager import BlockManager
@@ -161,22 +161,6 @@ class StateSlots:
             self.free_slots.append(self._evict())
         for seq_id in [*self._tips]:
             self._drop_tip(seq_id)
-
-    def audit(self, running: list[Sequence]) -> None:
-        """Assert that each slot has one owner."""
-        owned = [slot for seq in running for slot in (*seq.state_slots, *seq.checkpoints.values())]
-        owned += [*self.checkpoints, *self.free_slots]
-        assert sorted(owned) == [*range(1, self.num_slots + 1)], owned
-        assert self.num_planned == sum(len(seq.checkpoints) for seq in running)
-        for slot, prefix in self.checkpoints.items():
-            assert prefix.checkpoint == slot
-        for seq in running:
-            assert seq.ends_in_flight or len(seq.state_slots) == self.layout.slots_per_sequence, seq
-
-    def uses(self) -> Counter[int]:
-        """How often each prefix is used for a checkpoint or as a tip, by its `id`."""
-        tips = (prefix for prefix, _ in self._tips.values())
-        return Counter(map(id, [*self.checkpoints.values(), *tips]))
 
     def _begun_prefix(self, seq: Sequence) -> Prefix | None:
         """The cached prefix that an admitted sequence begins with; None if there is none."""

@@ -13,7 +13,6 @@ from nanovllm.engine.schedule.admission import (
     Admission,
     AdmissionFilter,
     enter,
-    order,
     schedule_tokens,
 )
 from nanovllm.engine.schedule.batch import Batch
@@ -206,19 +205,6 @@ class Scheduler:
     def clear_cache(self) -> None:
         """Empty the prefix cache; what running sequences have computed does not enter it either."""
         self.caches.clear(self.running)
-
-    def audit(self) -> None:
-        """Assert that queues, sequences and blocks agree. Called between steps."""
-        assert self.admission.num_places_left(self.running) >= 0
-        assert all(seq.status is SequenceStatus.WAITING for seq in self.waiting)
-        assert all(seq.status is SequenceStatus.RUNNING for seq in self.running)
-        for queue in (self.waiting, self.running):
-            assert list(queue) == sorted(queue, key=order)
-        for seq in (*self.waiting, *self.running):
-            seq.audit()
-            assert seq.room >= seq.num_cached_tokens
-            assert all(s.status is SequenceStatus.WAITING for s in seq.siblings)
-        self.caches.audit([*self.running])
 
     def _schedule_prefill(self, budget: int, decodes: list[Sequence]) -> tuple[list[Sequence], int]:
         """Continue the prompts that have begun, in order; returns them and the budget left.

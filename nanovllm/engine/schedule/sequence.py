@@ -331,14 +331,3 @@ class Sequence:
         self.finish_reason = reason
         self.stop_reason = stop_reason
         self.status = SequenceStatus.FINISHED  # last: an interrupt may strike anywhere
-
-    def audit(self) -> None:
-        """Assert the invariant."""
-        assert self.num_cached_tokens >= 0 and self.num_scheduled_tokens >= 0, self
-        assert self.num_cached_tokens + self.num_scheduled_tokens <= self.num_tokens, self
-        assert self.token_ids.count(PENDING) == self.num_pending_tokens, self
-        assert self.num_prompt_tokens <= self.num_tokens <= self.max_num_tokens, self
-        assert bool(self.room) == (self.status is SequenceStatus.RUNNING), self
-        for table, start in zip(self.block_tables, self.num_passed_blocks, strict=True):
-            assert 0 <= start <= len(table), self
-        assert not self.siblings or self.num_tokens == self.num_prompt_tokens, self

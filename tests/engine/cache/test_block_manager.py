@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import xxhash
+from audits import audit_blocks
 from waiting import little_work
 
 from nanovllm.engine.cache import prefixes
@@ -65,7 +66,7 @@ def test_shrinking_keeps_the_blocks_of_the_first_tokens(num_tokens: int, left: i
     manager.shrink(seq, num_tokens)
     assert seq.block_table == table[:left] and (seq.block_table is table) == (left == 3)
     assert manager.num_free_blocks == 4 - left
-    manager.audit([seq.block_table])
+    audit_blocks(manager, [seq.block_table])
 
 
 # Hashes
@@ -97,7 +98,7 @@ def test_collision_of_different_tokens_is_no_hit(monkeypatch: pytest.MonkeyPatch
     manager = BlockManager(8, 2)
     one = run(manager, [1, 2, 0])
     other = run(manager, [3, 4, 0])
-    manager.audit([one.block_table, other.block_table])
+    audit_blocks(manager, [one.block_table, other.block_table])
     assert one.block_table[0] not in admit(manager, [3, 4, 0]).block_table
     assert admit(manager, [1, 2, 0]).block_table[0] == one.block_table[0]
     assert num_hits(manager, [5, 6, 0]) == 0
@@ -126,7 +127,7 @@ def test_collision_along_one_prompt_is_no_hit(monkeypatch: pytest.MonkeyPatch) -
     manager = BlockManager(8, 2)
     first = run(manager, [1, 2, 1, 2, 0])
     again = admit(manager, [1, 2, 1, 2, 0])
-    manager.audit([first.block_table, again.block_table])
+    audit_blocks(manager, [first.block_table, again.block_table])
 
 
 # What is published
@@ -161,7 +162,7 @@ def test_publishing_twice_is_publishing_once() -> None:
     before = snapshot(manager)
     manager.publish(seq, seq.num_cached_tokens)
     assert snapshot(manager) == before
-    manager.audit([seq.block_table])
+    audit_blocks(manager, [seq.block_table])
 
 
 @pytest.mark.parametrize(
@@ -189,10 +190,10 @@ def test_hits_are_shared_and_counted() -> None:
     manager.free(one)
     assert manager.ref_counts == [1, 1, 0, 1, 0, 0]
     assert manager.num_free_blocks == 3
-    manager.audit([other.block_table])
+    audit_blocks(manager, [other.block_table])
     manager.free(other)
     assert manager.num_free_blocks == 6
-    manager.audit([])
+    audit_blocks(manager, [])
 
 
 def test_first_hits_are_kept_for_the_report() -> None:
@@ -211,7 +212,7 @@ def test_without_prefix_caching_nothing_is_found() -> None:
     run_and_free(manager, [1, 2, 3, 4, 5])
     assert (num_hits(manager, [1, 2, 3, 4, 5]), manager.prefixes.by_hash) == (0, {})
     assert manager.num_free_blocks == 8
-    manager.audit([])
+    audit_blocks(manager, [])
 
 
 # The free queue
@@ -244,7 +245,7 @@ def test_blocks_are_allocated_in_the_order_of_what_they_cost() -> None:
     for seq in seqs:
         manager.free(seq)
     assert list(manager.free_queue) == [3, 2, 1, 4, 5, 6, 7, 8, 0]
-    manager.audit([])
+    audit_blocks(manager, [])
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
@@ -292,7 +293,7 @@ def test_hits_come_out_of_the_middle_of_the_queue() -> None:
     seq = admit(manager, [1, 2, 3, 4, 9])  # takes 0 and 1 out of the middle, 3 from the head
     assert seq.block_table == [0, 1, 3]
     assert list(manager.free_queue) == [4, 5, 2]
-    manager.audit([seq.block_table])
+    audit_blocks(manager, [seq.block_table])
 
 
 def test_taking_hits_does_not_depend_on_the_length_of_the_queue() -> None:
@@ -324,7 +325,7 @@ def side_by_side(manager: BlockManager) -> tuple[Sequence, Sequence]:
     compute(manager, one)
     compute(manager, other)
     assert not set(one.block_table) & set(other.block_table)
-    manager.audit([one.block_table, other.block_table])
+    audit_blocks(manager, [one.block_table, other.block_table])
     return one, other
 
 
@@ -341,7 +342,7 @@ def test_evicting_a_duplicate_does_not_hide_the_other(first_out: int) -> None:
     manager.free(evictors[0])
     hit = admit(manager, [1, 2, 9])
     assert hit.block_table[0] == kept.block_table[0]
-    manager.audit([s.block_table for s in (kept, evictors[1], hit)])
+    audit_blocks(manager, [s.block_table for s in (kept, evictors[1], hit)])
 
 
 def test_when_all_duplicates_are_evicted_nothing_is_found() -> None:
@@ -351,7 +352,7 @@ def test_when_all_duplicates_are_evicted_nothing_is_found() -> None:
         manager.free(seq)
     assert num_hits(manager, [1, 2, 9]) == 1
     evictors = [admit(manager, [token_id]) for token_id in range(90, 94)]
-    manager.audit([evictor.block_table for evictor in evictors])
+    audit_blocks(manager, [evictor.block_table for evictor in evictors])
     for evictor in evictors:
         manager.free(evictor)
     assert num_hits(manager, [1, 2, 9]) == 0
@@ -390,7 +391,7 @@ def test_a_freed_duplicate_makes_the_cached_block_recent() -> None:
     manager.free(seq)
     assert list(manager.free_queue) == [1, 4, 5, 6, 7, 2, 3, 0]
     assert num_hits(manager, [1, 2, 3, 4, 9]) == 2
-    manager.audit([])
+    audit_blocks(manager, [])
 
 
 # Allocations that are refused
@@ -406,7 +407,7 @@ def test_free_hits_count_against_the_free_blocks() -> None:
     seq = Sequence([1, 2, 3, 4, 5], SamplingParams())
     assert not manager.allocate(seq)
     assert snapshot(manager) == before
-    manager.audit([other.block_table])
+    audit_blocks(manager, [other.block_table])
 
 
 def test_used_hits_do_not_count_against_the_free_blocks() -> None:
@@ -464,7 +465,7 @@ def test_audit_finds(damage: str) -> None:
     manager = BlockManager(4, 2)
     seq = run(manager, [1, 2, 3])
     tables = [seq.block_table]
-    manager.audit(tables)
+    audit_blocks(manager, tables)
     if damage == "leak":  # held by no table, and never free again
         manager.ref_counts[3] = 1
         del manager.free_queue[3]
@@ -480,7 +481,7 @@ def test_audit_finds(damage: str) -> None:
     else:  # published, and not to be found
         manager.prefixes.by_hash.clear()
     with pytest.raises(AssertionError):
-        manager.audit(tables)
+        audit_blocks(manager, tables)
 
 
 # Forks
@@ -502,7 +503,7 @@ def test_a_fork_shares_full_blocks_and_owns_its_tail(
     assert len(sibling.block_table) == num_shared + num_own
     compute(manager, seq)
     compute(manager, sibling)  # publishes nothing again
-    manager.audit([seq.block_table, sibling.block_table])
+    audit_blocks(manager, [seq.block_table, sibling.block_table])
     manager.free(seq)
     assert num_hits(manager, [*range(num_tokens), 99]) == num_shared
     sibling.token_ids += [50] * 4  # and then what it adds itself
@@ -511,7 +512,7 @@ def test_a_fork_shares_full_blocks_and_owns_its_tail(
     compute(manager, sibling)
     assert num_hits(manager, [*sibling.token_ids, 99]) == (num_tokens + 4) // 4
     manager.free(sibling)
-    manager.audit([])
+    audit_blocks(manager, [])
     assert manager.num_free_blocks == 8
 
 
@@ -574,10 +575,10 @@ def test_a_block_is_freed_exactly_when_the_window_has_passed_it(
     assert [manager.ref_counts[block] for block in table] == [
         int(index >= passed) for index in range(len(table))
     ]
-    manager.audit([seq.held_blocks])
+    audit_blocks(manager, [seq.held_blocks])
     manager.free(seq)
     assert manager.num_free_blocks == 600 and seq.num_passed_blocks == []
-    manager.audit([])
+    audit_blocks(manager, [])
 
 
 def test_blocks_behind_the_window_are_found_until_evicted() -> None:
@@ -615,7 +616,7 @@ def test_hits_behind_the_window_are_not_taken() -> None:
     seq = admit(manager, [*prompt, 99])
     assert (seq.num_cached_tokens, seq.num_passed_blocks[0]) == (16, 6)
     assert manager.num_free_blocks == 5, "two hits and a block for the last token"
-    manager.audit([seq.held_blocks])
+    audit_blocks(manager, [seq.held_blocks])
     assert num_hits(manager, prompt) == 5, "a tail is evicted before its prefix"
 
 
@@ -656,13 +657,13 @@ def test_generated_blocks_behind_the_window_are_reused_first() -> None:
         seq.token_ids.append(0)
         seq.num_cached_tokens = manager.grow(seq, seq.num_tokens)
         manager.pass_by(seq)
-        manager.audit([seq.held_blocks])
+        audit_blocks(manager, [seq.held_blocks])
         if turn == 5:
             run_and_free(manager, other)
     assert num_hits(manager, [*range(6), 99]) == 3
     assert num_hits(manager, [*other, 99]) == 4
     manager.free(seq)
-    manager.audit([])
+    audit_blocks(manager, [])
     assert num_hits(manager, [*other, 99]) == 4
 
 
@@ -695,7 +696,7 @@ def test_blocks_after_an_evicted_prefix_are_found() -> None:
     seq.token_ids += [1, 2]
     seq.num_cached_tokens = manager.grow(seq, 14)
     manager.publish(seq, 14)
-    manager.audit([seq.held_blocks])
+    audit_blocks(manager, [seq.held_blocks])
     assert num_hits(manager, [*seq.token_ids, 99]) == 7
 
 
@@ -715,10 +716,10 @@ def test_each_group_has_a_table_of_blocks_of_its_own() -> None:
     seq = run(manager, list(range(7)))
     assert [len(table) for table in seq.block_tables] == [4, 4, 4] and seq.room == 8
     assert manager.num_free_blocks == 8 and len(set(seq.held_blocks)) == 12
-    manager.audit([seq.held_blocks])
+    audit_blocks(manager, [seq.held_blocks])
     manager.free(seq)
     assert manager.num_free_blocks == 20 and seq.room == 0
-    manager.audit([])
+    audit_blocks(manager, [])
 
 
 def test_only_groups_with_a_window_free_what_is_behind_it() -> None:
@@ -728,7 +729,7 @@ def test_only_groups_with_a_window_free_what_is_behind_it() -> None:
     manager.pass_by(seq)
     assert seq.num_passed_blocks == [0, 6, 6]
     assert manager.num_free_blocks == 40 - 8 - 2 - 2
-    manager.audit([seq.held_blocks])
+    audit_blocks(manager, [seq.held_blocks])
 
 
 def test_a_prefix_is_found_where_all_groups_have_what_the_next_token_reads() -> None:
@@ -740,10 +741,10 @@ def test_a_prefix_is_found_where_all_groups_have_what_the_next_token_reads() -> 
     manager.free(seq)
     assert num_hits(manager, [*prompt, 99]) == 6
     manager._unpublish(tables[1][5])  # the last block of a group with a window
-    manager.audit([])
+    audit_blocks(manager, [])
     assert num_hits(manager, [*prompt, 99]) == 5
     manager._unpublish(tables[2][2])  # from here on two more blocks are needed
-    manager.audit([])
+    audit_blocks(manager, [])
     assert num_hits(manager, [*prompt, 99]) == 5
     manager._unpublish(tables[1][3])
     assert num_hits(manager, [*prompt, 99]) == 2
@@ -764,7 +765,7 @@ def test_a_hit_holds_in_each_group_what_the_next_token_reads() -> None:
         for table, start in zip(seq.block_tables, seq.num_passed_blocks, strict=True)
     ] == [tables[0], tables[1][4:], tables[2][4:]]
     assert manager.num_free_blocks == 40 - 7 - 3 - 3
-    manager.audit([seq.held_blocks])
+    audit_blocks(manager, [seq.held_blocks])
 
 
 def test_growing_gives_all_groups_a_block_or_none() -> None:
@@ -773,7 +774,7 @@ def test_growing_gives_all_groups_a_block_or_none() -> None:
     seq = admit(manager, list(range(6)))
     assert manager.num_free_blocks == 2 and manager.grow(seq, 8) == 6
     assert manager.num_free_blocks == 2
-    manager.audit([seq.held_blocks])
+    audit_blocks(manager, [seq.held_blocks])
 
 
 def test_a_long_prompt_alone_in_the_smallest_pool_is_computed() -> None:
@@ -787,7 +788,7 @@ def test_a_long_prompt_alone_in_the_smallest_pool_is_computed() -> None:
         assert end > seq.num_cached_tokens
         seq.num_cached_tokens = min(end, length)
         manager.pass_by(seq)
-        manager.audit([seq.held_blocks])
+        audit_blocks(manager, [seq.held_blocks])
 
 
 def test_a_fork_shares_the_blocks_of_all_groups() -> None:
@@ -797,9 +798,9 @@ def test_a_fork_shares_the_blocks_of_all_groups() -> None:
     free = manager.num_free_blocks
     assert manager.fork(seq, sibling) and manager.num_free_blocks == free - 3
     compute(manager, seq)
-    manager.audit([seq.held_blocks, sibling.held_blocks])
+    audit_blocks(manager, [seq.held_blocks, sibling.held_blocks])
     manager.free(seq)
-    manager.audit([sibling.held_blocks])
+    audit_blocks(manager, [sibling.held_blocks])
     manager.free(sibling)
     assert manager.num_free_blocks == 40
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence as List
 import numpy as np
 import pytest
 import torch
+from audits import audit_caches
 
 from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.cache.groups import CacheGroups
@@ -60,7 +61,7 @@ def end(caches: Caches, batch: Batch, *others: Sequence) -> None:
         seq.num_cached_tokens += seq.num_scheduled_tokens
         seq.num_scheduled_tokens = 0
         caches.publish(seq, seq.num_cached_tokens)
-        caches.audit([seq, *others])
+        audit_caches(caches, [seq, *others])
 
 
 def run(caches: Caches, tokens: List[int], *chunks: int) -> Sequence:
@@ -73,7 +74,7 @@ def run(caches: Caches, tokens: List[int], *chunks: int) -> Sequence:
 
 def run_and_free(caches: Caches, tokens: List[int], *chunks: int) -> None:
     caches.free(run(caches, tokens, *chunks))
-    caches.audit([])
+    audit_caches(caches, [])
 
 
 def num_restored(caches: Caches, tokens: List[int]) -> int:
@@ -169,7 +170,7 @@ def test_the_checkpoint_of_a_draft_counts_if_the_draft_is_right(
     caches.publish(seq, seq.num_cached_tokens)
     caches.rewind(seq, seq.num_cached_tokens)
     assert not seq.checkpoints
-    caches.audit([seq])
+    audit_caches(caches, [seq])
     caches.free(seq)
     assert num_restored(caches, range(10)) == restored
 
@@ -181,7 +182,7 @@ def test_the_least_recently_used_checkpoint_goes_first() -> None:
     run_and_free(caches, range(30, 35))
     assert num_restored(caches, range(10, 16)) == 4
     held = [admit(caches, [each]) for each in (1, 2, 3)]
-    caches.audit(held)
+    audit_caches(caches, held)
     for seq in held:
         caches.free(seq)
     assert num_restored(caches, range(10, 17)) == num_restored(caches, range(30, 36)) == 4
@@ -197,7 +198,7 @@ def test_running_sequences_take_the_slots_of_checkpoints() -> None:
     assert len(caches.states.checkpoints) == 3, "slots of sequences that do not run, too"
     running = [admit(caches, [each]) for each in (1, 2, 3)]
     assert len(caches.states.checkpoints) == 1
-    caches.audit(running)
+    audit_caches(caches, running)
     for seq in running:
         caches.free(seq)
     assert num_restored(caches, range(50, 56)) == 4
@@ -209,7 +210,7 @@ def test_a_planned_checkpoint_is_lost_with_its_sequence() -> None:
     step(caches, seq)
     assert len(seq.checkpoints) == 3
     caches.free(seq)
-    caches.audit([])
+    audit_caches(caches, [])
     assert num_restored(caches, range(23)) == 0
 
 
@@ -231,7 +232,7 @@ def test_what_a_running_sequence_computes_after_the_cache_was_cleared_is_not_fou
     end(caches, step(caches, seq))
     caches.free(seq)
     assert num_restored(caches, range(23)) == 0
-    caches.audit([])
+    audit_caches(caches, [])
 
 
 @pytest.mark.parametrize("windows", [WITH_KV, ALONE])
@@ -265,7 +266,7 @@ def test_a_fork_gets_a_copy(windows: tuple[int | None, ...]) -> None:
     caches.publish(seq, 23)
     for each in (sibling, seq):
         caches.free(each)
-    caches.audit([])
+    audit_caches(caches, [])
     assert num_restored(caches, range(23)) == 20
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from audits import audit_scheduler
 from conftest import make_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -98,7 +99,7 @@ def run(llm: LLM, requests: list[Any], aborts: dict[int, int]) -> list[RequestOu
             outputs[ids[output["request_id"]]] = output
         step += 1
         assert step < 2000
-        llm.scheduler.audit()
+        audit_scheduler(llm.scheduler)
     assert llm.is_finished()
     return [outputs[index] for index in range(len(requests))]
 

@@ -11,6 +11,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+from audits import audit_scheduler
 from conftest import byte_tokenizer
 from drafts import Eager, RandomProposer
 
@@ -66,14 +67,14 @@ def step(scheduler: Scheduler, *token_ids: int) -> list[tuple[Sequence, int]]:
     tokens = list(token_ids) or [TOKEN] * num_samples
     assert len(tokens) == num_samples
     scheduler.postprocess(batch, tokens)
-    scheduler.audit()
+    audit_scheduler(scheduler)
     return work
 
 
 def interrupt(scheduler: Scheduler) -> list[tuple[Sequence, int]]:
     """A step that is scheduled but not postprocessed: Ctrl-C while the device computed."""
     batch = scheduler.schedule()
-    scheduler.audit()
+    audit_scheduler(scheduler)
     return [(seq, seq.num_scheduled_tokens) for seq in batch.seqs]
 
 
@@ -256,7 +257,7 @@ def test_sequences_that_end_in_flight_leave_their_places() -> None:
     assert not pooled.ends_in_flight
     scheduler.advance(first)
     second = scheduler.schedule()
-    scheduler.audit()
+    audit_scheduler(scheduler)
     assert (first.seqs, second.seqs) == ([a, pooled], [parent])
     assert second.forks == [(parent, sibling)]
     scheduler.advance(second)
@@ -482,7 +483,7 @@ def test_with_a_window_a_request_may_be_longer_than_the_pool(
         batch = scheduler.schedule()
         if batch is not None:
             scheduler.advance(batch)
-            scheduler.audit()
+            audit_scheduler(scheduler)
         if before is not None:
             scheduler.postprocess(before, [TOKEN] * len(before.sampling_seqs))
         before = batch
@@ -613,7 +614,7 @@ def test_abort_frees_blocks_wherever_a_sequence_is(state: Callable[[Scheduler], 
     others = {other for other in (*scheduler.waiting, *scheduler.running) if other is not seq}
     num_tokens = seq.num_tokens
     scheduler.abort(seq)
-    scheduler.audit()
+    audit_scheduler(scheduler)
     assert (seq.status, seq.finish_reason, seq.stop_reason) == (
         SequenceStatus.FINISHED, "abort", None
     )  # fmt: skip
@@ -634,7 +635,7 @@ def test_aborting_one_of_two_that_share_a_prefix() -> None:
     step(scheduler)
     assert (a.block_table[:2], scheduler.block_manager.num_free_blocks) == (b.block_table[:2], 2)
     scheduler.abort(a)
-    scheduler.audit()
+    audit_scheduler(scheduler)
     assert scheduler.block_manager.num_free_blocks == 3
     drain(scheduler)
 
@@ -755,7 +756,7 @@ def test_aborting_everything_after_an_interrupted_step(num_steps: int) -> None:
     interrupt(scheduler)
     for seq in seqs:
         scheduler.abort(seq)
-        scheduler.audit()
+        audit_scheduler(scheduler)
     assert scheduler.is_finished()
     assert scheduler.block_manager.num_free_blocks == 6
     again = add(scheduler, fresh(5))
@@ -827,7 +828,7 @@ def run_with_an_interrupt(num_lines: int, drafts: bool) -> tuple[bool, list[Any]
             scheduler.restart([s for s in live if s.status is not SequenceStatus.FINISHED])
         sys.settrace(None)
         live = [seq for seq in live if seq.status is not SequenceStatus.FINISHED]
-        scheduler.audit()
+        audit_scheduler(scheduler)
     assert scheduler.block_manager.num_free_blocks == 5
     return interrupted, [(s.output_token_ids, s.finish_reason, s.stop_reason) for s in seqs]
 
@@ -878,7 +879,7 @@ def test_right_drafts_are_followed_by_one_more_token() -> None:
     batch = scheduler.schedule()
     scheduler.postprocess(batch, [TOKEN, 52, TOKEN, TOKEN])
     assert seq.output_token_ids[5:] == [TOKEN, 52], "nothing after the first wrong draft"
-    scheduler.audit()
+    audit_scheduler(scheduler)
 
 
 def test_a_stop_ends_the_accepted_drafts() -> None:

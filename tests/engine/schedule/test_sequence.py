@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+from audits import audit_sequence
 
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
@@ -117,10 +118,10 @@ def set_field(name: str, value: object) -> Callable[[Sequence], None]:
 def test_audit_finds(damage: Callable[[Sequence], None]) -> None:
     """Each of these states is invalid."""
     seq = running_sequence()
-    seq.audit()
+    audit_sequence(seq)
     damage(seq)
     with pytest.raises(AssertionError):
-        seq.audit()
+        audit_sequence(seq)
 
 
 def test_no_stray_attributes() -> None:
