@@ -46,7 +46,7 @@ NEEDED_ELSEWHERE = (
     "engine.requests.logprobs", "engine.requests.parts", "engine.requests.processors",
     "engine.requests.progress", "engine.requests.statistics", "engine.requests.token_counts",
     "engine.run.profile", "engine.run.graphs", "engine.run.logprobs", "engine.run.narrowing",
-    "engine.run.reports", "engine.ranks", "engine.remote",
+    "engine.run.reports", "engine.run.upload_stream", "engine.ranks", "engine.remote",
     "engine.start.warm_up", "engine.start.device_memory", "engine.cache.divide",
     "engine.schedule.growth", "engine.cache.windows",
     "engine.cache.state_pool", "engine.cache.state_slots", "engine.cache.caches_with_states",

@@ -11,7 +11,8 @@ import torch
 
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.run.redraws import Captured
-from nanovllm.engine.run.transfer import upload_ahead, uploading
+from nanovllm.engine.run.transfer import upload_ahead
+from nanovllm.engine.run.upload_stream import uploading
 from nanovllm.kernels.integers import cdiv
 from nanovllm.layers.filters import Filters
 from nanovllm.structured.masks import WORD

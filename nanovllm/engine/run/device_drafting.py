@@ -1,14 +1,13 @@
 """DeviceDrafting: what a rank's device does about drafts. The base class does nothing."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nanovllm.engine.cache.groups import CacheGroups
 from nanovllm.engine.cache.pools import KVPool
 from nanovllm.engine.run.device_table import DeviceTable, TableLayout
-from nanovllm.engine.run.ledger import RowsAhead
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.schedule.batch import Batch, Size
@@ -17,6 +16,9 @@ from nanovllm.kernels.plain.read_table import TableState
 from nanovllm.layers.context import Context
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
+
+if TYPE_CHECKING:
+    from nanovllm.engine.run.rows_ahead import RowsAhead
 
 
 class DeviceDrafting(StepPart):
@@ -68,7 +70,7 @@ class DeviceDrafting(StepPart):
     def measure(self, shard: Any) -> None:
         """Measure the decode graphs of this rank's shard, if that decides about drafts."""
 
-    def rows_ahead(self, layout: TableLayout) -> RowsAhead | None:  # noqa: ARG002
+    def rows_ahead(self, layout: TableLayout) -> "RowsAhead | None":  # noqa: ARG002
         """What the ledger of a table records for drafts; None if the device guesses none."""
         return None
 

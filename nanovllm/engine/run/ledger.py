@@ -7,7 +7,7 @@ changes a step has to send. Only rank 0 has one.
 import operator
 import weakref
 from collections.abc import Callable, Container, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,32 +16,10 @@ from nanovllm.engine.run.draw_inputs import temperature_of
 from nanovllm.engine.run.transfer import Array
 from nanovllm.engine.schedule.sequence import PENDING, Sequence, SequenceStatus
 
+if TYPE_CHECKING:
+    from nanovllm.engine.run.rows_ahead import RowsAhead
+
 UNKNOWN = -2  # in arrays: differs from every length and every row
-
-
-class RowsAhead(Protocol):
-    """Rows that are ahead: the device knows more tokens than the host, as it has guessed some."""
-
-    def reset(self) -> None:
-        """Trust nothing: all sequences start over."""
-
-    def give(self, row: int) -> bool:
-        """Give a row to another sequence. Returns whether it was ahead."""
-
-    def stop(self, seqs: list[Sequence], rows: Array) -> Array:
-        """Mark the rows of `seqs` as no longer ahead. Returns the rows that were ahead."""
-
-    def extend(self, seq: Sequence, row: int, start: int) -> None:
-        """Record that a sequence has new blocks, from `start` in its first table."""
-
-    def limit(self, seqs: list[Sequence], rows: Array, indices: list[int]) -> None:
-        """Let the device know for how many tokens the sequences at `indices` have room."""
-
-    def decode(self, seqs: list[Sequence], rows: Array, lengths: Array, num_drafts: int) -> Array:
-        """Record a decode step. Returns which rows were not ahead before it."""
-
-    def added_to(self, changes: TableChanges) -> TableChanges:
-        """These changes, and the changes for rows ahead since the last call."""
 
 
 class Ledger:
@@ -59,7 +37,7 @@ class Ledger:
     def __init__(
         self,
         layout: TableLayout,
-        ahead: RowsAhead | None = None,
+        ahead: "RowsAhead | None" = None,
         mark_of: Callable[[Sequence], int] | None = None,
     ) -> None:
         self.layout, self.ahead, self._mark_of = layout, ahead, mark_of

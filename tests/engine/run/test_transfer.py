@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from nanovllm.engine.run.reports import Columns
-from nanovllm.engine.run.transfer import download, upload, upload_ahead, with_tensors
+from nanovllm.engine.run.transfer import download, upload, upload_ahead
+from nanovllm.engine.run.upload_stream import with_tensors
 from nanovllm.kernels.operands.cuts import Cuts
 from nanovllm.layers.filters import Filters, Penalties
 
