@@ -1,4 +1,4 @@
-"""RowsAhead: what the ledger asks about table rows for which the device knows more tokens than the host."""
+"""RowsAhead: what the ledger asks about rows of which the device knows more than the host."""
 
 from typing import Protocol
 
