@@ -15,8 +15,9 @@ from nanovllm.formats.stored import Loaded, RankPart, StoredTensor, check_shape
 from nanovllm.kernels.operands.low_rank import LowRank
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix, same_order, stacked
 from nanovllm.kernels.table import PLAIN, Kernels
+from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import adapter_rows
-from nanovllm.layers.layer import Backend, Layer
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.linear import matrix_of
 from nanovllm.layers.lora import AdapterRows, PairAdapters
 from nanovllm.layers.ranks import ALONE, Ranks

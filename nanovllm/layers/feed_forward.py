@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels.table import PLAIN, Kernels, Rounding
-from nanovllm.layers.layer import Backend, Build, Layer
+from nanovllm.layers.backend import Backend
+from nanovllm.layers.layer import Build, Layer
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
 

@@ -1,43 +1,17 @@
 """Layer: the base class of layers with parameters.
 
-Build: what layers are made with. Backend: the kernels that they call.
+Build: what layers are made with.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from nanovllm.formats.format import Formats
 from nanovllm.formats.stored import DUMMY_DEVIATION, Loaded, copy_whole
-from nanovllm.kernels.table import Kernels
-from nanovllm.layers.attention.base import AttentionBackend
-from nanovllm.layers.cache_spec import Heads
+from nanovllm.layers.backend import Backend
 from nanovllm.layers.ranks import Ranks
-
-
-class Backend(NamedTuple):
-    """An attention backend, and the kernels of the other layers. `Layer.bind` receives it.
-
-    `others` are of the same class and block size, for layers with other heads than the first ones.
-    """
-
-    attention: AttentionBackend
-    kernels: Kernels
-    others: tuple[AttentionBackend, ...] = ()
-
-    def attention_of(self, heads: Heads) -> AttentionBackend:
-        """The backend that plans for layers with these heads."""
-        for attention in (self.attention, *self.others):
-            if attention.heads is None or attention.heads == heads:
-                return attention
-        raise ValueError(f"`layer_shape` of the model's config has no layer with heads {heads}")
-
-    @property
-    def graph_safe(self) -> bool:
-        """Whether a decode step reads all changing values from device tensors, without syncs."""
-        return self.attention.graph_safe and self.kernels.graph_safe
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.table import PLAIN, Kernels, Rounding
-from nanovllm.layers.layer import Backend, Layer
+from nanovllm.layers.backend import Backend
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import ALONE, Ranks
 
 

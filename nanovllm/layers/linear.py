@@ -14,8 +14,9 @@ from nanovllm.formats.format import DENSE, Dense, LayerWeight, Weight, WeightFor
 from nanovllm.formats.matrix import DenseMatrix, Matrix, PackedMatrix
 from nanovllm.formats.stored import ROWS, Loaded, RankPart, Stored, StoredTensor, constant
 from nanovllm.kernels.table import PLAIN, Kernels, Rounding
+from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import adapter_rows
-from nanovllm.layers.layer import Backend, Layer
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:

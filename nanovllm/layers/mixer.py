@@ -11,7 +11,7 @@ from torch import nn
 
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.table import Rounding
-from nanovllm.layers.attention.layer import Attention
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues, State
 from nanovllm.layers.layer import Build
 from nanovllm.layers.layernorm import RMSNorm
@@ -143,6 +143,6 @@ def _attention_class(make: Build) -> type[Attention]:
     """The class of attention for the checkpoint's files."""
     if not make.formats.has_kv_scales():
         return Attention
-    from nanovllm.layers.attention.scaled_layer import ScaledAttention
+    from nanovllm.layers.scaled_attention import ScaledAttention
 
     return ScaledAttention

@@ -13,11 +13,12 @@ from torch import nn
 
 from nanovllm.formats.names import USUAL_NAMES, Names
 from nanovllm.kernels.table import Kernels
-from nanovllm.layers.attention.layer import Attention
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.backend import Backend
 from nanovllm.layers.block import Block
 from nanovllm.layers.context import get_context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layer import Backend, Build, Layer
+from nanovllm.layers.layer import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mixer import Mixer, Ropes, StateMixer
 from nanovllm.layers.rotary_embedding import RotaryEmbedding

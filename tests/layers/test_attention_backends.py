@@ -20,15 +20,12 @@ from nanovllm.kernels.operands.kv_layer import CODES, KVLayer
 from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton import common
 from nanovllm.kernels.triton.common import can_copy_tiles
-from nanovllm.layers.attention import choice
-from nanovllm.layers.attention.base import AttentionSpec
-from nanovllm.layers.attention.cpu_backend import CpuBackend
-from nanovllm.layers.attention.flash_attn_backend import FlashAttnBackend
-from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.attention.triton_backend import TritonBackend
-from nanovllm.layers.backend import choose_backend
+from nanovllm.layers.backend import AttentionSpec, Backend, TorchBackend
+from nanovllm.layers.backends import choice, choose_backend
+from nanovllm.layers.backends.cpu import CpuBackend
+from nanovllm.layers.backends.flash_attn import FlashAttnBackend
+from nanovllm.layers.backends.triton import TritonBackend
 from nanovllm.layers.context import Context
-from nanovllm.layers.layer import Backend
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 

@@ -13,11 +13,10 @@ from nanovllm.formats.matrix import DenseMatrix, PackedMatrix
 from nanovllm.kernels.cpu.processor import Products
 from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.table import PLAIN
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.feed_forward import SiluAndMul
-from nanovllm.layers.layer import Backend
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     LinearBase,

@@ -26,10 +26,9 @@ from nanovllm.kernels.plain import all_reduce as plain_sums
 from nanovllm.kernels.plain import few_rows as plain_few
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.kernels.triton.table import triton_kernels
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layer import Backend
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     LinearBase,

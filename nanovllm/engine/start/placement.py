@@ -8,10 +8,9 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.kernels.operands.kv_layer import CODES
-from nanovllm.layers.attention.base import AttentionSpec
-from nanovllm.layers.backend import choose_backend
+from nanovllm.layers.backend import AttentionSpec, Backend
+from nanovllm.layers.backends import choose_backend
 from nanovllm.layers.cache_spec import KeysAndValues, Latent, TokenCache
-from nanovllm.layers.layer import Backend
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils.resources import allowed_cores

@@ -7,11 +7,10 @@ import torch
 from nanovllm.kernels.operands.kv_layer import KVLayer
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.table import PLAIN, Kernels
-from nanovllm.layers.attention.base import AttentionBackend
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backend import AttentionBackend, Backend, TorchBackend
 from nanovllm.layers.cache_spec import TokenCache
 from nanovllm.layers.context import Context, get_context
-from nanovllm.layers.layer import Backend, Layer
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.layernorm import RMSNorm
 
 Norms = tuple[RMSNorm, RMSNorm]  # of query heads and of key heads
