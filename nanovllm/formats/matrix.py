@@ -58,7 +58,7 @@ class PackedMatrix(Matrix):
     """A copy of a tensor in oneDNN's blocked layout, on the CPU."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        from nanovllm.kernels.cpu.packed_linear import pack, packed_linear
+        from nanovllm.kernels.plain.packed_linear import pack, packed_linear
 
         self.packed, self._linear = pack(weight), packed_linear
 

@@ -42,7 +42,7 @@ def matrix_of(weight: LayerWeight, kernels: Kernels) -> Matrix:
     if (operand := kernels.arrange_plain(weight)) is not None:
         return _in_layout(operand, kernels)
     if not kernels.reads_plain and weight.device.type == "cpu":
-        from nanovllm.kernels.cpu.packed_linear import can_pack
+        from nanovllm.kernels.plain.packed_linear import can_pack
 
         if can_pack(weight):
             return PackedMatrix(weight)

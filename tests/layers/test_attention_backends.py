@@ -15,7 +15,7 @@ from conftest import PRODUCTS, make_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
-from nanovllm.kernels.cpu import processor, tiled_linear
+from nanovllm.kernels.cpu import tiled_linear
 from nanovllm.kernels.operands.kv_layer import CODES, KVLayer
 from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton import common
@@ -195,7 +195,7 @@ def test_the_product_of_plain_weights_is_tried_at_the_start(
     def broken(*args: Any) -> None:
         raise RuntimeError("no room for libraries")
 
-    monkeypatch.setattr(processor, "products", lambda: PRODUCTS["tiled"])
+    PRODUCTS["tiled"].use(monkeypatch)
     assert choose_backend("auto", spec()).attention.name == "cpu"
     monkeypatch.setattr(tiled_linear, "constant", broken)
     assert choose_backend("auto", spec()).attention.name == "torch"

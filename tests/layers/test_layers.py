@@ -5,12 +5,12 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import Products
 from rounding import linear_error
 from torch import nn
 
 from nanovllm.formats.layouts import KernelMatrix
 from nanovllm.formats.matrix import DenseMatrix, PackedMatrix
-from nanovllm.kernels.cpu.processor import Products
 from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.backend import Backend, TorchBackend

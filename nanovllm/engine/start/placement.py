@@ -131,9 +131,9 @@ def resolve_dtype(dtype: str, model_dtype: str, device: torch.device) -> torch.d
     resolved: torch.dtype = getattr(torch, model_dtype if dtype == "auto" else dtype)
     if dtype != "auto" or device.type != "cpu":
         return resolved
-    from nanovllm.kernels.cpu import processor
+    from nanovllm.kernels.plain.packed_linear import computes
 
-    return resolved if processor.products().computes(resolved) else torch.float32
+    return resolved if computes(resolved) else torch.float32
 
 
 def resolve_kv_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
