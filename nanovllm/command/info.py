@@ -86,7 +86,7 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
         "max_model_len": model.max_position_embeddings,
         "checkpoint_dtype": model.dtype,
         "dtype": str(dtype).removeprefix("torch."),
-        "quantization": model.quantization.descriptions,
+        "quantization": model.quantization.descriptions if model.quantization else [],
         **_memory(config, model, dtype.itemsize, lambda dim: head_bytes(dim, kv_dtype)),
     }
 

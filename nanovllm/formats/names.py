@@ -3,6 +3,11 @@
 import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+HEAD = "lm_head"
+# The fields of a model's config that describe quantized weights: of today, and of old files.
+QUANTIZATION_FIELDS = FIELD, OLD_FIELD = "quantization_config", "compression_config"
 
 # Layers that hold several projections of a checkpoint, in this order.
 FUSED: Mapping[str, tuple[str, ...]] = {
@@ -66,6 +71,11 @@ def _renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
 
 
 USUAL_NAMES = Names()
+
+
+def is_quantized(config: Mapping[str, Any]) -> bool:
+    """Whether a model's config describes quantized weights."""
+    return any(config.get(name) is not None for name in QUANTIZATION_FIELDS)
 
 
 def stacked_name(matrix: str, tensor: str) -> str:

@@ -5,18 +5,13 @@ both. No PyTorch here.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from nanovllm.formats.names import Names
 
 if TYPE_CHECKING:
     from nanovllm.formats.scheme import Scheme
-
-HEAD = "lm_head"
-FIELD = "quantization_config"  # of a model's config
-OLD_FIELD = "compression_config"
 
 
 @dataclass(frozen=True)
@@ -59,8 +54,3 @@ class Quantization:
 
 
 NOT_QUANTIZED = Quantization()
-
-
-def is_quantized(raw: Mapping[str, Any]) -> bool:
-    """Whether a model's config describes quantized weights."""
-    return any(raw.get(field) is not None for field in (FIELD, OLD_FIELD))

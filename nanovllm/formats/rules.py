@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.formats.quantization import HEAD, SchemeRule
+from nanovllm.formats.names import HEAD
+from nanovllm.formats.quantization import SchemeRule
 from nanovllm.formats.scheme import Scheme
 from nanovllm.utils.checks import check_int, shorten
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.formats.format import PLAIN_FORMATS, Formats
-from nanovllm.formats.quantization import HEAD
+from nanovllm.formats.names import HEAD
 from nanovllm.layers.block import Block, Norms
 from nanovllm.layers.block import pre_norms as named_pre_norms
 from nanovllm.layers.cache_spec import TokenCache
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.feed_forward import MLP, FeedForward
+from nanovllm.layers.feed_forward import MLP
 from nanovllm.layers.layer import Build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mixer import ROPE, SelfAttention
@@ -50,18 +50,6 @@ def attention(config: ModelConfig, index: int, make: Build) -> SelfAttention:
 def mlp(config: ModelConfig, make: Build) -> MLP:
     """A dense feed-forward part, gated by silu."""
     return MLP(make, config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-
-
-def sparse_mlp(config: ModelConfig, make: Build) -> FeedForward:
-    """The experts of a layer."""
-    from nanovllm.layers.sparse_mlp import SparseMLP
-
-    experts = config.experts
-    assert experts is not None
-    return SparseMLP(
-        make, config.hidden_size, experts.intermediate_size, experts.num_experts,
-        experts.per_token, normalized=experts.norm_topk_prob,
-    )  # fmt: skip
 
 
 def rope(config: ModelConfig, make: Build) -> RotaryEmbedding:

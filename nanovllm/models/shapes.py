@@ -54,22 +54,12 @@ def attention_matrices(
     )
 
 
-def gated_matrices(hidden_size: int, intermediate_size: int) -> tuple[MatrixShape, ...]:
-    """The matrices of a dense feed-forward part."""
-    return _gated("mlp", hidden_size, intermediate_size, is_experts=False)
-
-
-def expert_matrices(
-    hidden_size: int, intermediate_size: int, num_experts: int
+def gated_matrices(
+    hidden_size: int, intermediate_size: int, above: str = "mlp", is_experts: bool = False
 ) -> tuple[MatrixShape, ...]:
-    """The matrices of experts and their router."""
-    experts = _gated("mlp.experts.0", hidden_size, intermediate_size, is_experts=True)
-    return MatrixShape("mlp.gate", num_experts, hidden_size), *experts
-
-
-def _gated(above: str, hidden: int, inner: int, is_experts: bool) -> tuple[MatrixShape, ...]:
+    """The matrices of a gated feed-forward part, or of each expert."""
     return (
-        MatrixShape(f"{above}.gate_proj", inner, hidden, is_experts),
-        MatrixShape(f"{above}.up_proj", inner, hidden, is_experts),
-        MatrixShape(f"{above}.down_proj", hidden, inner, is_experts),
+        MatrixShape(f"{above}.gate_proj", intermediate_size, hidden_size, is_experts),
+        MatrixShape(f"{above}.up_proj", intermediate_size, hidden_size, is_experts),
+        MatrixShape(f"{above}.down_proj", hidden_size, intermediate_size, is_experts),
     )
