@@ -1,9 +1,9 @@
 """FeedForward: the part of a block that computes each token by itself. Here is the dense one."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels.table import PLAIN, Kernels, Rounding
@@ -27,17 +27,6 @@ class SiluAndMul(Layer):
         return (rounding or self.kernels).silu_and_mul(x)
 
 
-class GeluTanhAndMul(Layer):
-    """`gelu(gate) * up`, with tanh in the approximation of gelu. It rounds nothing."""
-
-    def forward(self, x: torch.Tensor, rounding: Rounding | None = None) -> Any:  # noqa: ARG002
-        gate, up = x.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh").mul_(up)
-
-
-Activation = SiluAndMul | GeluTanhAndMul
-
-
 class FeedForward(nn.Module):
     """Hidden states [T, hidden] -> [T, hidden], which the ranks must sum up."""
 
@@ -47,7 +36,10 @@ class FeedForward(nn.Module):
 
 
 class MLP(FeedForward):
-    """A gated layer."""
+    """A gated layer: `activation` makes one of each row's gate and up values.
+
+    It is called as `SiluAndMul` is, which also is the default.
+    """
 
     def __init__(
         self,
@@ -55,7 +47,7 @@ class MLP(FeedForward):
         hidden_size: int,
         intermediate_size: int,
         *,
-        activation: type[Activation] = SiluAndMul,
+        activation: Callable[[], Layer] = SiluAndMul,
         bias: bool = False,
     ) -> None:
         super().__init__()

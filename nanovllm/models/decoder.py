@@ -94,7 +94,9 @@ class Decoder(nn.Module):
         layers: list[Any] = list(self.layers)
         if few_rows and len(x) <= few_rows.most_rows and not get_context().is_prefill:
             assert rows is None
-            if computed := self._forward_few(few_rows, x, ropes):
+            from nanovllm.layers.few_rows import compute_few_rows
+
+            if computed := compute_few_rows(few_rows, layers, x, ropes, self.norm, self.taps):
                 return computed
         tapped = {}
         for index, layer in enumerate(layers):
@@ -105,14 +107,6 @@ class Decoder(nn.Module):
         assert residual is not None
         hidden = self.norm.add(x, residual)[0] if len(x) else x
         return hidden, [tapped[index] for index in self.taps]
-
-    def _forward_few(
-        self, few_rows: "FewRows", x: torch.Tensor, ropes: Ropes
-    ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-        """As `forward`, from the embeddings x on; None if the rows' adapters do not allow it."""
-        from nanovllm.layers.few_rows import compute_few_rows
-
-        return compute_few_rows(few_rows, [*self.layers], x, ropes, self.norm, self.taps)
 
 
 class Model(nn.Module):

@@ -52,8 +52,13 @@ def architectures() -> list[str]:
     return [*dict.fromkeys((*MODELS, *registered))]
 
 
-def family_of(name: object) -> Family[Any]:
-    """The family of an architecture. An unknown one is a ValueError; no similar one is taken."""
+def family_of(name: object, reference: str = "") -> Family[Any]:
+    """The family of an architecture. An unknown one is a ValueError; no similar one is taken.
+
+    The `reference` of a config that another process read says where to import the family.
+    """
+    if reference:
+        return imported_family(reference)
     if not isinstance(name, str) or name not in architectures():
         known = ", ".join(architectures())
         raise ValueError(f"architecture {name!r} is not supported; architectures: one of {known}")

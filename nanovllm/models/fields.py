@@ -71,8 +71,12 @@ def decoder_fields(
     """
     num_heads, num_kv_heads, head_dim = heads(fields)
     num_layers = fields.size("num_hidden_layers", MAX_LAYERS)
-    rotated = _rotated_layers(fields) if has_unrotated else (True,) * num_layers
-    can_have_window = [not each for each in rotated] if has_unrotated else None
+    rotated, can_have_window = (True,) * num_layers, None
+    if has_unrotated:
+        from nanovllm.models.windows import rotated_layers
+
+        rotated = rotated_layers(fields)
+        can_have_window = [not each for each in rotated]
     return dict(
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
@@ -109,12 +113,6 @@ def _rope_parameters(
     from nanovllm.models.rope import rope_parameters
 
     return rope_parameters(fields, fields.file, head_dim, partial, old_types)
-
-
-def _rotated_layers(fields: Fields) -> tuple[bool, ...]:
-    from nanovllm.models.windows import rotated_layers
-
-    return rotated_layers(fields)
 
 
 def _sliding_windows(fields: Fields, can_have: Sequence[bool] | None) -> tuple[int | None, ...]:
