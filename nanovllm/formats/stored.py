@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 WHOLE = slice(None)
-DUMMY_DEVIATION = 0.02  # of random weights
 
 # Fills the tensor of a matrix [N, K], or a stack of them; the second argument is (N, K).
 Fill = Callable[[torch.Tensor, tuple[int, int], torch.Generator], object]
@@ -44,24 +43,6 @@ def copy_into(
 def copy_whole(param: torch.Tensor, loaded: Loaded) -> None:
     """Copy a checkpoint's tensor into a parameter that every rank has whole."""
     copy_into(param, loaded, tuple(param.shape), (WHOLE,) * param.dim())
-
-
-def normal(deviation: float) -> Fill:
-    """Fill with normally distributed numbers, rounded to bfloat16 as in most checkpoints."""
-
-    def fill(values: torch.Tensor, size: tuple[int, int], generator: torch.Generator) -> None:  # noqa: ARG001
-        drawn = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-        values.copy_(drawn.normal_(0.0, deviation, generator=generator).bfloat16())
-
-    return fill
-
-
-def constant(value: float) -> Fill:
-    """Fill with one number."""
-    return lambda values, *_: values.fill_(value)
-
-
-plain_weights = normal(DUMMY_DEVIATION)
 
 
 class Axis(NamedTuple):
@@ -95,7 +76,7 @@ class Stored:
     axes: tuple[Axis | int, ...]
     dtype: torch.dtype | None = None  # None: that of the model
     projection: int | None = None
-    fill: Fill = plain_weights
+    fill: Fill | None = None  # None: random plain weights
 
     @property
     def rows_dim(self) -> int | None:
@@ -259,13 +240,6 @@ class StoredTensor(nn.Parameter):
         other = StoredTensor(tensor.data, requires_grad=False)
         other.stored, other.rank_part = self.stored, self.rank_part
         return other
-
-    def dummy_values(self, generator: torch.Generator) -> torch.Tensor:
-        """Random values for the whole tensor, of all ranks."""
-        size, shape = self.rank_part.stored_size(self.stored), self.whole_shape()
-        values = torch.empty(shape, dtype=self.dtype, device=generator.device)
-        self.stored.fill(values, size, generator)
-        return values
 
 
 def _size(part: slice) -> int:

@@ -147,10 +147,6 @@ class Experts(Layer):
         there = [matrix for matrix in stack if matrix is not None]
         return torch.stack(there) if there and len(there) == len(stack) else None
 
-    def dummy_values(self, param: nn.Parameter, generator: torch.Generator) -> torch.Tensor | None:
-        assert isinstance(param, StoredTensor)
-        return param.dummy_values(generator)
-
     def stored_tensors(self, name: str) -> Mapping[str, torch.Tensor]:
         """The tensors of the matrices `name`, stacked, by the format's names."""
         return self.formats[name].registered(self, RENAMES[name])

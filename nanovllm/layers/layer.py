@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanovllm.formats.format import Formats
-from nanovllm.formats.stored import DUMMY_DEVIATION, Loaded, copy_whole
+from nanovllm.formats.stored import Loaded, copy_whole
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.ranks import Ranks
 
@@ -70,18 +70,6 @@ class Layer(nn.Module):
         Their order gives `shard_id`. Empty if the checkpoint has the parameter as one tensor.
         """
         return []
-
-    def dummy_values(self, param: nn.Parameter, generator: torch.Generator) -> torch.Tensor | None:
-        """Random values for a whole parameter, which has the size of `param`.
-
-        None leaves it as it is, with the layer's `initial` value: norm weights are ones. They are
-        drawn in float32: the bytes of a type decide how PyTorch draws, and the values must not
-        depend on that.
-        """
-        if param.dim() == 1:
-            return None
-        values = torch.empty(param.shape, dtype=torch.float32, device=generator.device)
-        return values.normal_(0.0, DUMMY_DEVIATION, generator=generator).to(param.dtype)
 
     def bind(self, backend: Backend) -> None:
         """Set the kernels to call. Called once, after the weights are loaded."""

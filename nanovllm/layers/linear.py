@@ -12,7 +12,7 @@ from torch import nn
 
 from nanovllm.formats.format import DENSE, Dense, LayerWeight, Weight, WeightFormat
 from nanovllm.formats.matrix import DenseMatrix, Matrix, PackedMatrix
-from nanovllm.formats.stored import ROWS, Loaded, RankPart, Stored, StoredTensor, constant
+from nanovllm.formats.stored import ROWS, Loaded, RankPart, Stored, StoredTensor
 from nanovllm.kernels.table import PLAIN, Kernels, Rounding
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import adapter_rows
@@ -22,7 +22,7 @@ from nanovllm.layers.ranks import ALONE, Ranks
 if TYPE_CHECKING:
     from nanovllm.kernels.operands.low_rank import LowRank
 
-BIAS = Stored((ROWS,), fill=constant(0.0))
+BIAS = Stored((ROWS,), fill=lambda values, *_: values.zero_())
 
 
 def matrix_of(weight: LayerWeight, kernels: Kernels) -> Matrix:
@@ -93,10 +93,6 @@ class LinearBase(Layer):
         if name == "weight" and self.matrix is not None and isinstance(self.weight_format, Dense):
             return self.matrix.plain()
         return None
-
-    def dummy_values(self, param: nn.Parameter, generator: torch.Generator) -> torch.Tensor | None:
-        assert isinstance(param, StoredTensor)
-        return param.dummy_values(generator)
 
     def stored_tensors(self) -> Mapping[str, torch.Tensor]:
         """The tensors that the format reads."""

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from nanovllm.formats.dummy_values import dummy_values as values_of
 from nanovllm.models.decoder import Model
-from nanovllm.models.loader import fill_param, layer_of
+from nanovllm.models.loader import fill_param
 
 
 def load_dummy(model: Model, whole: Model, seed: int) -> None:
@@ -25,6 +26,5 @@ def dummy_values(
 ) -> Iterator[tuple[str, nn.Parameter, torch.Tensor | None]]:
     """The random weights of a model of a single rank; None where a parameter stays as it is."""
     for index, (name, param) in enumerate(whole.named_parameters()):
-        parent = name.rpartition(".")[0]
         generator = torch.Generator(device=device).manual_seed(seed + index)
-        yield name, param, layer_of(whole, parent).dummy_values(param, generator)
+        yield name, param, values_of(param, generator)

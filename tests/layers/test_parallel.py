@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from nanovllm.drafting.eagle3_config import HeadConfig
 from nanovllm.drafting.eagle3_files import load_head
 from nanovllm.formats.choice import format_of
+from nanovllm.formats.dummy_values import dummy_values
 from nanovllm.formats.scheme import Scheme
 from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.plain import all_reduce as plain_sums
@@ -220,7 +221,7 @@ def test_a_rank_may_hold_no_rows_of_a_quantized_head(
         with torch.device(device):
             head = ParallelLMHead(9, 64, ranks, weight_format)
         for param, all_of_it in zip(head.parameters(), whole.parameters(), strict=True):
-            values = whole.dummy_values(all_of_it, torch.Generator().manual_seed(0))
+            values = dummy_values(all_of_it, torch.Generator().manual_seed(0))
             head.weight_loader(param, values, None)
         head.bind(Backend(TorchBackend(), kernels))
         return head.linear(x, None)

@@ -81,8 +81,8 @@ def test_the_page_names_every_choice_that_exists() -> None:
     table = "\n".join(re.findall(r"^\|.*\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     named = set(re.findall(r"`(?:parts\.)?(\w+)(?:\(.*?\))?`", table))
     modules = (
-        block, cache_spec, feed_forward, gelu, layernorm, mixer, norm_places, plus_one_norm, sparse_mlp,
-        parts,
+        block, cache_spec, feed_forward, gelu, layernorm, mixer, norm_places, plus_one_norm,
+        sparse_mlp, parts,
     )  # fmt: skip
     known = {name for each in modules for name in vars(each)} | {*Names.__dataclass_fields__}
     assert named - known == {"residual_scale", "qkv_proj", "gate_up_proj"}
