@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.formats.matrix import Matrix, written_to
+from nanovllm.formats.format import Matrix, written_to
 from nanovllm.kernels.table import Kernels, Rounding
 
 

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from nanovllm.formats.format import DENSE, Dense, LayerWeight, Rename, WeightFormat, tensor_of
-from nanovllm.formats.matrix import Matrix
+from nanovllm.formats.format import (
+    DENSE,
+    Dense,
+    LayerWeight,
+    Matrix,
+    Rename,
+    WeightFormat,
+    tensor_of,
+)
 from nanovllm.formats.names import EXPERTS, stacked_name
 from nanovllm.formats.stored import Loaded, RankPart, StoredTensor, check_shape
 from nanovllm.kernels.operands.low_rank import LowRank

@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from nanovllm.formats.format import DENSE, Dense, LayerWeight, Weight, WeightFormat
-from nanovllm.formats.matrix import DenseMatrix, Matrix, PackedMatrix
+from nanovllm.formats.format import (
+    DENSE,
+    Dense,
+    DenseMatrix,
+    LayerWeight,
+    Matrix,
+    PackedMatrix,
+    Weight,
+    WeightFormat,
+)
 from nanovllm.formats.stored import ROWS, Loaded, RankPart, Stored, StoredTensor
 from nanovllm.kernels.table import PLAIN, Kernels, Rounding
 from nanovllm.layers.backend import Backend

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from conftest import Products
 from rounding import linear_error
 
-from nanovllm.formats.matrix import DenseMatrix, PackedMatrix
+from nanovllm.formats.format import DenseMatrix, PackedMatrix
 from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.plain.packed_linear import can_pack, pack, packed_linear, packed_types
 from nanovllm.kernels.table import PLAIN

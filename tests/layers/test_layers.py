@@ -9,8 +9,8 @@ from conftest import Products
 from rounding import linear_error
 from torch import nn
 
+from nanovllm.formats.format import DenseMatrix, PackedMatrix
 from nanovllm.formats.layouts import KernelMatrix
-from nanovllm.formats.matrix import DenseMatrix, PackedMatrix
 from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.backend import Backend, TorchBackend
