@@ -235,12 +235,6 @@ class StoredTensor(nn.Parameter):
         stack = self.shape[: self.dim() - len(part.shape(self.stored))]
         return (*stack, *self.stored.shape(part.stored_size(self.stored, projection)))
 
-    def like(self, tensor: torch.Tensor) -> "StoredTensor":
-        """A parameter with the memory of `tensor`, for the same part as this one."""
-        other = StoredTensor(tensor.data, requires_grad=False)
-        other.stored, other.rank_part = self.stored, self.rank_part
-        return other
-
 
 def _size(part: slice) -> int:
     size: int = part.stop - part.start

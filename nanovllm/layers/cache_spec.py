@@ -60,28 +60,6 @@ class KeysAndValues(TokenCache):
         return replace(self, num_heads=self.num_heads // num_ranks, num_kv_heads=kv_heads)
 
 
-@dataclass(frozen=True)
-class Latent(TokenCache):
-    """One row of `width` numbers for each token, which all heads of queries read.
-
-    It is their key, and its first columns are their value: a mixer cuts them off the output.
-    """
-
-    num_heads: int
-    width: int
-    window: int | None = None
-
-    num_tensors = 1
-
-    @property
-    def heads(self) -> Heads:
-        return self.num_heads, 1, self.width
-
-    def part(self, num_ranks: int) -> "Latent":
-        """Every rank keeps whole rows."""
-        return replace(self, num_heads=self.num_heads // num_ranks)
-
-
 class StateTensor(NamedTuple):
     """A tensor of a state, in float32 or in the model's type."""
 

@@ -122,27 +122,16 @@ class ParallelLMHead(LinearBase):
             return super().stored_tensors()
         return self.weight_format.of_plain(self.get_parameter("weight")[: self.rank_part.num_rows])
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The logits, written to `out` if given."""
         if self.ranks.size == 1:
             return self.part(x, out)
         logits = self.gather(self.part(x))
         return logits if out is None else out.copy_(logits)
 
-    def part(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def part(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The logits of this rank's tokens, written to `out` if given."""
-        if self.low_rank and (adapters := adapter_rows()):
-            logits = adapters.add(x, self.low_rank, lambda: self.linear(x, None, out))
-        else:
-            logits = self.linear(x, None, out)
+        logits = super().forward(x, out)
         return logits if self.is_plain else self._finish(logits)
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:

@@ -141,19 +141,6 @@ class Experts(Layer):
         described = param.rank_part.projections(param.stored)
         return param.whole_shape(described[shard_id % len(described)])[1:]
 
-    def kept(self, name: str) -> torch.Tensor | None:
-        if self.operands is None or not isinstance(self.formats.get(name), Dense):
-            return super().kept(name)
-        operand: torch.Tensor = self.operands[[*self.rank_parts].index(name)]
-        return operand
-
-    def unpacked(self, name: str) -> torch.Tensor | None:
-        if self.matrices is None or not isinstance(self.formats.get(name), Dense):
-            return None
-        stack = [matrix.plain() for matrix in self.matrices[[*self.rank_parts].index(name)]]
-        there = [matrix for matrix in stack if matrix is not None]
-        return torch.stack(there) if there and len(there) == len(stack) else None
-
     def stored_tensors(self, name: str) -> Mapping[str, torch.Tensor]:
         """The tensors of the matrices `name`, stacked, by the format's names."""
         return self.formats[name].registered(self, RENAMES[name])

@@ -5,7 +5,6 @@ Build: what layers are made with.
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
 from nanovllm.formats.format import Formats
@@ -49,20 +48,6 @@ class Layer(nn.Module):
         """The shape of the checkpoint's tensor that `weight_loader` takes."""
         assert shard_id is None
         return tuple(param.shape)
-
-    def kept(self, name: str) -> torch.Tensor | None:
-        """The memory of the parameter `name`, bound or not, as `weight_loader` fills it.
-
-        None if the layer has another layout for its kernels.
-        """
-        return self._parameters.get(name)
-
-    def unpacked(self, name: str) -> torch.Tensor | None:  # noqa: ARG002
-        """A copy of the parameter `name` as it was before `bind`; None if that is lost.
-
-        For parameters that are not `kept`.
-        """
-        return None
 
     def parts(self, name: str) -> list[str]:  # noqa: ARG002
         """The checkpoint's names, within this layer, for the parts of the parameter `name`.

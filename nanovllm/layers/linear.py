@@ -12,7 +12,6 @@ from torch import nn
 
 from nanovllm.formats.format import (
     DENSE,
-    Dense,
     DenseMatrix,
     LayerWeight,
     Matrix,
@@ -92,16 +91,6 @@ class LinearBase(Layer):
         assert isinstance(param, StoredTensor)
         return param.whole_shape(shard_id)
 
-    def kept(self, name: str) -> torch.Tensor | None:
-        is_dense = isinstance(self.weight_format, Dense) and isinstance(self.matrix, DenseMatrix)
-        operand: torch.Tensor | None = self.matrix.operand if is_dense and self.matrix else None
-        return operand if name == "weight" and is_dense else super().kept(name)
-
-    def unpacked(self, name: str) -> torch.Tensor | None:
-        if name == "weight" and self.matrix is not None and isinstance(self.weight_format, Dense):
-            return self.matrix.plain()
-        return None
-
     def stored_tensors(self) -> Mapping[str, torch.Tensor]:
         """The tensors that the format reads."""
         return self.weight_format.registered(self)
@@ -136,10 +125,11 @@ class LinearBase(Layer):
             return None
         return self.matrix.rounding(x)
 
-    def forward(self, x: Any) -> torch.Tensor:
+    def forward(self, x: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The outputs of rows x, written to `out` if given."""
         if self.low_rank and (adapters := adapter_rows()):
-            return adapters.add(x, self.low_rank, lambda: self.linear(x, self.added_bias))
-        return self.linear(x, self.added_bias)
+            return adapters.add(x, self.low_rank, lambda: self.linear(x, self.added_bias, out))
+        return self.linear(x, self.added_bias, out)
 
     def linear(
         self, x: Any, bias: torch.Tensor | None, out: torch.Tensor | None = None

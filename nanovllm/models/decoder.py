@@ -143,13 +143,8 @@ class Model(nn.Module):
         It includes the quantized copy that a head makes of the embedding's table.
         """
         layers = [layer for layer in self.modules() if isinstance(layer, Layer)]
-        tensors = {
-            id(tensor): tensor.nbytes
-            for layer in layers
-            for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
-            if not tensor.is_meta
-        }
-        total, head = sum(tensors.values()), self.lm_head
+        tensors = {t for layer in layers for t in (*layer.parameters(False), *layer.buffers(False))}
+        total, head = sum(t.nbytes for t in tensors if not t.is_meta), self.lm_head
         scheme, part = head.weight_format.scheme, head.rank_part
         if scheme is None or not head.is_tied:
             return total

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from nanovllm.formats.format import tensor_of
 from nanovllm.formats.names import USUAL_NAMES, Names, checkpoint_name, hint_for, usual_name
@@ -118,7 +117,9 @@ def load_model(
         try:
             _check_type(tensor.dtype, model.get_parameter(target.param).dtype)
             if name in second:
-                _check_equal(model, target.param, tensor)
+                from nanovllm.models.tied import check_equal
+
+                check_equal(model, target.param, tensor)
             else:
                 fill_param(model, target.param, target.shard_id, tensor)
         except ValueError as error:
@@ -230,17 +231,3 @@ def fill_param(model: Model, param: str, shard_id: int | None, tensor: Loaded) -
     """Fill a parameter by its name, or the part `shard_id` of it, with a checkpoint's tensor."""
     layer = layer_of(model, param.rpartition(".")[0])
     layer.weight_loader(model.get_parameter(param), tensor, shard_id)
-
-
-@torch.inference_mode()
-def _check_equal(model: Model, param: str, tensor: Loaded) -> None:
-    """Raise unless the tensor has the values of `param`. Makes a copy of it for a moment."""
-    filled = model.get_parameter(param)
-    other = nn.Parameter(torch.empty_like(filled), requires_grad=False)
-    layer_of(model, param.rpartition(".")[0]).weight_loader(other, tensor, None)
-    if not torch.equal(other, filled):
-        alias = next(alias for alias, name in model.tied_weights.items() if name == param)
-        raise ValueError(
-            f"other values, so that {alias} and {param} differ, but tie_word_embeddings in"
-            " config.json is true; set it to false to use both"
-        )

@@ -70,6 +70,7 @@ def test_the_page_names_every_choice_that_exists() -> None:
         cache_spec,
         feed_forward,
         gelu,
+        latent,
         layernorm,
         mixer,
         norm_places,
@@ -81,7 +82,7 @@ def test_the_page_names_every_choice_that_exists() -> None:
     table = "\n".join(re.findall(r"^\|.*\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     named = set(re.findall(r"`(?:parts\.)?(\w+)(?:\(.*?\))?`", table))
     modules = (
-        block, cache_spec, feed_forward, gelu, layernorm, mixer, norm_places, plus_one_norm,
+        block, cache_spec, feed_forward, gelu, latent, layernorm, mixer, norm_places, plus_one_norm,
         sparse_mlp, parts,
     )  # fmt: skip
     known = {name for each in modules for name in vars(each)} | {*Names.__dataclass_fields__}

@@ -10,7 +10,7 @@ from nanovllm.config import Config
 from nanovllm.kernels.operands.kv_layer import CODES
 from nanovllm.layers.backend import AttentionSpec, Backend
 from nanovllm.layers.backends import choose_backend
-from nanovllm.layers.cache_spec import KeysAndValues, Latent, TokenCache
+from nanovllm.layers.cache_spec import KeysAndValues, TokenCache
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils.resources import allowed_cores
@@ -81,9 +81,11 @@ def check_codes(model_config: ModelConfig, kv_dtype: torch.dtype) -> None:
     """Raise a ValueError if a cache of this type cannot hold what layers keep."""
     if kv_dtype != CODES:
         return
-    kinds = {type(layer.cache) for layer in model_config.layers}
-    if Latent in kinds or KeysAndValues not in kinds:
-        kept = "latent rows" if Latent in kinds else "states"
+    caches = [layer.cache for layer in model_config.layers]
+    has_keys = any(isinstance(cache, KeysAndValues) for cache in caches)
+    has_latents = any(isinstance(c, TokenCache) and c.num_tensors == 1 for c in caches)
+    if has_latents or not has_keys:
+        kept = "latent rows" if has_latents else "states"
         raise ValueError(
             f"kv_cache_dtype='fp8' needs keys and values; this model's layers keep {kept}"
         )
