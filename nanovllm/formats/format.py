@@ -35,9 +35,9 @@ def as_it_is(name: str) -> str:
 class WeightFormat(ABC):
     """How a layer's matrices are stored. A format has no state: layers have the tensors.
 
-    The tensors are parameters of the layer, which a checkpoint fills. Once the layer has its
-    matrix, they are dropped. `is_fused` says that the checkpoint has the projections of a fused
-    layer as one tensor, with blocks counted from the start of the first.
+    The tensors are parameters of the layer, which a checkpoint fills. They are dropped once the
+    layer has its matrix. `is_fused` says that the checkpoint has the projections of a fused layer
+    as one tensor; blocks are then counted from the start of the first projection.
     """
 
     is_fused = False
@@ -51,13 +51,13 @@ class WeightFormat(ABC):
     @property
     @abstractmethod
     def tensors(self) -> Mapping[str, Stored]:
-        """The tensors of a matrix by name. A checkpoint in this format has them by these names."""
+        """The tensors of a matrix, by their names in a checkpoint of this format."""
 
     @abstractmethod
     def weight(self, tensors: Mapping[str, torch.Tensor], part: RankPart) -> LayerWeight:
         """A rank's matrix [N, K], made of its parts of the tensors.
 
-        If no single matrix can describe all projections, a list with one for each of them.
+        It is a list of one matrix for each projection if they cannot be joined to one.
         """
 
     @property
@@ -95,9 +95,9 @@ class WeightFormat(ABC):
         projection: int | None,
         tensors: Mapping[str, torch.Tensor],  # noqa: ARG002
     ) -> None:
-        """Fill a projection's part of `target`, which is the parameter, or one of its stack.
+        """Fill a projection's part of `target`: the parameter, or one element of its stack.
 
-        `tensors` are the `registered` ones, or those of one of the stack.
+        `tensors` are the `registered` tensors, or one element of each of their stacks.
         """
         try:
             param.rank_part.load(param.stored, target, loaded, projection)
@@ -107,7 +107,7 @@ class WeightFormat(ABC):
             raise ValueError(f"{error} for {self.scheme.description}") from None
 
     def of_plain(self, matrix: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """The tensors of a plain matrix [N, K]. Only for formats that are plain in checkpoints."""
+        """The tensors of a plain matrix [N, K], for formats that are plain in checkpoints."""
         return {"weight": matrix}
 
 
@@ -131,18 +131,18 @@ DENSE = Dense()
 class Matrix(ABC):
     """A weight [N, K].
 
-    `operand` is for kernels that fuse other operations with the product. It is None if there are no
-    such kernels for this form.
+    Kernels that fuse other operations with the product read `operand`; None if there are no such
+    kernels for this form.
     """
 
     operand: Any = None
 
     def rounding(self, x: torch.Tensor) -> Rounding | None:  # noqa: ARG002
-        """The rounding of len(x) rows, which the kernel before `linear` can do, or None."""
+        """How the kernel before `linear` may round len(x) rows; None if it must not round."""
         return None
 
     def plain(self) -> torch.Tensor | None:
-        """The weight [N, K] that this was made of, if it was a plain one and can be restored."""
+        """The plain weight [N, K] that this was made of; None if it cannot be restored."""
         return None
 
     @abstractmethod
@@ -194,7 +194,7 @@ def written_to(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Formats:
-    """Chooses the format of each layer inside a module. This one is for plain weights."""
+    """Chooses the format of each layer inside a module. Here, all weights are plain."""
 
     names: Names = USUAL_NAMES
 
@@ -223,6 +223,6 @@ PLAIN_FORMATS = Formats()
 
 
 def tensor_of(param: str) -> tuple[str, int | None]:
-    """A parameter's name in the checkpoint, and its projection if it describes only one."""
+    """A parameter's name in the checkpoint, and the projection that it describes; None for all."""
     name, _, projection = param.partition(OF_PROJECTION)
     return name, int(projection) if projection else None

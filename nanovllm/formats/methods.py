@@ -1,7 +1,7 @@
-"""Quantization by the method that a `quantization_config` names, or by the option's.
+"""Read the method of a `quantization_config`, or of the option `quantization`.
 
-Only JSON is read. A method, a type or a layout that is not supported is a ValueError that names it,
-and what is supported.
+Only JSON is read. An unsupported method, type or layout is a ValueError that names it and the
+supported ones.
 """
 
 import re

@@ -27,9 +27,9 @@ class Quantization:
     """The rules of a model. The first rule that matches a layer applies.
 
     A layer that no rule matches has plain weights. `files` says which weights the checkpoint's
-    files have: only "plain" ones; "quantized" ones where the rules say so; or, where they say so,
-    either ("decide"), as the tools that write such checkpoints do not list all plain layers in the
-    config. Rules are for the names that the files have.
+    files have: "plain": only plain ones; "quantized": quantized ones in layers with a scheme;
+    "decide": in layers with a scheme, the types of the tensors decide, because the tools that write
+    such checkpoints do not list all plain layers in the config. Rules match the names in the files.
     """
 
     method: str | None = None

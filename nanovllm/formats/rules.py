@@ -1,4 +1,4 @@
-"""What the readers of a `quantization_config` share: checks of its fields, and rules for layers.
+"""Checks of the fields of a `quantization_config`, and rules for layers, for all its readers.
 
 Each check raises an error that names the field.
 """

@@ -1,7 +1,7 @@
-"""Stored tensors: how the tensors of a checkpoint describe a matrix, and a rank's part of them.
+"""Stored: a checkpoint's tensor that describes a matrix. RankPart: a rank's part of the matrix.
 
-A tensor has axes. Along one, an element belongs to a number of rows or columns of the matrix: to
-one for plain weights, to 128 for scales of blocks, to 8 for 4-bit codes packed into 32 bits.
+A tensor has axes. Along an axis, each element belongs to a number of rows or columns of the matrix:
+1 for plain weights, 128 for scales of blocks, 8 for 4-bit codes packed into 32 bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Fill = Callable[[torch.Tensor, tuple[int, int], torch.Generator], object]
 
 
 class Loaded(Protocol):
-    """A checkpoint's tensor: in memory, or in a file; then only the indexed part is read."""
+    """A checkpoint's tensor, in memory or in a file. In a file, only the indexed part is read."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -69,8 +69,8 @@ ROWS, COLUMNS = Axis(of_rows=True), Axis(of_rows=False)
 class Stored:
     """A tensor that describes a matrix. An int axis has that size in every matrix.
 
-    A tensor without an axis of rows is stored once for each projection of a fused layer. One with a
-    `projection` describes only that one. `fill` makes random values for it.
+    A tensor without an axis of rows is stored once for each projection of a fused layer. A tensor
+    with a `projection` describes only that projection. `fill` makes random values for it.
     """
 
     axes: tuple[Axis | int, ...]
@@ -99,7 +99,7 @@ class Stored:
         )  # fmt: skip
 
     def spelt(self, loaded: Loaded) -> Loaded:
-        """The tensor as a scalar, if it is one: some files have scalars as vectors of length 1."""
+        """The tensor, with a vector of length 1 as a scalar: some files store scalars like that."""
         return loaded[0] if not self.axes and tuple(loaded.shape) == (1,) else loaded
 
     def shape(self, size: tuple[int, int]) -> tuple[int, ...]:
@@ -111,10 +111,10 @@ class Stored:
 class RankPart:
     """The part of a layer's matrix that this rank has.
 
-    The matrix joins the rows of one or more projections. `sizes` has the number of rows of each,
-    and `rows` says which of them this rank has. The rank has the `columns` of all `in_features`.
-    With `is_fused`, the checkpoint has the projections as one tensor; then a block of it may belong
-    to the end of one projection and to the start of the next.
+    The matrix joins the rows of one or more projections. `sizes` has the number of rows of each
+    projection, and `rows` says which of them this rank has. Of the `in_features` columns, the rank
+    has `columns`. With `is_fused`, the checkpoint has the projections as one tensor; then one block
+    may belong to the end of a projection and to the start of the next.
     """
 
     sizes: tuple[int, ...]
@@ -125,7 +125,7 @@ class RankPart:
 
     @classmethod
     def whole(cls, out_features: int, in_features: int, columns: slice | None = None) -> "RankPart":
-        """All rows of a matrix, and all of its columns or some."""
+        """All rows of a matrix, and all or some of its columns."""
         columns = slice(0, in_features) if columns is None else columns
         return cls((out_features,), (slice(0, out_features),), in_features, columns)
 
@@ -187,7 +187,7 @@ class RankPart:
         return range(len(self.sizes)) if projection is None else [projection]
 
     def stored_size(self, stored: Stored, projection: int | None = None) -> tuple[int, int]:
-        """The size of the matrix that a checkpoint's tensor describes: of one projection or all."""
+        """The size [N, K] of the matrix that a checkpoint's tensor describes."""
         rows = sum(self.sizes[i] for i in self.projections(stored, projection))
         return rows, self.in_features
 
@@ -230,7 +230,7 @@ class StoredTensor(nn.Parameter):
     rank_part: RankPart
 
     def whole_shape(self, projection: int | None = None) -> tuple[int, ...]:
-        """The shape of all ranks' parts together: of the whole tensor, or of a projection's."""
+        """The shape of a checkpoint's tensor for all ranks, of all projections or of one."""
         part = self.rank_part
         stack = self.shape[: self.dim() - len(part.shape(self.stored))]
         return (*stack, *self.stored.shape(part.stored_size(self.stored, projection)))

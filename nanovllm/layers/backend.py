@@ -47,8 +47,8 @@ class AttentionBackend(ABC):
     name: str
     preferred_block_size: int
     graph_safe: bool  # whether decode reads all that changes from device tensors
-    copied_layers: int  # layers' worth of KV that a step may copy: memory the pool must leave
-    heads: Heads | None = None  # what plans are for; None: for any heads
+    copied_layers: int  # a step may copy the KV of this many layers: the pool leaves memory for it
+    heads: Heads | None = None  # the heads that plans are for; None: for any heads
     caps_scores = True  # whether layers may have a soft cap
     packs_few_queries = False  # whether a prefill's sequences with a few queries are fast
 
@@ -56,7 +56,7 @@ class AttentionBackend(ABC):
         self.block_size = block_size or self.preferred_block_size
 
     def plan(self, context: Context) -> None:  # noqa: B027
-        """Compute, once a step, what all layers share; keep it in the context."""
+        """Compute what all layers share, once a step, and keep it in the context."""
 
     @abstractmethod
     def prefill(

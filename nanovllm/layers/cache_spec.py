@@ -12,17 +12,14 @@ class CacheSpec:
 
 
 class TokenCache(CacheSpec):
-    """Something for each token, or with a window, for the last `window` tokens.
-
-    It is stored as `num_tensors` rows of equal size.
-    """
+    """`num_tensors` rows of equal size for each token, or for the last `window` tokens."""
 
     window: int | None
     num_tensors: ClassVar[int]
 
     @property
     def heads(self) -> Heads:
-        """The heads that attention is planned for."""
+        """The numbers of heads of queries and of keys, and their size: attention plans for them."""
         raise NotImplementedError
 
     @property
@@ -38,7 +35,7 @@ class TokenCache(CacheSpec):
 
 @dataclass(frozen=True)
 class KeysAndValues(TokenCache):
-    """A key and a value for each token and head; with a window, of the last `window` tokens.
+    """A key and a value for each head of a token, or of the last `window` tokens.
 
     `num_heads` queries read `num_kv_heads` keys.
     """

@@ -88,8 +88,8 @@ class VocabParallelEmbedding(Layer):
 class ParallelLMHead(LinearBase):
     """The projection to the vocabulary: [T, hidden] -> [T, vocab]; complete only on rank 0.
 
-    Each rank computes its `part` of the columns. Logits are multiplied by `scale`; with a
-    `soft_cap`, tanh then keeps them between -soft_cap and soft_cap.
+    Each rank computes its `part` of the columns. Logits are multiplied by `scale`. A `soft_cap` c
+    then replaces a logit x by c * tanh(x / c).
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ParallelLMHead(LinearBase):
         self.weight, self.is_tied = embedding.weight, True
 
     def stored_tensors(self) -> Mapping[str, torch.Tensor]:
-        """The tensors that the format reads. An embedding's table has rows of padding."""
+        """The tensors that the format reads, without the padding rows of an embedding's table."""
         if not self.is_tied:
             return super().stored_tensors()
         return self.weight_format.of_plain(self.get_parameter("weight")[: self.rank_part.num_rows])
@@ -142,7 +142,7 @@ class ParallelLMHead(LinearBase):
         return logits
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """All logits, from the part of them that each rank has."""
+        """All logits on rank 0, joined from the ranks' parts."""
         if padding := self.shard.num_rows - part.shape[1]:
             part = F.pad(part, (0, padding))
         return self.ranks.gather(part)[:, : self.shard.vocab_size]

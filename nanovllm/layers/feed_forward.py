@@ -15,7 +15,7 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 class SiluAndMul(Layer):
     """`silu(gate) * up` of a merged gate-and-up projection.
 
-    With a `rounding`, which is that of the next layer, the result is rounded rows for that layer.
+    With the `rounding` of the next layer, the result has rows that are rounded for that layer.
     """
 
     kernels: Kernels = PLAIN
@@ -28,18 +28,15 @@ class SiluAndMul(Layer):
 
 
 class FeedForward(nn.Module):
-    """Hidden states [T, hidden] -> [T, hidden], which the ranks must sum up."""
+    """Hidden states [T, hidden] -> [T, hidden]; the sum of all ranks' results is the output."""
 
     def rounding(self, x: torch.Tensor) -> Rounding | None:  # noqa: ARG002
-        """The rounding of len(x) rows: `forward` takes rounded rows, too. None: there is none."""
+        """How the kernel before `forward` may round len(x) rows; None if it must not round."""
         return None
 
 
 class MLP(FeedForward):
-    """A gated layer: `activation` makes one of each row's gate and up values.
-
-    It is called as `SiluAndMul` is, which also is the default.
-    """
+    """A gated layer. `activation` makes a layer that is called as `SiluAndMul` is."""
 
     def __init__(
         self,

@@ -9,7 +9,8 @@ from nanovllm.layers.cache_spec import Heads, TokenCache
 class Latent(TokenCache):
     """One row of `width` numbers for each token, which all heads of queries read.
 
-    It is their key, and its first columns are their value: a mixer cuts them off the output.
+    A row is the key of all heads; its first columns are their value. The mixer drops the other
+    columns from the output.
     """
 
     num_heads: int

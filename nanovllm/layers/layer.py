@@ -15,7 +15,7 @@ from nanovllm.layers.ranks import Ranks
 
 @dataclass(frozen=True)
 class Build:
-    """The ranks that share a model, and how the weights of a module are stored.
+    """What layers are made with: the ranks that share the model, and the formats of weights.
 
     The ranks split each expert, or each rank has `whole_experts`. Sequences have at most
     `max_positions` tokens.
@@ -27,19 +27,19 @@ class Build:
     whole_experts: bool = False
 
     def inside(self, name: str) -> "Build":
-        """For the layers of the module `name`, which may have several parts: `layers.3`."""
+        """The same for the layers of the module `name`, which may have dots: `layers.3`."""
         return replace(self, formats=self.formats.inside(name))
 
 
 class Layer(nn.Module):
     """A module that knows how its parameters are loaded, and which kernels it calls."""
 
-    initial = 1.0  # what parameters hold for which there are no random values
+    initial = 1.0  # the value of parameters that are not filled with random values
 
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
         """Fill a part of `param` with this rank's part of a checkpoint's tensor.
 
-        `shard_id` is the index of the tensor among the parts of a fused parameter; None is all.
+        `shard_id` is the index of the tensor among the parts of a fused parameter; None means all.
         """
         assert shard_id is None
         copy_whole(param, loaded)

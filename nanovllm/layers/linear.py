@@ -67,7 +67,7 @@ def _num_rows(weight: Weight) -> int:
 
 
 class LinearBase(Layer):
-    """`x @ weight.T + bias`. It holds the checkpoint's tensors until `bind`, then `matrix`."""
+    """`x @ weight.T + bias`. `bind` replaces the checkpoint's tensors with `matrix`."""
 
     def __init__(
         self, part: RankPart, bias: bool = False, weight_format: WeightFormat = DENSE
@@ -117,9 +117,9 @@ class LinearBase(Layer):
         return self.bias
 
     def rounding(self, x: torch.Tensor) -> Rounding | None:
-        """The rounding of len(x) rows by this layer: `forward` takes rounded rows, too.
+        """How the kernel before this layer may round len(x) rows; None if it must not round.
 
-        None in steps with adapters, which multiply rows that are not rounded.
+        Steps with adapters need rows that are not rounded.
         """
         if self.matrix is None or (self.low_rank and adapter_rows()):
             return None
@@ -145,7 +145,7 @@ class LinearBase(Layer):
 
 
 class ReplicatedLinear(LinearBase):
-    """A linear layer that every rank holds whole."""
+    """A linear layer that is whole on every rank."""
 
     def __init__(
         self,
@@ -160,8 +160,8 @@ class ReplicatedLinear(LinearBase):
 class RowParallelLinear(LinearBase):
     """A linear layer with inputs that the ranks split: [T, in / size] -> [T, out].
 
-    The output is the sum of what the ranks return: the norm that follows adds that up. Only rank 0
-    adds the bias.
+    The output is the sum of the ranks' results, which the next norm adds up. Only rank 0 adds the
+    bias.
     """
 
     def __init__(
@@ -205,7 +205,8 @@ class MergedColumnParallelLinear(LinearBase):
 class QKVParallelLinear(LinearBase):
     """Query, key and value projections as one matrix: [T, hidden] -> [T, (H + 2 * KVH) * D].
 
-    H and KVH are this rank's. With fewer key heads than ranks, neighbours hold the same one.
+    H and KVH are this rank's heads. With fewer key heads than ranks, several ranks have the same
+    one.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ def sandwich_norms(
 ) -> Norms:
     """Norms before and after each part, by the names of Gemma.
 
-    The last two are the feed-forward's.
+    `before` and `after` are the norms of the feed-forward part.
     """
     return Norms(
         ("input_layernorm", before_mixer), ("post_attention_layernorm", after_mixer),

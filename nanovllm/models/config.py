@@ -1,7 +1,7 @@
 """ModelConfig: the contents of a checkpoint's `config.json`, with one name for each field.
 
-The model's family reads them (`family.py`). Only JSON is read: no PyTorch, no transformers. A
-value that is not supported is an error, and so is a size that no memory holds.
+The model's family reads them (`family.py`). Only JSON is read: no PyTorch, no transformers. An
+unsupported value is an error, and so is a model that is too large for any memory.
 """
 
 from collections.abc import Mapping
@@ -37,8 +37,8 @@ class ModelConfig:
     itself, or None for all. `rotated_layers` says which layers rotate queries and keys. Without a
     head, because the checkpoint has only the decoder, the embeddings' table takes its place.
 
-    A family adds fields of its own in a subclass. What the engine needs to know of a model before
-    it is built is in `layers`; a family with layers of another shape overrides `layer_shape`.
+    A family adds fields of its own in a subclass. `layers` has what the engine needs to know before
+    the model is built. A family with layers of another shape overrides `layer_shape`.
     """
 
     architecture: str = ""
@@ -133,7 +133,7 @@ class ModelConfig:
     def longest_window(self) -> int | None:
         """The largest window of all layers; None if some layer attends to all tokens.
 
-        0 if no layer keeps tokens.
+        It is 0 if no layer keeps keys and values of tokens.
         """
         caches = (layer.cache for layer in self.layers)
         windows = [cache.window for cache in caches if isinstance(cache, TokenCache)]
@@ -172,13 +172,13 @@ class ModelConfig:
             check_importable(self.architecture)
 
     def _check_caches(self) -> None:
-        """Raise a ValueError if a layer keeps what the engine has no cache for."""
+        """Raise a ValueError if the engine has no cache for what a layer keeps."""
         for cache in {layer.cache for layer in self.layers}:
             if not isinstance(cache, (TokenCache, State)):
                 raise ValueError(f"layers that keep {type(cache).__name__} are not supported")
 
     def _refuse_huge(self) -> None:
-        """Raise a ValueError if no memory holds the largest matrices."""
+        """Raise a ValueError if the largest matrices are too large for any memory."""
         largest = max(
             size_out * size_in * (layer.experts.total if layer.experts and is_experts else 1)
             for layer in self.layers

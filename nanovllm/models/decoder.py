@@ -1,7 +1,7 @@
-"""The decoder: an embedding, blocks, a norm; and with a head, the whole model.
+"""Decoder: an embedding, blocks and a norm. CausalLM: a decoder with its head, the whole model.
 
-The T tokens of a step form one dimension, across all its sequences. What a model is made of, its
-family says (`models/llama.py` and others).
+The T tokens of all sequences of a step form one dimension. A family (`models/llama.py` and others)
+says what parts a model has.
 """
 
 from collections.abc import Iterable, Mapping
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class Decoder(nn.Module):
-    """The decoder: token ids and positions [T] -> hidden states [T, hidden], or those of `rows`.
+    """Token ids and positions [T] -> hidden states [T, hidden], or only those of the tokens `rows`.
 
-    The second result are the residuals [T, hidden] before the layers `taps`, in that order.
-    `ropes` has the rotations of all layers by the names that their mixers use.
+    The second result is a list of residuals [T, hidden]: those before each of the layers `taps`.
+    `ropes` has the rotations of all layers, by the names that their mixers use.
     """
 
     taps: tuple[int, ...] = ()
@@ -54,7 +54,7 @@ class Decoder(nn.Module):
         self._sum_up()
 
     def _sum_up(self) -> None:
-        """Set for each norm after a block whether it adds up the ranks' results."""
+        """Let the norm after each block add up the ranks' results, if the block does not."""
         layers: list[Any] = [*self.layers, None]
         for before, after in pairwise(layers):
             norm = self.norm if after is None else after.parts.before_mixer
@@ -78,7 +78,7 @@ class Decoder(nn.Module):
         self.few_rows = few_rows_of([*self.layers], self.norm, kernels)
 
     def agree_on_few_rows(self) -> None:
-        """Take the lowest limit of all ranks, which have connected, if they sum by such kernels."""
+        """Use the lowest limit of rows of all ranks. The ranks must be connected."""
         if self.ranks.size > 1:
             from nanovllm.layers.few_rows import agreed_few_rows
 
@@ -112,8 +112,8 @@ class Decoder(nn.Module):
 class Model(nn.Module):
     """A model that a checkpoint fills.
 
-    `names` says what checkpoints call its tensors. `tied_weights` has other names of tensors; a
-    checkpoint has one of the two, or both with the same values.
+    `names` says what checkpoints call its tensors. `tied_weights` maps a second name of a tensor to
+    its first name: a checkpoint has either name, or both with the same values.
     """
 
     lm_head: ParallelLMHead
@@ -164,7 +164,7 @@ class Model(nn.Module):
 class CausalLM(Model):
     """The decoder with its head.
 
-    The ranks split every layer; of experts, they split each one or hold `whole_experts`.
+    The ranks split every layer. They split each expert, or each rank has `whole_experts`.
     """
 
     def __init__(self, make: Build, decoder: Decoder, head: ParallelLMHead) -> None:
@@ -179,7 +179,7 @@ class CausalLM(Model):
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Hidden states [T, hidden] of a step's tokens, or only of the tokens `rows`.
 
-        And the residuals of all tokens that `model.taps` asks for.
+        The second result has the residuals of all tokens before the layers `model.taps`.
         """
         states: tuple[torch.Tensor, list[torch.Tensor]] = self.model(input_ids, positions, rows)
         return states

@@ -13,8 +13,8 @@ from nanovllm.models.loader import fill_param
 def load_dummy(model: Model, whole: Model, seed: int) -> None:
     """Give every matrix of `model` random weights, which do not depend on the number of ranks.
 
-    `whole` is the model of a single rank, used for its shapes; it may be on the meta device. Peak
-    memory: what this rank holds, plus one whole matrix.
+    `whole` is the model of a single rank: only its shapes are used, so it may be on the meta
+    device. Peak memory: this rank's part, and one whole matrix.
     """
     for name, _, values in dummy_values(whole, seed, next(model.parameters()).device):
         if values is not None:

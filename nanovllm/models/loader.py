@@ -94,10 +94,10 @@ def load_model(
 ) -> None:
     """Fill `model` from the safetensors files in `path`, or from these `files` of it.
 
-    Fills every parameter exactly once and uses every tensor of the files, except those that have no
-    effect, and those that the model's names say to skip. Otherwise it raises a ValueError that
-    names the tensor. For a fused parameter, the files may hold the parts or the fused tensor; for a
-    tied one either name, or both with the same values. A rank reads only what it holds.
+    It fills every parameter exactly once and uses every tensor of the files, except tensors without
+    an effect and tensors that the model's names skip. Anything else is a ValueError that names the
+    tensor. For a fused parameter, the files have the parts or the fused tensor; for a tied
+    parameter either name, or both with the same values. A rank reads only its own part of a tensor.
 
     Files are read one after the other; a few threads copy a file's tensors, and the first error in
     file order is raised. Peak host memory: what the rank holds, plus the mapped pages of the files,
@@ -177,7 +177,7 @@ def _missing_error(missing: Iterable[str]) -> ValueError:
 def _second_names(
     tied: Mapping[str, str], names: Collection[str], found: Collection[str]
 ) -> list[str]:
-    """The tied tensors of a file that come under their other name too, here or in a file before."""
+    """The tied tensors of a file that also occur by their other name, here or in a file before."""
     second = []
     for alias, name in tied.items():
         if alias in names and (name in names or name in found):
@@ -190,7 +190,7 @@ def _second_names(
 def _mark_found(
     names: Iterable[str], targets: Mapping[str, Target], missing: dict[str, str]
 ) -> None:
-    """Remove the tensors `names` from `missing`; raise for unknown and repeated ones."""
+    """Remove the tensors `names` from `missing`. An unknown or repeated one is a ValueError."""
     for name in names:
         if name not in targets:
             raise ValueError(f"unexpected tensor {name!r}{hint_for(name)}")

@@ -1,4 +1,4 @@
-"""Parts: what most families compose their models of, by the fields of a `ModelConfig`.
+"""The parts that most families compose their models of, made from the fields of a `ModelConfig`.
 
 `build_model` builds the model of any family.
 """
@@ -70,7 +70,7 @@ def causal_lm(config: ModelConfig, make: Build, block: Callable[[int, Build], Bl
 
 
 def usual_model(config: ModelConfig, make: Build) -> CausalLM:
-    """The form of Llama: attention and a gated layer in each block, and a norm before both."""
+    """The form of Llama: attention and a gated layer in each block, with a norm before each."""
 
     def block(index: int, make: Build) -> Block:
         return Block(
@@ -95,7 +95,7 @@ def head(
 ) -> ParallelLMHead:  # fmt: skip
     """The projection to the vocabulary.
 
-    A head that is stored quantized is not the embedding's table, whatever the config says.
+    It shares the embedding's table if the config says so, unless the head is stored quantized.
     """
     stored = make.formats.of(HEAD)
     made = ParallelLMHead(
@@ -119,7 +119,7 @@ def build_model(
 
 
 def made_with(config: ModelConfig, make: Build) -> CausalLM:
-    """As `build_model`, for what another model of the same config was made with."""
+    """As `build_model`, with the ranks, formats and limits `make` of another model."""
     build = family_of(config.architecture, config.family).build or usual_model
     model: CausalLM = build(config, make)
     if config.family or config.architecture in registered:

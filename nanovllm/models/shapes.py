@@ -1,4 +1,4 @@
-"""LayerShape: what the engine knows of a layer before it is built: its matrices and its cache."""
+"""LayerShape: the matrices and the cache of a layer, which the engine knows before it is built."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,9 +27,10 @@ class ExpertCount(NamedTuple):
 class LayerShape:
     """A layer of the whole model, not of one rank.
 
-    `split` has the sizes that the ranks divide, by their names in the config; those of experts
-    are in `split_experts`, as the ranks may hold whole experts instead. `num_others` counts the
-    parameters of norms and biases. `soft_cap` says that the scores of attention have one.
+    `split` has the sizes that the ranks divide, by their names in the config. `split_experts` has
+    the sizes of experts, which the ranks do not divide if they have whole experts. `num_others`
+    counts the parameters of norms and biases. `soft_cap` says that the scores of attention are
+    capped.
     """
 
     cache: CacheSpec
