@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from nanovllm.kernels.cpu.packed_linear import can_pack, pack, packed_linear
 from nanovllm.kernels.cpu.tiled_linear import arrange, tiled_linear
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
+from nanovllm.kernels.plain.packed_linear import can_pack, pack, packed_linear
 
 # Qwen3-0.6B: queries, keys and values; attention's output; both halves of the feed-forward; head.
 SHAPES = "4096x1024,1024x2048,6144x1024,1024x3072,151936x1024"

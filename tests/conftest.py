@@ -53,7 +53,8 @@ from nanovllm.engine.run.transfer import upload, upload_all
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.kernels.cpu import processor
 from nanovllm.kernels.cpu.library import library
-from nanovllm.kernels.cpu.processor import Products, onednn_types
+from nanovllm.kernels.plain import packed_linear
+from nanovllm.kernels.plain.packed_linear import packed_types
 from nanovllm.layers.filters import Filters
 from nanovllm.outputs import RequestOutput
 
@@ -390,9 +391,21 @@ def compiler() -> None:
         pytest.skip(str(error))
 
 
+class Products(NamedTuple):
+    """The types of matrices that each kind of product is used for; PyTorch multiplies the rest."""
+
+    tiled: frozenset[torch.dtype] = frozenset()
+    packed: frozenset[torch.dtype] = frozenset()
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Multiply in this way."""
+        monkeypatch.setattr(processor, "tiled_types", lambda: self.tiled)
+        monkeypatch.setattr(packed_linear, "packed_types", lambda: self.packed)
+
+
 PRODUCTS = {
     "tiled": Products(tiled=frozenset((torch.float32, torch.bfloat16))),
-    "packed": Products(packed=onednn_types()),
+    "packed": Products(packed=packed_types()),
     "plain": Products(),
 }
 
@@ -406,14 +419,14 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     made: Products = PRODUCTS[request.param]
     if made.tiled:
         request.getfixturevalue("compiler")
-    monkeypatch.setattr(processor, "products", lambda: made)
+    made.use(monkeypatch)
     return made
 
 
 @pytest.fixture
 def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain matrices stay as they are stored, as on a GPU."""
-    monkeypatch.setattr(processor, "products", lambda: PRODUCTS["plain"])
+    PRODUCTS["plain"].use(monkeypatch)
 
 
 @pytest.fixture(scope="session")

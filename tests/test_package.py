@@ -368,7 +368,7 @@ def test_the_rules_name_existing_modules() -> None:
 
 def test_imports_are_resolved(tmp_path: Path) -> None:
     """Relative imports, imports in functions, imports of modules."""
-    backend = PACKAGE / "layers" / "attention" / "torch_backend.py"
+    backend = PACKAGE / "layers" / "backend.py"
     assert "nanovllm.kernels.plain.prefill_attention" in imports(backend)
     assert any(
         is_under(n, "transformers")

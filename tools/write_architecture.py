@@ -35,8 +35,7 @@ CORE: dict[str, list[str]] = {
     "the model": ["models/llama", "models/parts", "models/decoder", "layers/block",
                   "layers/mixer", "layers/feed_forward",
                   "layers/cache_spec", "layers/embed_head", "layers/layernorm", "layers/linear",
-                  "layers/rotary_embedding", "layers/context", "layers/attention/layer",
-                  "layers/attention/base", "layers/attention/torch_backend",
+                  "layers/rotary_embedding", "layers/context", "layers/attention", "layers/backend",
                   "layers/sampler"],
     "plain kernels": ["kernels/table", "kernels/operands/kv_layer", "kernels/plain/read_table",
                       "kernels/plain/rms_norm", "kernels/plain/norm_rope_store",
@@ -47,7 +46,7 @@ CORE: dict[str, list[str]] = {
                 "engine/start/placement", "engine/start/sizing",
                 "engine/cache/pools", "engine/cache/groups", "models/config", "models/fields",
                 "models/checkpoint", "models/family", "models/loader",
-                "layers/layer", "layers/backend", "layers/ranks"],
+                "layers/layer", "layers/ranks"],
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from nanovllm.formats.matrix import DenseMatrix
+from nanovllm.formats.format import DenseMatrix
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import InFile

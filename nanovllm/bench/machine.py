@@ -12,6 +12,7 @@ import torch
 
 from nanovllm.bench.roofline import Machine
 from nanovllm.engine.start.placement import Placement
+from nanovllm.formats.dummy_values import dummy_values
 from nanovllm.formats.format import DENSE, WeightFormat
 from nanovllm.layers.linear import ReplicatedLinear
 
@@ -53,7 +54,7 @@ def matmul_rate(placement: Placement, weight_format: WeightFormat = DENSE) -> fl
         torch.set_default_dtype(previous)
     generator = torch.Generator(device=device).manual_seed(0)
     for param in linear.parameters():
-        values = linear.dummy_values(param, generator)
+        values = dummy_values(param, generator)
         assert values is not None
         linear.weight_loader(param, values, None)
     linear.bind(placement.backend)

@@ -44,7 +44,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "model": plan.name,
         "num_params": model_size.num_params(model),
         "dtype": str(placement.dtype).removeprefix("torch."),
-        "quantization": model.quantization.descriptions,
+        "quantization": model.quantization.descriptions if model.quantization else [],
         "kv_dtype": str(placement.kv_dtype).removeprefix("torch."),
         "workload": {
             **dataclasses.asdict(plan.lengths),

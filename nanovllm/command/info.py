@@ -15,7 +15,7 @@ from nanovllm.utils.resources import GIB, memory_text
 if TYPE_CHECKING:
     from nanovllm.bench.roofline import HeadBytes
     from nanovllm.config import Config
-    from nanovllm.layers.attention.base import AttentionSpec
+    from nanovllm.layers.backend import AttentionSpec
     from nanovllm.models.config import ModelConfig
 
 NAME = "info"
@@ -86,7 +86,7 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
         "max_model_len": model.max_position_embeddings,
         "checkpoint_dtype": model.dtype,
         "dtype": str(dtype).removeprefix("torch."),
-        "quantization": model.quantization.descriptions,
+        "quantization": model.quantization.descriptions if model.quantization else [],
         **_memory(config, model, dtype.itemsize, lambda dim: head_bytes(dim, kv_dtype)),
     }
 
@@ -119,7 +119,7 @@ def _backend(
 ) -> tuple[str | None, str | None]:
     """The name of the attention backend that fits all layers, or the reason why there is none."""
     from nanovllm.engine.start.placement import check_codes
-    from nanovllm.layers.backend import choose_backend
+    from nanovllm.layers.backends import choose_backend
 
     try:
         check_codes(model, specs[0].kv_dtype)

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from nanovllm.formats.stored import Loaded
-from nanovllm.layers.layer import Backend, Layer
+from nanovllm.layers.backend import Backend
+from nanovllm.layers.layer import Layer
 
 
 class DraftVocabulary(Layer):

@@ -18,7 +18,7 @@ from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.plain.guess_inputs import GuessInputs, Kept
 from nanovllm.kernels.plain.read_table import NO_DRAFT, TableState
-from nanovllm.layers.attention.layer import Attention
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.sampler import Sampler
 

@@ -69,7 +69,7 @@ def find_source(config: Config, model_config: ModelConfig, tokenizer: Any) -> So
         path = resolve_model(asked.model, revision=asked.revision, download_dir=config.download_dir)
         draft = ModelConfig.from_dir(path, asked.quantization)
         _check_layers(draft)
-        by_experts = config.enable_expert_parallel and draft.experts is not None
+        by_experts = config.enable_expert_parallel and any(layer.experts for layer in draft.layers)
         draft.check_parallel_size(config.tensor_parallel_size, by_experts)
         if config.load_format != "dummy":  # random weights generate no text to read
             _check_vocabularies(model_config, draft, tokenizer, path)

@@ -10,9 +10,9 @@ import torch
 
 from nanovllm.formats.format import DENSE, Dense, Formats, WeightFormat
 from nanovllm.formats.mixed import Float32, PerProjection
-from nanovllm.formats.names import stacked_name
+from nanovllm.formats.names import FIELD, stacked_name
 from nanovllm.formats.packed import Awq, CompressedTensors, Gptq, Int4Packed
-from nanovllm.formats.quantization import FIELD, NOT_QUANTIZED, Quantization
+from nanovllm.formats.quantization import NOT_QUANTIZED, Quantization
 from nanovllm.formats.quantize import QUANTIZERS, WhileLoading
 from nanovllm.formats.scaled import ScaledCodes
 from nanovllm.formats.scheme import Scheme

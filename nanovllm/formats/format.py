@@ -1,19 +1,21 @@
-"""WeightFormat: how a linear layer's matrix is stored, from its parameters to the matrix.
+"""WeightFormat: how a linear layer's weight is stored. Matrix: the form that it is multiplied in.
 
-Here is the plain format, with which the engine runs alone. Other formats are subclasses, which
-`formats/choice.py` loads when a model is quantized.
+Here are the plain format and the forms of plain weights, with which the engine runs alone. When a
+model is quantized, `choice.py` loads the other formats. `layouts.py` has the other forms.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.formats.names import USUAL_NAMES, Names
 from nanovllm.formats.stored import COLUMNS, ROWS, Loaded, RankPart, Stored, StoredTensor
+from nanovllm.kernels.table import Rounding
 
 if TYPE_CHECKING:
     from nanovllm.formats.scheme import Scheme
@@ -33,9 +35,9 @@ def as_it_is(name: str) -> str:
 class WeightFormat(ABC):
     """How a layer's matrices are stored. A format has no state: layers have the tensors.
 
-    The tensors are parameters of the layer, which a checkpoint fills. Once the layer has its
-    matrix, they are dropped. `is_fused` says that the checkpoint has the projections of a fused
-    layer as one tensor, with blocks counted from the start of the first.
+    The tensors are parameters of the layer, which a checkpoint fills. They are dropped once the
+    layer has its matrix. `is_fused` says that the checkpoint has the projections of a fused layer
+    as one tensor; blocks are then counted from the start of the first projection.
     """
 
     is_fused = False
@@ -49,13 +51,13 @@ class WeightFormat(ABC):
     @property
     @abstractmethod
     def tensors(self) -> Mapping[str, Stored]:
-        """The tensors of a matrix by name. A checkpoint in this format has them by these names."""
+        """The tensors of a matrix, by their names in a checkpoint of this format."""
 
     @abstractmethod
     def weight(self, tensors: Mapping[str, torch.Tensor], part: RankPart) -> LayerWeight:
         """A rank's matrix [N, K], made of its parts of the tensors.
 
-        If no single matrix can describe all projections, a list with one for each of them.
+        It is a list of one matrix for each projection if they cannot be joined to one.
         """
 
     @property
@@ -93,9 +95,9 @@ class WeightFormat(ABC):
         projection: int | None,
         tensors: Mapping[str, torch.Tensor],  # noqa: ARG002
     ) -> None:
-        """Fill a projection's part of `target`, which is the parameter, or one of its stack.
+        """Fill a projection's part of `target`: the parameter, or one element of its stack.
 
-        `tensors` are the `registered` ones, or those of one of the stack.
+        `tensors` are the `registered` tensors, or one element of each of their stacks.
         """
         try:
             param.rank_part.load(param.stored, target, loaded, projection)
@@ -105,7 +107,7 @@ class WeightFormat(ABC):
             raise ValueError(f"{error} for {self.scheme.description}") from None
 
     def of_plain(self, matrix: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """The tensors of a plain matrix [N, K]. Only for formats that are plain in checkpoints."""
+        """The tensors of a plain matrix [N, K], for formats that are plain in checkpoints."""
         return {"weight": matrix}
 
 
@@ -126,9 +128,73 @@ class Dense(WeightFormat):
 DENSE = Dense()
 
 
+class Matrix(ABC):
+    """A weight [N, K].
+
+    Kernels that fuse other operations with the product read `operand`; None if there are no such
+    kernels for this form.
+    """
+
+    operand: Any = None
+
+    def rounding(self, x: torch.Tensor) -> Rounding | None:  # noqa: ARG002
+        """How the kernel before `linear` may round len(x) rows; None if it must not round."""
+        return None
+
+    def plain(self) -> torch.Tensor | None:
+        """The plain weight [N, K] that this was made of; None if it cannot be restored."""
+        return None
+
+    @abstractmethod
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`x @ weight.T + bias` for x [T, K], written to `out` if given."""
+
+
+class DenseMatrix(Matrix):
+    """A tensor, multiplied by PyTorch."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.operand = weight
+
+    def plain(self) -> torch.Tensor:
+        weight: torch.Tensor = self.operand
+        return weight
+
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if out is not None and bias is None:
+            return torch.mm(x, self.operand.t(), out=out)
+        return written_to(out, F.linear(x, self.operand, bias))
+
+
+class PackedMatrix(Matrix):
+    """A copy of a tensor in oneDNN's blocked layout, on the CPU."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        from nanovllm.kernels.plain.packed_linear import pack, packed_linear
+
+        self.packed, self._linear = pack(weight), packed_linear
+
+    def plain(self) -> torch.Tensor:
+        return self.packed.to_dense()
+
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return written_to(out, self._linear(x, self.packed, bias))
+
+
+def written_to(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+    """The result, copied to `out` if that is given."""
+    return result if out is None else out.copy_(result)
+
+
 @dataclass(frozen=True)
 class Formats:
-    """Chooses the format of each layer inside a module. This one is for plain weights."""
+    """Chooses the format of each layer inside a module. Here, all weights are plain."""
 
     names: Names = USUAL_NAMES
 
@@ -157,6 +223,6 @@ PLAIN_FORMATS = Formats()
 
 
 def tensor_of(param: str) -> tuple[str, int | None]:
-    """A parameter's name in the checkpoint, and its projection if it describes only one."""
+    """A parameter's name in the checkpoint, and the projection that it describes; None for all."""
     name, _, projection = param.partition(OF_PROJECTION)
     return name, int(projection) if projection else None

@@ -1,10 +1,10 @@
-"""The forms of weights that kernels have layouts for, of joined projections, and of no rows."""
+"""The other forms of weights: in a layout of kernels, of joined projections, without rows."""
 
 from typing import Any
 
 import torch
 
-from nanovllm.formats.matrix import Matrix, written_to
+from nanovllm.formats.format import Matrix, written_to
 from nanovllm.kernels.table import Kernels, Rounding
 
 
@@ -28,7 +28,7 @@ class KernelMatrix(Matrix):
 
 
 class EmptyMatrix(Matrix):
-    """A weight without rows, which kernels do not accept: of a rank that has no tokens' logits."""
+    """A weight without rows, on a rank that computes no logits. Kernels do not accept it."""
 
     def linear(
         self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
@@ -38,7 +38,7 @@ class EmptyMatrix(Matrix):
 
 
 class JoinedMatrix(Matrix):
-    """The matrices of projections that have no common form: one product for each.
+    """Projections that cannot be joined to one matrix: there is a product for each.
 
     `sizes` are the numbers of their rows.
     """

@@ -1,7 +1,7 @@
-"""Quantization by the method that a `quantization_config` names, or by the option's.
+"""Read the method of a `quantization_config`, or of the option `quantization`.
 
-Only JSON is read. A method, a type or a layout that is not supported is a ValueError that names it,
-and what is supported.
+Only JSON is read. An unsupported method, type or layout is a ValueError that names it and the
+supported ones.
 """
 
 import re
@@ -13,18 +13,9 @@ from nanovllm.formats.awq import read_awq
 from nanovllm.formats.compressed_tensors import read_compressed_tensors
 from nanovllm.formats.fp8 import read_fp8
 from nanovllm.formats.gptq import read_gptq
-from nanovllm.formats.names import USUAL_NAMES, Names
-from nanovllm.formats.quantization import (
-    FIELD,
-    HEAD,
-    NOT_QUANTIZED,
-    OLD_FIELD,
-    Quantization,
-    SchemeRule,
-)
-from nanovllm.formats.rules import (
-    refusal,
-)
+from nanovllm.formats.names import FIELD, HEAD, OLD_FIELD, USUAL_NAMES, Names
+from nanovllm.formats.quantization import NOT_QUANTIZED, Quantization, SchemeRule
+from nanovllm.formats.rules import refusal
 from nanovllm.formats.scheme import ONLINE
 from nanovllm.utils.checks import allowed_choices, shorten
 

@@ -1,15 +1,20 @@
-"""Names: what the files of checkpoints call the tensors of a model, and what we call them."""
+"""Names: map the names of tensors in checkpoints to the names of a model's parameters."""
 
 import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+HEAD = "lm_head"
+# The fields of a model's config that describe quantized weights: of today, and of old files.
+QUANTIZATION_FIELDS = FIELD, OLD_FIELD = "quantization_config", "compression_config"
 
 # Layers that hold several projections of a checkpoint, in this order.
 FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-# The same of each expert's matrices.
+# The matrices of each expert, and the projections that they hold.
 EXPERTS: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "down_proj": ("down_proj",),
@@ -25,9 +30,9 @@ class Names:
     """The differences between the names in a family's files and those of its modules.
 
     `fused` and `experts` map a layer, or an expert's matrix, to its parts in the files. `prefixes`
-    maps beginnings of names in the files to what they are here; the first that fits counts.
-    Tensors with names that begin with one of `skipped` are left out: the model does not use them.
-    With `stores_fused`, files have the fused layers, and rules of quantized ones name those.
+    maps beginnings of names in the files to our beginnings; the first match applies. The model does
+    not use tensors with names that begin with one of `skipped`. With `stores_fused`, files have the
+    fused layers, and the rules of quantized files name the fused layers.
     """
 
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: FUSED)
@@ -45,11 +50,11 @@ class Names:
         return name.startswith(self.skipped)
 
     def ours(self, name: str) -> str:
-        """Our name of a tensor, or of a module, that the files call `name`."""
+        """Our name for the tensor or module that files call `name`."""
         return _renamed(name, self.prefixes.items())
 
     def theirs(self, name: str) -> str:
-        """The name, in files and in rules of quantized ones, of a module that we call `name`."""
+        """The name in files, and in rules of quantized files, for our module `name`."""
         above, _, layer = name.rpartition(".")
         if self.stores_fused:
             layer = next((whole for whole, parts in self.fused.items() if layer in parts), layer)
@@ -66,6 +71,11 @@ def _renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
 
 
 USUAL_NAMES = Names()
+
+
+def is_quantized(config: Mapping[str, Any]) -> bool:
+    """Whether a model's config describes quantized weights."""
+    return any(config.get(name) is not None for name in QUANTIZATION_FIELDS)
 
 
 def stacked_name(matrix: str, tensor: str) -> str:
@@ -99,7 +109,7 @@ def checkpoint_name(param: str) -> str:
 
 
 def hint_for(name: str) -> str:
-    """The end of the error about a tensor that no layer needs."""
+    """The end of the error about a tensor that no layer needs: a hint, or nothing."""
     if not OF_QUANTIZED.fullmatch(name):
         return ""
     return " of quantized weights, which quantization_config in config.json must describe"

@@ -5,18 +5,13 @@ both. No PyTorch here.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from nanovllm.formats.names import Names
 
 if TYPE_CHECKING:
     from nanovllm.formats.scheme import Scheme
-
-HEAD = "lm_head"
-FIELD = "quantization_config"  # of a model's config
-OLD_FIELD = "compression_config"
 
 
 @dataclass(frozen=True)
@@ -32,9 +27,9 @@ class Quantization:
     """The rules of a model. The first rule that matches a layer applies.
 
     A layer that no rule matches has plain weights. `files` says which weights the checkpoint's
-    files have: only "plain" ones; "quantized" ones where the rules say so; or, where they say so,
-    either ("decide"), as the tools that write such checkpoints do not list all plain layers in the
-    config. Rules are for the names that the files have.
+    files have: "plain": only plain ones; "quantized": quantized ones in layers with a scheme;
+    "decide": in layers with a scheme, the types of the tensors decide, because the tools that write
+    such checkpoints do not list all plain layers in the config. Rules match the names in the files.
     """
 
     method: str | None = None
@@ -59,8 +54,3 @@ class Quantization:
 
 
 NOT_QUANTIZED = Quantization()
-
-
-def is_quantized(raw: Mapping[str, Any]) -> bool:
-    """Whether a model's config describes quantized weights."""
-    return any(raw.get(field) is not None for field in (FIELD, OLD_FIELD))

@@ -1,4 +1,4 @@
-"""What the readers of a `quantization_config` share: checks of its fields, and rules for layers.
+"""Checks of the fields of a `quantization_config`, and rules for layers, for all its readers.
 
 Each check raises an error that names the field.
 """
@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.formats.quantization import HEAD, SchemeRule
+from nanovllm.formats.names import HEAD
+from nanovllm.formats.quantization import SchemeRule
 from nanovllm.formats.scheme import Scheme
 from nanovllm.utils.checks import check_int, shorten
 

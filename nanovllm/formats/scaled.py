@@ -8,7 +8,7 @@ from nanovllm.formats import dummy_values as dummy
 from nanovllm.formats.blocks import check_scales, places, quantized_matrix
 from nanovllm.formats.format import WeightFormat
 from nanovllm.formats.scheme import Scheme
-from nanovllm.formats.stored import COLUMNS, ROWS, Axis, RankPart, Stored, constant, normal
+from nanovllm.formats.stored import COLUMNS, ROWS, Axis, RankPart, Stored
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
 TYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -26,7 +26,7 @@ class ScaledCodes(WeightFormat):
             of_columns = 1 if scheme.columns is None else Axis(False, scheme.columns)
             axes = (Axis(True, scheme.rows), of_columns)
         is_float = scheme.storage == "fp8"
-        fill = normal(dummy.FP8_CODES) if is_float else dummy.integers
+        fill = dummy.normal(dummy.FP8_CODES) if is_float else dummy.integers
         scale = dummy.scale_of(None if is_float else scheme.bits)
         self._tensors = {
             "weight": Stored((ROWS, COLUMNS), TYPES[scheme.storage], fill=fill),
@@ -35,7 +35,7 @@ class ScaledCodes(WeightFormat):
         if scheme.zeros:
             self._tensors["weight_zero_point"] = Stored(axes, torch.int8, fill=dummy.integers)
         if scheme.inputs == "static":
-            ones = Stored((), torch.float32, fill=constant(1.0))
+            ones = Stored((), torch.float32, fill=dummy.constant(1.0))
             self._tensors[scheme.input_scale_name] = ones
 
     @property

@@ -1,7 +1,7 @@
-"""Stored tensors: how the tensors of a checkpoint describe a matrix, and a rank's part of them.
+"""Stored: a checkpoint's tensor that describes a matrix. RankPart: a rank's part of the matrix.
 
-A tensor has axes. Along one, an element belongs to a number of rows or columns of the matrix: to
-one for plain weights, to 128 for scales of blocks, to 8 for 4-bit codes packed into 32 bits.
+A tensor has axes. Along an axis, each element belongs to a number of rows or columns of the matrix:
+1 for plain weights, 128 for scales of blocks, 8 for 4-bit codes packed into 32 bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 WHOLE = slice(None)
-DUMMY_DEVIATION = 0.02  # of random weights
 
 # Fills the tensor of a matrix [N, K], or a stack of them; the second argument is (N, K).
 Fill = Callable[[torch.Tensor, tuple[int, int], torch.Generator], object]
 
 
 class Loaded(Protocol):
-    """A checkpoint's tensor: in memory, or in a file; then only the indexed part is read."""
+    """A checkpoint's tensor, in memory or in a file. In a file, only the indexed part is read."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -44,24 +43,6 @@ def copy_into(
 def copy_whole(param: torch.Tensor, loaded: Loaded) -> None:
     """Copy a checkpoint's tensor into a parameter that every rank has whole."""
     copy_into(param, loaded, tuple(param.shape), (WHOLE,) * param.dim())
-
-
-def normal(deviation: float) -> Fill:
-    """Fill with normally distributed numbers, rounded to bfloat16 as in most checkpoints."""
-
-    def fill(values: torch.Tensor, size: tuple[int, int], generator: torch.Generator) -> None:  # noqa: ARG001
-        drawn = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-        values.copy_(drawn.normal_(0.0, deviation, generator=generator).bfloat16())
-
-    return fill
-
-
-def constant(value: float) -> Fill:
-    """Fill with one number."""
-    return lambda values, *_: values.fill_(value)
-
-
-plain_weights = normal(DUMMY_DEVIATION)
 
 
 class Axis(NamedTuple):
@@ -88,14 +69,14 @@ ROWS, COLUMNS = Axis(of_rows=True), Axis(of_rows=False)
 class Stored:
     """A tensor that describes a matrix. An int axis has that size in every matrix.
 
-    A tensor without an axis of rows is stored once for each projection of a fused layer. One with a
-    `projection` describes only that one. `fill` makes random values for it.
+    A tensor without an axis of rows is stored once for each projection of a fused layer. A tensor
+    with a `projection` describes only that projection. `fill` makes random values for it.
     """
 
     axes: tuple[Axis | int, ...]
     dtype: torch.dtype | None = None  # None: that of the model
     projection: int | None = None
-    fill: Fill = plain_weights
+    fill: Fill | None = None  # None: random plain weights
 
     @property
     def rows_dim(self) -> int | None:
@@ -118,7 +99,7 @@ class Stored:
         )  # fmt: skip
 
     def spelt(self, loaded: Loaded) -> Loaded:
-        """The tensor as a scalar, if it is one: some files have scalars as vectors of length 1."""
+        """The tensor, with a vector of length 1 as a scalar: some files store scalars like that."""
         return loaded[0] if not self.axes and tuple(loaded.shape) == (1,) else loaded
 
     def shape(self, size: tuple[int, int]) -> tuple[int, ...]:
@@ -130,10 +111,10 @@ class Stored:
 class RankPart:
     """The part of a layer's matrix that this rank has.
 
-    The matrix joins the rows of one or more projections. `sizes` has the number of rows of each,
-    and `rows` says which of them this rank has. The rank has the `columns` of all `in_features`.
-    With `is_fused`, the checkpoint has the projections as one tensor; then a block of it may belong
-    to the end of one projection and to the start of the next.
+    The matrix joins the rows of one or more projections. `sizes` has the number of rows of each
+    projection, and `rows` says which of them this rank has. Of the `in_features` columns, the rank
+    has `columns`. With `is_fused`, the checkpoint has the projections as one tensor; then one block
+    may belong to the end of a projection and to the start of the next.
     """
 
     sizes: tuple[int, ...]
@@ -144,7 +125,7 @@ class RankPart:
 
     @classmethod
     def whole(cls, out_features: int, in_features: int, columns: slice | None = None) -> "RankPart":
-        """All rows of a matrix, and all of its columns or some."""
+        """All rows of a matrix, and all or some of its columns."""
         columns = slice(0, in_features) if columns is None else columns
         return cls((out_features,), (slice(0, out_features),), in_features, columns)
 
@@ -206,7 +187,7 @@ class RankPart:
         return range(len(self.sizes)) if projection is None else [projection]
 
     def stored_size(self, stored: Stored, projection: int | None = None) -> tuple[int, int]:
-        """The size of the matrix that a checkpoint's tensor describes: of one projection or all."""
+        """The size [N, K] of the matrix that a checkpoint's tensor describes."""
         rows = sum(self.sizes[i] for i in self.projections(stored, projection))
         return rows, self.in_features
 
@@ -249,23 +230,10 @@ class StoredTensor(nn.Parameter):
     rank_part: RankPart
 
     def whole_shape(self, projection: int | None = None) -> tuple[int, ...]:
-        """The shape of all ranks' parts together: of the whole tensor, or of a projection's."""
+        """The shape of a checkpoint's tensor for all ranks, of all projections or of one."""
         part = self.rank_part
         stack = self.shape[: self.dim() - len(part.shape(self.stored))]
         return (*stack, *self.stored.shape(part.stored_size(self.stored, projection)))
-
-    def like(self, tensor: torch.Tensor) -> "StoredTensor":
-        """A parameter with the memory of `tensor`, for the same part as this one."""
-        other = StoredTensor(tensor.data, requires_grad=False)
-        other.stored, other.rank_part = self.stored, self.rank_part
-        return other
-
-    def dummy_values(self, generator: torch.Generator) -> torch.Tensor:
-        """Random values for the whole tensor, of all ranks."""
-        size, shape = self.rank_part.stored_size(self.stored), self.whole_shape()
-        values = torch.empty(shape, dtype=self.dtype, device=generator.device)
-        self.stored.fill(values, size, generator)
-        return values
 
 
 def _size(part: slice) -> int:

@@ -17,9 +17,9 @@ Named = tuple[str, RMSNorm]
 
 @dataclass(frozen=True)
 class Norms:
-    """The norms of a block, each with its name in checkpoints. None: there is none.
+    """The norms of a block, each with its name in checkpoints; None where the block has no norm.
 
-    A norm `after` a part normalizes what is added to the residual.
+    A norm `after` a part normalizes the part's output, before it is added to the residual.
     """
 
     before_mixer: Named | None = None
@@ -36,27 +36,6 @@ def pre_norms(mixer: RMSNorm, feed_forward: RMSNorm) -> Norms:
     )
 
 
-def post_norms(mixer: RMSNorm, feed_forward: RMSNorm) -> Norms:
-    """Norms after each part, by the names of OLMo 2."""
-    return Norms(
-        after_mixer=("post_attention_layernorm", mixer),
-        after_feed_forward=("post_feedforward_layernorm", feed_forward),
-    )
-
-
-def sandwich_norms(
-    before_mixer: RMSNorm, after_mixer: RMSNorm, before: RMSNorm, after: RMSNorm
-) -> Norms:
-    """Norms before and after each part, by the names of Gemma.
-
-    The last two are the feed-forward's.
-    """
-    return Norms(
-        ("input_layernorm", before_mixer), ("post_attention_layernorm", after_mixer),
-        ("pre_feedforward_layernorm", before), ("post_feedforward_layernorm", after),
-    )  # fmt: skip
-
-
 class Parts(NamedTuple):
     """The modules of a block by their places."""
 
@@ -71,8 +50,8 @@ class Parts(NamedTuple):
 class Block(nn.Module):
     """Norm, mix, add; norm, feed forward, add.
 
-    The last add is left to the norm that follows: of the next block, or of the decoder. It adds in
-    the same kernel, and adds up what several ranks return. Modules have their names in
+    The next norm, of the next block or of the decoder, does the last add: it adds in its own
+    kernel, and adds up the results of several ranks. Modules have the names that they have in
     checkpoints. Each part's output is multiplied by `residual_scale` before it is added.
     """
 
@@ -103,16 +82,16 @@ class Block(nn.Module):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Equal for blocks that use the same kernels; it can be hashed."""
+        """A hashable value that is equal for blocks that use the same kernels."""
         return *self.parts.mixer.kind, *map(type, self.parts[1:])
 
     @property
     def leaves_sum(self) -> bool:
-        """Whether the norm that follows must add up what the ranks return."""
+        """Whether the next norm must add up the ranks' results."""
         return self.parts.after_feed_forward is None
 
     def enter(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
-        """The mixer's input, of the residual plus x, and that sum, which is the new residual."""
+        """The mixer's input, and the new residual: the sum of the residual and x."""
         mixer, norm = self.parts.mixer, self.parts.before_mixer
         if norm is None:
             total = x if residual is None else residual + x
@@ -125,9 +104,9 @@ class Block(nn.Module):
     def forward(
         self, x: Any, residual: torch.Tensor, ropes: Ropes, rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """From what `enter` returns to the next block's inputs; all tokens enter the cache.
+        """The next block's inputs, from what `enter` returned. All tokens enter the cache.
 
-        With `rows`, the rest of the block is computed only for those.
+        With `rows`, the part of the block after attention is computed only for these tokens.
         """
         mixer, feed_forward, _, after_mixer, before, after = self.parts
         x = mixer.mix(x, ropes)

@@ -12,17 +12,14 @@ class CacheSpec:
 
 
 class TokenCache(CacheSpec):
-    """Something for each token, or with a window, for the last `window` tokens.
-
-    It is stored as `num_tensors` rows of equal size.
-    """
+    """`num_tensors` rows of equal size for each token, or for the last `window` tokens."""
 
     window: int | None
     num_tensors: ClassVar[int]
 
     @property
     def heads(self) -> Heads:
-        """The heads that attention is planned for."""
+        """The numbers of heads of queries and of keys, and their size: attention plans for them."""
         raise NotImplementedError
 
     @property
@@ -38,7 +35,7 @@ class TokenCache(CacheSpec):
 
 @dataclass(frozen=True)
 class KeysAndValues(TokenCache):
-    """A key and a value for each token and head; with a window, of the last `window` tokens.
+    """A key and a value for each head of a token, or of the last `window` tokens.
 
     `num_heads` queries read `num_kv_heads` keys.
     """
@@ -58,28 +55,6 @@ class KeysAndValues(TokenCache):
         """With fewer key heads than ranks, several ranks keep the same one."""
         kv_heads = max(1, self.num_kv_heads // num_ranks)
         return replace(self, num_heads=self.num_heads // num_ranks, num_kv_heads=kv_heads)
-
-
-@dataclass(frozen=True)
-class Latent(TokenCache):
-    """One row of `width` numbers for each token, which all heads of queries read.
-
-    It is their key, and its first columns are their value: a mixer cuts them off the output.
-    """
-
-    num_heads: int
-    width: int
-    window: int | None = None
-
-    num_tensors = 1
-
-    @property
-    def heads(self) -> Heads:
-        return self.num_heads, 1, self.width
-
-    def part(self, num_ranks: int) -> "Latent":
-        """Every rank keeps whole rows."""
-        return replace(self, num_heads=self.num_heads // num_ranks)
 
 
 class StateTensor(NamedTuple):

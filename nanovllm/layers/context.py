@@ -23,9 +23,9 @@ class Context:
     Prefill: sequence b's queries are rows `cu_seqlens_q[b]:cu_seqlens_q[b + 1]`, and it has
     `cu_seqlens_k[b + 1] - cu_seqlens_k[b]` keys. If a sequence has more keys than queries, they
     are in the cache, and `block_tables` is set. Decode: `num_queries` rows for each sequence, at
-    consecutive positions; a row's `context_lens` includes its own token, and is 0 for one that is
-    not used: the last ones of a sequence, or all. `slot_mapping` [T] is the cache
-    slot for each token's KV, or -1 if it is not stored.
+    consecutive positions. A row's `context_lens` includes its own token; it is 0 for an unused row,
+    which may be any of the last rows of a sequence. `slot_mapping` [T] is the cache slot for each
+    token's KV, or -1 if it is not stored.
     """
 
     is_prefill: bool
@@ -50,11 +50,11 @@ _current = threading.local()
 def attending(
     contexts: Context | list[Context], backends: Any, read: Mapping[str, Any] = NOTHING
 ) -> Iterator[None]:
-    """In the block, layers attend by this metadata. The attention backend plans for it.
+    """A block in which layers attend by this metadata. The attention backend plans for it.
 
-    With several cache groups there are a context and a backend for each: the contexts differ in
-    slots and block tables. Without any there is one context, and no backend. `read` is what layers
-    read of the parts of a step, by their names.
+    With several cache groups, each has a context and a backend: the contexts differ in slots and
+    block tables. Without cache groups there is one context, and no backend. `read` has what layers
+    read from the parts of a step, by the parts' names.
     """
     if isinstance(contexts, Context):
         contexts, backends = [contexts], [backends]
@@ -70,7 +70,7 @@ def attending(
 
 @contextmanager
 def reading(read: Mapping[str, Any]) -> Iterator[None]:
-    """In the block, layers read this of the parts of a step, by their names."""
+    """A block in which layers read these values of a step's parts, by the parts' names."""
     _current.read = read
     try:
         yield
@@ -85,13 +85,13 @@ def get_context(group: int = 0) -> Context:
 
 
 def state_step() -> "StateStep":
-    """Where the current step's tokens find and leave states."""
+    """The slots of states that the current step's tokens read and write."""
     step: StateStep = _current.read[STATES]
     return step
 
 
 def adapter_rows() -> "AdapterRows | None":
-    """The adapters of the rows that layers compute now; None outside a step, too."""
+    """The adapters of the rows that layers compute now; None without adapters or outside a step."""
     rows: AdapterRows | None = getattr(_current, "read", NOTHING).get(ADAPTERS)
     return rows
 

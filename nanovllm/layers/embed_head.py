@@ -88,8 +88,8 @@ class VocabParallelEmbedding(Layer):
 class ParallelLMHead(LinearBase):
     """The projection to the vocabulary: [T, hidden] -> [T, vocab]; complete only on rank 0.
 
-    Each rank computes its `part` of the columns. Logits are multiplied by `scale`; with a
-    `soft_cap`, tanh then keeps them between -soft_cap and soft_cap.
+    Each rank computes its `part` of the columns. Logits are multiplied by `scale`. A `soft_cap` c
+    then replaces a logit x by c * tanh(x / c).
     """
 
     def __init__(
@@ -117,32 +117,21 @@ class ParallelLMHead(LinearBase):
         self.weight, self.is_tied = embedding.weight, True
 
     def stored_tensors(self) -> Mapping[str, torch.Tensor]:
-        """The tensors that the format reads. An embedding's table has rows of padding."""
+        """The tensors that the format reads, without the padding rows of an embedding's table."""
         if not self.is_tied:
             return super().stored_tensors()
         return self.weight_format.of_plain(self.get_parameter("weight")[: self.rank_part.num_rows])
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The logits, written to `out` if given."""
         if self.ranks.size == 1:
             return self.part(x, out)
         logits = self.gather(self.part(x))
         return logits if out is None else out.copy_(logits)
 
-    def part(
-        self,
-        x: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def part(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The logits of this rank's tokens, written to `out` if given."""
-        if self.low_rank and (adapters := adapter_rows()):
-            logits = adapters.add(x, self.low_rank, lambda: self.linear(x, None, out))
-        else:
-            logits = self.linear(x, None, out)
+        logits = super().forward(x, out)
         return logits if self.is_plain else self._finish(logits)
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
@@ -153,7 +142,7 @@ class ParallelLMHead(LinearBase):
         return logits
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """All logits, from the part of them that each rank has."""
+        """All logits on rank 0, joined from the ranks' parts."""
         if padding := self.shard.num_rows - part.shape[1]:
             part = F.pad(part, (0, padding))
         return self.ranks.gather(part)[:, : self.shard.vocab_size]

@@ -8,15 +8,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from nanovllm.formats.format import DENSE, Dense, LayerWeight, Rename, WeightFormat, tensor_of
-from nanovllm.formats.matrix import Matrix
+from nanovllm.formats.format import (
+    DENSE,
+    Dense,
+    LayerWeight,
+    Matrix,
+    Rename,
+    WeightFormat,
+    tensor_of,
+)
 from nanovllm.formats.names import EXPERTS, stacked_name
 from nanovllm.formats.stored import Loaded, RankPart, StoredTensor, check_shape
 from nanovllm.kernels.operands.low_rank import LowRank
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix, same_order, stacked
 from nanovllm.kernels.table import PLAIN, Kernels
+from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import adapter_rows
-from nanovllm.layers.layer import Backend, Layer
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.linear import matrix_of
 from nanovllm.layers.lora import AdapterRows, PairAdapters
 from nanovllm.layers.ranks import ALONE, Ranks
@@ -132,23 +140,6 @@ class Experts(Layer):
             return (self.num_experts, *param.whole_shape()[1:])
         described = param.rank_part.projections(param.stored)
         return param.whole_shape(described[shard_id % len(described)])[1:]
-
-    def kept(self, name: str) -> torch.Tensor | None:
-        if self.operands is None or not isinstance(self.formats.get(name), Dense):
-            return super().kept(name)
-        operand: torch.Tensor = self.operands[[*self.rank_parts].index(name)]
-        return operand
-
-    def unpacked(self, name: str) -> torch.Tensor | None:
-        if self.matrices is None or not isinstance(self.formats.get(name), Dense):
-            return None
-        stack = [matrix.plain() for matrix in self.matrices[[*self.rank_parts].index(name)]]
-        there = [matrix for matrix in stack if matrix is not None]
-        return torch.stack(there) if there and len(there) == len(stack) else None
-
-    def dummy_values(self, param: nn.Parameter, generator: torch.Generator) -> torch.Tensor | None:
-        assert isinstance(param, StoredTensor)
-        return param.dummy_values(generator)
 
     def stored_tensors(self, name: str) -> Mapping[str, torch.Tensor]:
         """The tensors of the matrices `name`, stacked, by the format's names."""

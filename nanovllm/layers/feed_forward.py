@@ -1,20 +1,21 @@
 """FeedForward: the part of a block that computes each token by itself. Here is the dense one."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels.table import PLAIN, Kernels, Rounding
-from nanovllm.layers.layer import Backend, Build, Layer
+from nanovllm.layers.backend import Backend
+from nanovllm.layers.layer import Build, Layer
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
 
 class SiluAndMul(Layer):
     """`silu(gate) * up` of a merged gate-and-up projection.
 
-    With a `rounding`, which is that of the next layer, the result is rounded rows for that layer.
+    With the `rounding` of the next layer, the result has rows that are rounded for that layer.
     """
 
     kernels: Kernels = PLAIN
@@ -26,27 +27,16 @@ class SiluAndMul(Layer):
         return (rounding or self.kernels).silu_and_mul(x)
 
 
-class GeluTanhAndMul(Layer):
-    """`gelu(gate) * up`, with tanh in the approximation of gelu. It rounds nothing."""
-
-    def forward(self, x: torch.Tensor, rounding: Rounding | None = None) -> Any:  # noqa: ARG002
-        gate, up = x.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh").mul_(up)
-
-
-Activation = SiluAndMul | GeluTanhAndMul
-
-
 class FeedForward(nn.Module):
-    """Hidden states [T, hidden] -> [T, hidden], which the ranks must sum up."""
+    """Hidden states [T, hidden] -> [T, hidden]; the sum of all ranks' results is the output."""
 
     def rounding(self, x: torch.Tensor) -> Rounding | None:  # noqa: ARG002
-        """The rounding of len(x) rows: `forward` takes rounded rows, too. None: there is none."""
+        """How the kernel before `forward` may round len(x) rows; None if it must not round."""
         return None
 
 
 class MLP(FeedForward):
-    """A gated layer."""
+    """A gated layer. `activation` makes a layer that is called as `SiluAndMul` is."""
 
     def __init__(
         self,
@@ -54,7 +44,7 @@ class MLP(FeedForward):
         hidden_size: int,
         intermediate_size: int,
         *,
-        activation: type[Activation] = SiluAndMul,
+        activation: Callable[[], Layer] = SiluAndMul,
         bias: bool = False,
     ) -> None:
         super().__init__()

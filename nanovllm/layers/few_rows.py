@@ -55,7 +55,7 @@ def compute_few_rows(
     norm: RMSNorm,
     taps: tuple[int, ...],
 ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-    """The norm of what the blocks make of x, and the residuals before the blocks `taps`.
+    """The normed output of the blocks for x, and the residuals before the blocks `taps`.
 
     None if the rows' adapters do not allow it. In a decode graph, Python runs this only when the
     graph is captured.
@@ -72,7 +72,7 @@ def compute_few_rows(
 def operands_of(block: Block) -> list[Any]:
     """The kernels' operands, in the order of their use; [None] for a block of another form.
 
-    For what has None, there are no such kernels.
+    An operand is None if there are no kernels for it.
     """
     mixer, feed_forward, before_mixer, after_mixer, before, after = block.parts
     norms = before_mixer, before
@@ -111,7 +111,10 @@ def compute_blocks(
     norm: RMSNorm,
     taps: tuple[int, ...],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The residual after all blocks, which `norm` follows, and those before the blocks `taps`."""
+    """The residual after all blocks, and the residuals before the blocks `taps`.
+
+    `norm` follows the last block.
+    """
     norms: list[Any] = [*(block.parts.before_mixer for block in blocks[1:]), norm]
     scaled: Scaled | None = None
     tapped = {}
@@ -130,10 +133,10 @@ def compute_block(
     ropes: Ropes,
     norm: RMSNorm,
 ) -> tuple[torch.Tensor, Scaled]:
-    """The residual after the block, and that scaled for `norm`, which follows the block.
+    """The residual after the block, and the same residual scaled for the next norm, `norm`.
 
-    x is the residual before it. `scaled` is x scaled for the block's first norm, None in the first
-    block.
+    x is the residual before the block. `scaled` is x scaled for the block's first norm; None in the
+    first block.
     """
     attention, feed_forward, first, _, second, _ = block.parts
     assert isinstance(attention, SelfAttention) and first is not None and second is not None
@@ -159,7 +162,7 @@ def _add(
     residual: torch.Tensor,
     norm: RMSNorm,
 ) -> tuple[torch.Tensor, Scaled]:
-    """The residual and all ranks' outputs of `linear`, added up, and that scaled for `norm`."""
+    """The residual plus all ranks' outputs of `linear`, and this sum scaled for `norm`."""
     if norm.ranks.size == 1:
         return few_rows.add(x, *linear.operand_and_bias, residual, norm.weight, norm.eps)
     assert norm.ranks.peer_kernels is not None

@@ -1,48 +1,21 @@
 """Layer: the base class of layers with parameters.
 
-Build: what layers are made with. Backend: the kernels that they call.
+Build: what layers are made with.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from nanovllm.formats.format import Formats
-from nanovllm.formats.stored import DUMMY_DEVIATION, Loaded, copy_whole
-from nanovllm.kernels.table import Kernels
-from nanovllm.layers.attention.base import AttentionBackend
-from nanovllm.layers.cache_spec import Heads
+from nanovllm.formats.stored import Loaded, copy_whole
+from nanovllm.layers.backend import Backend
 from nanovllm.layers.ranks import Ranks
-
-
-class Backend(NamedTuple):
-    """An attention backend, and the kernels of the other layers. `Layer.bind` receives it.
-
-    `others` are of the same class and block size, for layers with other heads than the first ones.
-    """
-
-    attention: AttentionBackend
-    kernels: Kernels
-    others: tuple[AttentionBackend, ...] = ()
-
-    def attention_of(self, heads: Heads) -> AttentionBackend:
-        """The backend that plans for layers with these heads."""
-        for attention in (self.attention, *self.others):
-            if attention.heads is None or attention.heads == heads:
-                return attention
-        raise ValueError(f"`layer_shape` of the model's config has no layer with heads {heads}")
-
-    @property
-    def graph_safe(self) -> bool:
-        """Whether a decode step reads all changing values from device tensors, without syncs."""
-        return self.attention.graph_safe and self.kernels.graph_safe
 
 
 @dataclass(frozen=True)
 class Build:
-    """The ranks that share a model, and how the weights of a module are stored.
+    """What layers are made with: the ranks that share the model, and the formats of weights.
 
     The ranks split each expert, or each rank has `whole_experts`. Sequences have at most
     `max_positions` tokens.
@@ -54,19 +27,19 @@ class Build:
     whole_experts: bool = False
 
     def inside(self, name: str) -> "Build":
-        """For the layers of the module `name`, which may have several parts: `layers.3`."""
+        """The same for the layers of the module `name`, which may have dots: `layers.3`."""
         return replace(self, formats=self.formats.inside(name))
 
 
 class Layer(nn.Module):
     """A module that knows how its parameters are loaded, and which kernels it calls."""
 
-    initial = 1.0  # what parameters hold for which there are no random values
+    initial = 1.0  # the value of parameters that are not filled with random values
 
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
         """Fill a part of `param` with this rank's part of a checkpoint's tensor.
 
-        `shard_id` is the index of the tensor among the parts of a fused parameter; None is all.
+        `shard_id` is the index of the tensor among the parts of a fused parameter; None means all.
         """
         assert shard_id is None
         copy_whole(param, loaded)
@@ -76,38 +49,12 @@ class Layer(nn.Module):
         assert shard_id is None
         return tuple(param.shape)
 
-    def kept(self, name: str) -> torch.Tensor | None:
-        """The memory of the parameter `name`, bound or not, as `weight_loader` fills it.
-
-        None if the layer has another layout for its kernels.
-        """
-        return self._parameters.get(name)
-
-    def unpacked(self, name: str) -> torch.Tensor | None:  # noqa: ARG002
-        """A copy of the parameter `name` as it was before `bind`; None if that is lost.
-
-        For parameters that are not `kept`.
-        """
-        return None
-
     def parts(self, name: str) -> list[str]:  # noqa: ARG002
         """The checkpoint's names, within this layer, for the parts of the parameter `name`.
 
         Their order gives `shard_id`. Empty if the checkpoint has the parameter as one tensor.
         """
         return []
-
-    def dummy_values(self, param: nn.Parameter, generator: torch.Generator) -> torch.Tensor | None:
-        """Random values for a whole parameter, which has the size of `param`.
-
-        None leaves it as it is, with the layer's `initial` value: norm weights are ones. They are
-        drawn in float32: the bytes of a type decide how PyTorch draws, and the values must not
-        depend on that.
-        """
-        if param.dim() == 1:
-            return None
-        values = torch.empty(param.shape, dtype=torch.float32, device=generator.device)
-        return values.normal_(0.0, DUMMY_DEVIATION, generator=generator).to(param.dtype)
 
     def bind(self, backend: Backend) -> None:
         """Set the kernels to call. Called once, after the weights are loaded."""

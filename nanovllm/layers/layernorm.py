@@ -1,4 +1,4 @@
-"""RMSNorm, with its weights as the factors."""
+"""RMSNorm, which multiplies by its weights."""
 
 from typing import Any
 
@@ -6,15 +6,17 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.table import PLAIN, Kernels, Rounding
-from nanovllm.layers.layer import Backend, Layer
+from nanovllm.layers.backend import Backend
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import ALONE, Ranks
 
 
 class RMSNorm(Layer):
     """Root-mean-square norm over the last dimension, computed in float32.
 
-    With a `rounding`, which is that of the next layer, the result is rounded rows for that layer.
-    `add` and `of_sum` normalize the sum over `ranks`, which block and decoder set by `sum_over`.
+    With the `rounding` of the next layer, the result has rows that are rounded for that layer.
+    `add` and `of_sum` normalize the sum over `ranks`, which the block or the decoder sets by
+    `sum_over`.
     """
 
     kernels: Kernels = PLAIN
@@ -27,7 +29,7 @@ class RMSNorm(Layer):
         self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
 
     def sum_over(self, ranks: Ranks) -> None:
-        """Sum what these ranks have, before it is normalized."""
+        """From now on, add up the inputs of these ranks before they are normalized."""
         self.ranks = ranks
 
     def bind(self, backend: Backend) -> None:

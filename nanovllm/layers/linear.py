@@ -10,18 +10,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from nanovllm.formats.format import DENSE, Dense, LayerWeight, Weight, WeightFormat
-from nanovllm.formats.matrix import DenseMatrix, Matrix, PackedMatrix
-from nanovllm.formats.stored import ROWS, Loaded, RankPart, Stored, StoredTensor, constant
+from nanovllm.formats.format import (
+    DENSE,
+    DenseMatrix,
+    LayerWeight,
+    Matrix,
+    PackedMatrix,
+    Weight,
+    WeightFormat,
+)
+from nanovllm.formats.stored import ROWS, Loaded, RankPart, Stored, StoredTensor
 from nanovllm.kernels.table import PLAIN, Kernels, Rounding
+from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import adapter_rows
-from nanovllm.layers.layer import Backend, Layer
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import ALONE, Ranks
 
 if TYPE_CHECKING:
     from nanovllm.kernels.operands.low_rank import LowRank
 
-BIAS = Stored((ROWS,), fill=constant(0.0))
+BIAS = Stored((ROWS,), fill=lambda values, *_: values.zero_())
 
 
 def matrix_of(weight: LayerWeight, kernels: Kernels) -> Matrix:
@@ -41,7 +49,7 @@ def matrix_of(weight: LayerWeight, kernels: Kernels) -> Matrix:
     if (operand := kernels.arrange_plain(weight)) is not None:
         return _in_layout(operand, kernels)
     if not kernels.reads_plain and weight.device.type == "cpu":
-        from nanovllm.kernels.cpu.packed_linear import can_pack
+        from nanovllm.kernels.plain.packed_linear import can_pack
 
         if can_pack(weight):
             return PackedMatrix(weight)
@@ -59,7 +67,7 @@ def _num_rows(weight: Weight) -> int:
 
 
 class LinearBase(Layer):
-    """`x @ weight.T + bias`. It holds the checkpoint's tensors until `bind`, then `matrix`."""
+    """`x @ weight.T + bias`. `bind` replaces the checkpoint's tensors with `matrix`."""
 
     def __init__(
         self, part: RankPart, bias: bool = False, weight_format: WeightFormat = DENSE
@@ -82,20 +90,6 @@ class LinearBase(Layer):
     def whole_shape(self, param: nn.Parameter, shard_id: int | None) -> tuple[int, ...]:
         assert isinstance(param, StoredTensor)
         return param.whole_shape(shard_id)
-
-    def kept(self, name: str) -> torch.Tensor | None:
-        is_dense = isinstance(self.weight_format, Dense) and isinstance(self.matrix, DenseMatrix)
-        operand: torch.Tensor | None = self.matrix.operand if is_dense and self.matrix else None
-        return operand if name == "weight" and is_dense else super().kept(name)
-
-    def unpacked(self, name: str) -> torch.Tensor | None:
-        if name == "weight" and self.matrix is not None and isinstance(self.weight_format, Dense):
-            return self.matrix.plain()
-        return None
-
-    def dummy_values(self, param: nn.Parameter, generator: torch.Generator) -> torch.Tensor | None:
-        assert isinstance(param, StoredTensor)
-        return param.dummy_values(generator)
 
     def stored_tensors(self) -> Mapping[str, torch.Tensor]:
         """The tensors that the format reads."""
@@ -123,18 +117,19 @@ class LinearBase(Layer):
         return self.bias
 
     def rounding(self, x: torch.Tensor) -> Rounding | None:
-        """The rounding of len(x) rows by this layer: `forward` takes rounded rows, too.
+        """How the kernel before this layer may round len(x) rows; None if it must not round.
 
-        None in steps with adapters, which multiply rows that are not rounded.
+        Steps with adapters need rows that are not rounded.
         """
         if self.matrix is None or (self.low_rank and adapter_rows()):
             return None
         return self.matrix.rounding(x)
 
-    def forward(self, x: Any) -> torch.Tensor:
+    def forward(self, x: Any, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The outputs of rows x, written to `out` if given."""
         if self.low_rank and (adapters := adapter_rows()):
-            return adapters.add(x, self.low_rank, lambda: self.linear(x, self.added_bias))
-        return self.linear(x, self.added_bias)
+            return adapters.add(x, self.low_rank, lambda: self.linear(x, self.added_bias, out))
+        return self.linear(x, self.added_bias, out)
 
     def linear(
         self, x: Any, bias: torch.Tensor | None, out: torch.Tensor | None = None
@@ -150,7 +145,7 @@ class LinearBase(Layer):
 
 
 class ReplicatedLinear(LinearBase):
-    """A linear layer that every rank holds whole."""
+    """A linear layer that is whole on every rank."""
 
     def __init__(
         self,
@@ -165,8 +160,8 @@ class ReplicatedLinear(LinearBase):
 class RowParallelLinear(LinearBase):
     """A linear layer with inputs that the ranks split: [T, in / size] -> [T, out].
 
-    The output is the sum of what the ranks return: the norm that follows adds that up. Only rank 0
-    adds the bias.
+    The output is the sum of the ranks' results, which the next norm adds up. Only rank 0 adds the
+    bias.
     """
 
     def __init__(
@@ -210,7 +205,8 @@ class MergedColumnParallelLinear(LinearBase):
 class QKVParallelLinear(LinearBase):
     """Query, key and value projections as one matrix: [T, hidden] -> [T, (H + 2 * KVH) * D].
 
-    H and KVH are this rank's. With fewer key heads than ranks, neighbours hold the same one.
+    H and KVH are this rank's heads. With fewer key heads than ranks, several ranks have the same
+    one.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from torch import nn
 
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.table import Rounding
-from nanovllm.layers.attention.layer import Attention
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues, State
 from nanovllm.layers.layer import Build
 from nanovllm.layers.layernorm import RMSNorm
@@ -22,21 +22,21 @@ ROPE = "rope"  # the name of a decoder's rope if all layers have the same
 
 
 class Mixer(nn.Module):
-    """Owns its projections, and says what it keeps between steps: `cache`, on this rank.
+    """A module with its own projections. `cache` says what it keeps between steps on this rank.
 
-    A step calls `mix` for all of its tokens, and then `project` for the rows that are needed:
-    after the last layer few are. The layers' context has the step's sequences and slots.
+    A step calls `mix` for all of its tokens, then `project` for the rows that later layers need: in
+    the last layer, only those that sample. The layers' context has the step's sequences and slots.
     """
 
     cache: CacheSpec
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Equal for mixers that use the same kernels; it can be hashed."""
+        """A hashable value that is equal for mixers that use the same kernels."""
         return type(self), self.cache
 
     def rounding(self, x: torch.Tensor) -> Rounding | None:  # noqa: ARG002
-        """The rounding of len(x) rows: `mix` takes rounded rows, too. None: there is none."""
+        """How the kernel before `mix` may round len(x) rows; None if it must not round."""
         return None
 
     def mix(self, x: Any, ropes: Ropes) -> torch.Tensor:
@@ -44,7 +44,7 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def project(self, mixed: torch.Tensor) -> torch.Tensor:
-        """Rows [R, N] -> [R, hidden], which the ranks must sum up."""
+        """Rows [R, N] -> [R, hidden]; the sum of all ranks' results is the output."""
         raise NotImplementedError
 
 
@@ -52,8 +52,8 @@ class StateMixer(Mixer):
     """A mixer that keeps a state of fixed size for each sequence.
 
     `states` has a tensor [slots, ...] for each tensor of its `cache`. A step calls `mix` once for
-    all of its tokens. `state_step()` says in which slots it finds the states before them and leaves
-    those after them; its `batches` are what a loop over the tokens needs.
+    all of its tokens. `state_step()` says which slots have the states before these tokens, and
+    which slots receive the states after them. A loop over the tokens uses its `batches`.
     """
 
     cache: State
@@ -67,10 +67,10 @@ class StateMixer(Mixer):
 class SelfAttention(Mixer):
     """Grouped-query attention, with the `heads` of all ranks together.
 
-    `rope` names the rope that queries and keys are rotated by; None: they are not. `head_norms`
-    are those of each query head and of each key head, before the rotation. `scale` is the factor
-    of the scores, by default the heads' dimension to the power of -1/2. With a `soft_cap` c a score
-    s is c * tanh(s / c). The input may be wider than the output `hidden_size`.
+    `rope` names the rope that rotates queries and keys; None: they are not rotated. `head_norms`
+    are the norms of each query head and of each key head, before the rotation. `scale` is the
+    factor of the scores, by default `head_dim` to the power of -1/2. A `soft_cap` c replaces a
+    score s by c * tanh(s / c). The input may be wider than the output: `size_in` and `hidden_size`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class SelfAttention(Mixer):
         if head_norms is not None:
             self.q_norm, self.k_norm = head_norms
         self.has_head_norms = head_norms is not None
-        # The attention's kernels know no norms but the plain one.
+        # The attention's kernels can fuse only plain norms.
         self.norms = head_norms if head_norms and all(n.is_plain for n in head_norms) else None
         self.cache: KeysAndValues = heads.part(make.ranks.size)
         self.attn = _attention_class(make)(self.cache, scale, soft_cap)
@@ -129,7 +129,7 @@ class SelfAttention(Mixer):
         return attended.flatten(1)
 
     def _normed(self, qkv: torch.Tensor) -> torch.Tensor:
-        """The heads with norms on queries and keys, in launches of their own."""
+        """Normalize queries and keys, one launch for each; other norms than plain ones."""
         num_kv_heads = self.qkv_proj.num_kv_heads
         q, k, v = torch.split(qkv, [self.qkv_proj.num_heads, num_kv_heads, num_kv_heads], dim=1)
         q, k = (
@@ -140,9 +140,9 @@ class SelfAttention(Mixer):
 
 
 def _attention_class(make: Build) -> type[Attention]:
-    """The class of attention for the checkpoint's files."""
+    """The class of attention: another one if the checkpoint has scales for the KV cache."""
     if not make.formats.has_kv_scales():
         return Attention
-    from nanovllm.layers.attention.scaled_layer import ScaledAttention
+    from nanovllm.layers.scaled_attention import ScaledAttention
 
     return ScaledAttention

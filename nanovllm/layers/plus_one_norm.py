@@ -1,4 +1,4 @@
-"""RMSNorm, with its weights as what the factors are above 1: Gemma's."""
+"""RMSNorm as in Gemma, which multiplies by 1 + its weights."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from nanovllm.layers.layernorm import RMSNorm
 class PlusOneRMSNorm(RMSNorm):
     """RMSNorm with the factors 1 + weight.
 
-    In 16 bits the sum would lose what makes most weights differ, so all is computed in float32.
+    All is computed in float32: in 16 bits, rounding 1 + weight would make most weights equal.
     """
 
     is_plain = False

@@ -1,7 +1,7 @@
 """Ranks: the index of this rank, the number of ranks, and how they exchange tensors.
 
-Layers use only this class. A single rank holds everything and exchanges nothing. A subclass
-supports several ranks: it knows about processes and devices.
+Layers use only this class. A single rank has the whole model and exchanges nothing. A subclass
+supports several ranks: it knows processes and devices.
 """
 
 from typing import TYPE_CHECKING
@@ -22,10 +22,10 @@ class Ranks:
         self.peer_kernels: PeerKernels | None = None  # which exchange few rows
 
     def connect_peers(self, kind: "type[PeerKernels] | None") -> None:
-        """Set up kernels of this kind where they work. Every rank calls it once."""
+        """Set up kernels of this kind, if they work here. Every rank calls it once."""
 
     def few(self, num_rows: int, like: torch.Tensor) -> "PeerKernels | None":
-        """The kernels that sum so few rows like those of `like`; None if there are none."""
+        """The kernels that sum `num_rows` rows like those of `like`; None if there are none."""
         kernels = self.peer_kernels
         return kernels if kernels and 0 < num_rows <= kernels.most_rows(like) else None
 

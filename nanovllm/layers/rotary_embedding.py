@@ -1,7 +1,7 @@
 """Rotary position embedding: the table of cosines and sines. `norm_rope_store` applies it.
 
-Frequencies follow transformers' definitions of each `rope_type`. Those other than the default are
-in `rope_types.py`, which is loaded when a model has one.
+Frequencies follow transformers' definitions of each `rope_type`. `rope_types.py` has all types
+except the default one; it is loaded when a model needs it.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,8 @@ Parameters = Mapping[str, Any]
 class RotaryEmbedding(nn.Module):
     """Cosines and sines for positions 0 .. max_positions-1, in float32: [P, 2, R / 2].
 
-    R is the number of rotated dimensions of a head: all of them, in most models.
-
-    Always computed on the CPU: at large angles, devices differ in the last bits.
+    R is the number of rotated dimensions of a head: all of them, in most models. The table is
+    always computed on the CPU: at large angles, devices differ in the last bits.
     """
 
     def __init__(self, inv_freq: torch.Tensor, scaling: float, max_positions: int) -> None:

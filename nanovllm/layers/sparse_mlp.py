@@ -6,9 +6,10 @@ import torch
 
 from nanovllm.formats.format import DENSE, WeightFormat
 from nanovllm.kernels.plain.route import choose
+from nanovllm.layers.backend import Backend
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.feed_forward import FeedForward
-from nanovllm.layers.layer import Backend, Build
+from nanovllm.layers.layer import Build
 from nanovllm.layers.linear import ReplicatedLinear
 
 if TYPE_CHECKING:

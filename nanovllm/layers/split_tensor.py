@@ -9,7 +9,7 @@ from nanovllm.layers.ranks import ALONE, Ranks
 
 
 class SplitTensor(Layer):
-    """`weight`, of `shape` on all ranks together, split along `dim`: a convolution's, a decay."""
+    """A `weight` that has `shape` on all ranks together, split along `dim`."""
 
     def __init__(self, shape: tuple[int, ...], dim: int = 0, ranks: Ranks = ALONE) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""StateStep: where the sequences of a step find states, and where they leave them."""
+"""StateStep: the slots of states that the sequences of a step read and write."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,11 +20,11 @@ class StateBatch(NamedTuple):
 
 @dataclass(slots=True)
 class StateStep:
-    """Where the B sequences of a step find states, and where its T tokens leave them.
+    """The slots that the B sequences of a step read states from, and its T tokens write them to.
 
-    `before` [B] has the slots with the states before the sequences' first tokens: slot 0, with
-    states of zeros, for those that begin. `after` [T] has the slots for the states after each
-    token; -1, the last slot, where they are not kept. Sequence b's tokens are the rows
+    `before` [B] has the slots with the states before each sequence's first token: slot 0, with
+    states of zeros, for a sequence that begins. `after` [T] has the slots for the states after each
+    token; -1, the last slot, for states that are not kept. Sequence b's tokens are the rows
     `ends[b]:ends[b + 1]`, where `ends` is on the host; in a decode step each has `num_queries`.
     """
 
@@ -36,7 +36,7 @@ class StateStep:
 
     @property
     def batches(self) -> list[StateBatch]:
-        """The sequences, those with equally many tokens together; made when first asked for."""
+        """The sequences, grouped by their number of tokens; made at the first call."""
         if self._batches is None:
             if self.ends is None:
                 rows = torch.arange(len(self.after), device=self.after.device)

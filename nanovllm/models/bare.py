@@ -1,6 +1,6 @@
-"""Checkpoints of the decoder alone, as embedding models are often saved: without a head.
+"""Detect checkpoints without a head: embedding models are often saved as the decoder alone.
 
-Their tensors' names lack the first part. No PyTorch here: weights are not read.
+The names of their tensors lack the prefix "model.". No PyTorch here: weights are not read.
 """
 
 import json
@@ -16,7 +16,7 @@ MAX_HEADER = 1 << 28  # bytes; safetensors allows fewer
 def lacks_head(path: Path) -> bool:
     """Whether the checkpoint in a directory is a decoder alone.
 
-    The answer is no if its files cannot be read; loading them raises then.
+    False if its files cannot be read: loading them raises the error.
     """
     try:
         names = [*_names(path)]

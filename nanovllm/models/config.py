@@ -1,29 +1,25 @@
 """ModelConfig: the contents of a checkpoint's `config.json`, with one name for each field.
 
-The model's family reads them (`family.py`). Only JSON is read: no PyTorch, no transformers. A
-value that is not supported is an error, and so is a size that no memory holds.
+The model's family reads them (`family.py`). Only JSON is read: no PyTorch, no transformers. An
+unsupported value is an error, and so is a model that is too large for any memory.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.formats.names import Names
-from nanovllm.formats.quantization import NOT_QUANTIZED, Quantization, is_quantized
+from nanovllm.formats.names import Names, is_quantized
 from nanovllm.layers.cache_spec import KeysAndValues, State, TokenCache
 from nanovllm.models.checkpoint import fields_of
 from nanovllm.models.family import architectures, family_of, registered
 from nanovllm.models.fields import eos_ids
-from nanovllm.models.shapes import (
-    ExpertCount,
-    LayerShape,
-    attention_matrices,
-    expert_matrices,
-    gated_matrices,
-)
+from nanovllm.models.shapes import LayerShape, attention_matrices, gated_matrices
 from nanovllm.utils.checks import shorten
+
+if TYPE_CHECKING:
+    from nanovllm.formats.quantization import Quantization
 
 MAX_PARAMETERS = 1 << 46  # in 16 bits, they fill a process's address space of 47 bits
 
@@ -31,17 +27,6 @@ NO_HEAD = (
     "this model has no head (lm_head), so that it generates nothing; embed and encode compute its"
     " vectors"
 )
-
-
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """The experts of the decoder layers `layers`; each token uses `per_token` of `num_experts`."""
-
-    num_experts: int
-    per_token: int
-    intermediate_size: int
-    norm_topk_prob: bool  # whether the shares of a token's experts add up to 1
-    layers: frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +37,8 @@ class ModelConfig:
     itself, or None for all. `rotated_layers` says which layers rotate queries and keys. Without a
     head, because the checkpoint has only the decoder, the embeddings' table takes its place.
 
-    A family adds fields of its own in a subclass. What the engine needs to know of a model before
-    it is built is in `layers`; a family with layers of another shape overrides `layer_shape`.
+    A family adds fields of its own in a subclass. `layers` has what the engine needs to know before
+    the model is built. A family with layers of another shape overrides `layer_shape`.
     """
 
     architecture: str = ""
@@ -77,8 +62,7 @@ class ModelConfig:
     mlp_bias: bool = False
     sliding_windows: tuple[int | None, ...]
     rotated_layers: tuple[bool, ...]
-    experts: ExpertsConfig | None = None
-    quantization: Quantization = NOT_QUANTIZED
+    quantization: "Quantization | None" = None  # None: plain weights
     has_head: bool = True
 
     @classmethod
@@ -138,27 +122,18 @@ class ModelConfig:
     def layer_shape(self, index: int) -> LayerShape:
         """The matrices and the cache of a layer; for families of other layers to override."""
         heads, hidden, inner = self.heads(index), self.hidden_size, self.intermediate_size
-        attention = attention_matrices(hidden, heads)
+        matrices = (*attention_matrices(hidden, heads), *gated_matrices(hidden, inner))
         num_heads = heads.num_heads + 2 * heads.num_kv_heads
         others = 2 * hidden + 2 * heads.head_dim * self.qk_norm  # norms
         others += num_heads * heads.head_dim * self.qkv_bias + hidden * self.o_bias
         others += (2 * inner + hidden) * self.mlp_bias
-        experts = self.experts
-        if experts is None or index not in experts.layers:
-            matrices = (*attention, *gated_matrices(hidden, inner))
-            return LayerShape(heads, matrices, others, {"intermediate_size": inner})
-        inner = experts.intermediate_size
-        return LayerShape(
-            heads, (*attention, *expert_matrices(hidden, inner, experts.num_experts)), others,
-            split_experts={"moe_intermediate_size": inner},
-            experts=ExpertCount(experts.num_experts, experts.per_token),
-        )  # fmt: skip
+        return LayerShape(heads, matrices, others, {"intermediate_size": inner})
 
     @property
     def longest_window(self) -> int | None:
         """The largest window of all layers; None if some layer attends to all tokens.
 
-        0 if no layer keeps tokens.
+        It is 0 if no layer keeps keys and values of tokens.
         """
         caches = (layer.cache for layer in self.layers)
         windows = [cache.window for cache in caches if isinstance(cache, TokenCache)]
@@ -180,11 +155,7 @@ class ModelConfig:
         """The sizes that decide how large the model is, for error messages."""
         names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
                  "num_attention_heads", "head_dim")  # fmt: skip
-        sizes = {name: getattr(self, name) for name in names}
-        if self.experts:
-            sizes["num_experts"] = self.experts.num_experts
-            sizes["moe_intermediate_size"] = self.experts.intermediate_size
-        return ", ".join(f"{name}={size}" for name, size in sizes.items())
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
     def check_parallel_size(self, size: int, whole_experts: bool = False) -> None:
         """Raise a ValueError if `size` ranks cannot split this model, or cannot import its family.
@@ -201,13 +172,13 @@ class ModelConfig:
             check_importable(self.architecture)
 
     def _check_caches(self) -> None:
-        """Raise a ValueError if a layer keeps what the engine has no cache for."""
+        """Raise a ValueError if the engine has no cache for what a layer keeps."""
         for cache in {layer.cache for layer in self.layers}:
             if not isinstance(cache, (TokenCache, State)):
                 raise ValueError(f"layers that keep {type(cache).__name__} are not supported")
 
     def _refuse_huge(self) -> None:
-        """Raise a ValueError if no memory holds the largest matrices."""
+        """Raise a ValueError if the largest matrices are too large for any memory."""
         largest = max(
             size_out * size_in * (layer.experts.total if layer.experts and is_experts else 1)
             for layer in self.layers
@@ -226,10 +197,12 @@ def _reference(name: str) -> str:
     return family_reference(name)
 
 
-def _quantization(file: Mapping[str, Any], option: str | None, names: Names) -> Quantization:
+def _quantization(
+    file: Mapping[str, Any], option: str | None, names: Names
+) -> "Quantization | None":
     """How the weights are quantized. The readers are loaded only if they are."""
     if option is None and not is_quantized(file):
-        return replace(NOT_QUANTIZED, names=names)
+        return None
     from nanovllm.formats.methods import choose_quantization
 
     return choose_quantization(file, option, names)

@@ -1,7 +1,7 @@
-"""The decoder: an embedding, blocks, a norm; and with a head, the whole model.
+"""Decoder: an embedding, blocks and a norm. CausalLM: a decoder with its head, the whole model.
 
-The T tokens of a step form one dimension, across all its sequences. What a model is made of, its
-family says (`models/llama.py` and others).
+The T tokens of all sequences of a step form one dimension. A family (`models/llama.py` and others)
+says what parts a model has.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,11 +13,12 @@ from torch import nn
 
 from nanovllm.formats.names import USUAL_NAMES, Names
 from nanovllm.kernels.table import Kernels
-from nanovllm.layers.attention.layer import Attention
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.backend import Backend
 from nanovllm.layers.block import Block
 from nanovllm.layers.context import get_context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layer import Backend, Build, Layer
+from nanovllm.layers.layer import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mixer import Mixer, Ropes, StateMixer
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class Decoder(nn.Module):
-    """The decoder: token ids and positions [T] -> hidden states [T, hidden], or those of `rows`.
+    """Token ids and positions [T] -> hidden states [T, hidden], or only those of the tokens `rows`.
 
-    The second result are the residuals [T, hidden] before the layers `taps`, in that order.
-    `ropes` has the rotations of all layers by the names that their mixers use.
+    The second result is a list of residuals [T, hidden]: those before each of the layers `taps`.
+    `ropes` has the rotations of all layers, by the names that their mixers use.
     """
 
     taps: tuple[int, ...] = ()
@@ -53,7 +54,7 @@ class Decoder(nn.Module):
         self._sum_up()
 
     def _sum_up(self) -> None:
-        """Set for each norm after a block whether it adds up the ranks' results."""
+        """Let the norm after each block add up the ranks' results, if the block does not."""
         layers: list[Any] = [*self.layers, None]
         for before, after in pairwise(layers):
             norm = self.norm if after is None else after.parts.before_mixer
@@ -77,7 +78,7 @@ class Decoder(nn.Module):
         self.few_rows = few_rows_of([*self.layers], self.norm, kernels)
 
     def agree_on_few_rows(self) -> None:
-        """Take the lowest limit of all ranks, which have connected, if they sum by such kernels."""
+        """Use the lowest limit of rows of all ranks. The ranks must be connected."""
         if self.ranks.size > 1:
             from nanovllm.layers.few_rows import agreed_few_rows
 
@@ -93,7 +94,9 @@ class Decoder(nn.Module):
         layers: list[Any] = list(self.layers)
         if few_rows and len(x) <= few_rows.most_rows and not get_context().is_prefill:
             assert rows is None
-            if computed := self._forward_few(few_rows, x, ropes):
+            from nanovllm.layers.few_rows import compute_few_rows
+
+            if computed := compute_few_rows(few_rows, layers, x, ropes, self.norm, self.taps):
                 return computed
         tapped = {}
         for index, layer in enumerate(layers):
@@ -105,20 +108,12 @@ class Decoder(nn.Module):
         hidden = self.norm.add(x, residual)[0] if len(x) else x
         return hidden, [tapped[index] for index in self.taps]
 
-    def _forward_few(
-        self, few_rows: "FewRows", x: torch.Tensor, ropes: Ropes
-    ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-        """As `forward`, from the embeddings x on; None if the rows' adapters do not allow it."""
-        from nanovllm.layers.few_rows import compute_few_rows
-
-        return compute_few_rows(few_rows, [*self.layers], x, ropes, self.norm, self.taps)
-
 
 class Model(nn.Module):
     """A model that a checkpoint fills.
 
-    `names` says what checkpoints call its tensors. `tied_weights` has other names of tensors; a
-    checkpoint has one of the two, or both with the same values.
+    `names` says what checkpoints call its tensors. `tied_weights` maps a second name of a tensor to
+    its first name: a checkpoint has either name, or both with the same values.
     """
 
     lm_head: ParallelLMHead
@@ -148,13 +143,8 @@ class Model(nn.Module):
         It includes the quantized copy that a head makes of the embedding's table.
         """
         layers = [layer for layer in self.modules() if isinstance(layer, Layer)]
-        tensors = {
-            id(tensor): tensor.nbytes
-            for layer in layers
-            for tensor in (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
-            if not tensor.is_meta
-        }
-        total, head = sum(tensors.values()), self.lm_head
+        tensors = {t for layer in layers for t in (*layer.parameters(False), *layer.buffers(False))}
+        total, head = sum(t.nbytes for t in tensors if not t.is_meta), self.lm_head
         scheme, part = head.weight_format.scheme, head.rank_part
         if scheme is None or not head.is_tied:
             return total
@@ -174,7 +164,7 @@ class Model(nn.Module):
 class CausalLM(Model):
     """The decoder with its head.
 
-    The ranks split every layer; of experts, they split each one or hold `whole_experts`.
+    The ranks split every layer. They split each expert, or each rank has `whole_experts`.
     """
 
     def __init__(self, make: Build, decoder: Decoder, head: ParallelLMHead) -> None:
@@ -189,7 +179,7 @@ class CausalLM(Model):
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Hidden states [T, hidden] of a step's tokens, or only of the tokens `rows`.
 
-        And the residuals of all tokens that `model.taps` asks for.
+        The second result has the residuals of all tokens before the layers `model.taps`.
         """
         states: tuple[torch.Tensor, list[torch.Tensor]] = self.model(input_ids, positions, rows)
         return states

@@ -5,15 +5,16 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from nanovllm.formats.dummy_values import dummy_values as values_of
 from nanovllm.models.decoder import Model
-from nanovllm.models.loader import fill_param, layer_of
+from nanovllm.models.loader import fill_param
 
 
 def load_dummy(model: Model, whole: Model, seed: int) -> None:
     """Give every matrix of `model` random weights, which do not depend on the number of ranks.
 
-    `whole` is the model of a single rank, used for its shapes; it may be on the meta device. Peak
-    memory: what this rank holds, plus one whole matrix.
+    `whole` is the model of a single rank: only its shapes are used, so it may be on the meta
+    device. Peak memory: this rank's part, and one whole matrix.
     """
     for name, _, values in dummy_values(whole, seed, next(model.parameters()).device):
         if values is not None:
@@ -25,6 +26,5 @@ def dummy_values(
 ) -> Iterator[tuple[str, nn.Parameter, torch.Tensor | None]]:
     """The random weights of a model of a single rank; None where a parameter stays as it is."""
     for index, (name, param) in enumerate(whole.named_parameters()):
-        parent = name.rpartition(".")[0]
         generator = torch.Generator(device=device).manual_seed(seed + index)
-        yield name, param, layer_of(whole, parent).dummy_values(param, generator)
+        yield name, param, values_of(param, generator)

@@ -1,4 +1,4 @@
-"""Family: how the models of one or several architectures are read and built; and all families.
+"""Family: how models of one or several architectures are read and built. `MODELS` lists them.
 
 A family's module is imported when a checkpoint names its architecture. No PyTorch here.
 """
@@ -21,10 +21,10 @@ ConfigT = TypeVar("ConfigT")
 class Family(Generic[ConfigT]):
     """A family of models.
 
-    `read` makes a `ModelConfig`, or a subclass of it, of the fields of a `config.json`. What it
-    does not support is a ValueError that names the field. `build` makes the model of that, with
-    parameters that are not filled yet; None: in the form of Llama. `names` says what
-    checkpoints call its tensors.
+    `read` makes a `ModelConfig`, or a subclass of it, from the fields of a `config.json`. It raises
+    a ValueError that names the field for a value that it does not support. `build` makes the model
+    from that config, without values in its parameters; if it is None, the model has the form of
+    Llama. `names` says what checkpoints call the tensors.
     """
 
     read: Callable[[Mapping[str, Any]], ConfigT]
@@ -42,8 +42,8 @@ MODELS: Mapping[str, str] = {
     "SmolLM3ForCausalLM": "smollm3",
     "Phi3ForCausalLM": "phi3",
 }
-# Families from outside of this package, as `outside.py` registers them: empty for one that another
-# process has, and that cannot be imported here.
+# Families from outside of this package, which `outside.py` registers. A family that another process
+# has registered and that cannot be imported here is an empty string.
 registered: dict[str, str | Family[Any]] = {}
 
 
@@ -52,8 +52,13 @@ def architectures() -> list[str]:
     return [*dict.fromkeys((*MODELS, *registered))]
 
 
-def family_of(name: object) -> Family[Any]:
-    """The family of an architecture. An unknown one is a ValueError; no similar one is taken."""
+def family_of(name: object, reference: str = "") -> Family[Any]:
+    """The family of an architecture. An unknown one is a ValueError; no similar one is taken.
+
+    The `reference` of a config that another process read says where to import the family.
+    """
+    if reference:
+        return imported_family(reference)
     if not isinstance(name, str) or name not in architectures():
         known = ", ".join(architectures())
         raise ValueError(f"architecture {name!r} is not supported; architectures: one of {known}")

@@ -1,6 +1,6 @@
-"""Reading the fields of a `config.json`: what the families share, one function for each matter.
+"""Read and check the fields of a `config.json`, for all families.
 
-An absent field gets the family's default, or is an error without one. No PyTorch here.
+An absent field gets the family's default; without a default it is an error. No PyTorch here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,23 +10,23 @@ from nanovllm.config import DTYPES, MAX_POSITIONS
 from nanovllm.utils.checks import check_bool, check_choice, check_float, check_int, shorten
 
 MAX_LAYERS = 10_000
-# What most of transformers' config classes give to fields that a file leaves out.
+# The values that most of transformers' config classes give to absent fields.
 DEFAULTS: Mapping[str, Any] = {
     "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0,
     "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "hidden_act": "silu",
     "use_sliding_window": False, "sliding_window": None, "max_window_layers": 0,
     "layer_types": None, "eos_token_id": None,
 }  # fmt: skip
-# Fields that an architecture does not read, and their values then.
+# Values for fields that an architecture does not read.
 NO_WINDOW: Mapping[str, Any] = {"use_sliding_window": False, "layer_types": None}
 EVERY_LAYER: Mapping[str, Any] = {"max_window_layers": 0, "layer_types": None}  # has the window
 
 
 class Fields(dict[str, Any]):
-    """The fields of a `file`, with values for those that it leaves out.
+    """The fields of a `file`, with default values for absent ones.
 
-    `defaults` are transformers' values, where they differ from `DEFAULTS`. `fixed` overrides the
-    file: transformers does not read these fields for this architecture.
+    `defaults` has transformers' values where they differ from `DEFAULTS`. `fixed` has the values of
+    fields that transformers does not read for this architecture: it overrides the file.
     """
 
     def __init__(
@@ -71,8 +71,12 @@ def decoder_fields(
     """
     num_heads, num_kv_heads, head_dim = heads(fields)
     num_layers = fields.size("num_hidden_layers", MAX_LAYERS)
-    rotated = _rotated_layers(fields) if has_unrotated else (True,) * num_layers
-    can_have_window = [not each for each in rotated] if has_unrotated else None
+    rotated, can_have_window = (True,) * num_layers, None
+    if has_unrotated:
+        from nanovllm.models.windows import rotated_layers
+
+        rotated = rotated_layers(fields)
+        can_have_window = [not each for each in rotated]
     return dict(
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
@@ -111,14 +115,8 @@ def _rope_parameters(
     return rope_parameters(fields, fields.file, head_dim, partial, old_types)
 
 
-def _rotated_layers(fields: Fields) -> tuple[bool, ...]:
-    from nanovllm.models.windows import rotated_layers
-
-    return rotated_layers(fields)
-
-
 def _sliding_windows(fields: Fields, can_have: Sequence[bool] | None) -> tuple[int | None, ...]:
-    """Each layer's window; in most models, none has any."""
+    """Each layer's window, or None."""
     has_window = fields.flag("use_sliding_window") and fields["sliding_window"] is not None
     types = fields["layer_types"], fields.file.get("layer_types")
     if not has_window and types == (None, None):

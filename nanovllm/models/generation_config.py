@@ -11,7 +11,7 @@ FIELDS["max_new_tokens"] = "max_tokens"
 
 
 def recommended_params(path: Path) -> SamplingParams:
-    """Those of the model in the directory `path`; what the file lacks has our default."""
+    """The parameters that the model in the directory `path` recommends, else our defaults."""
     file = path / "generation_config.json"
     given = read_json(file) if file.exists() else {}
     values = {ours: given[name] for name, ours in FIELDS.items() if given.get(name) is not None}

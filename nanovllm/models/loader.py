@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from nanovllm.formats.format import tensor_of
 from nanovllm.formats.names import USUAL_NAMES, Names, checkpoint_name, hint_for, usual_name
@@ -95,10 +94,10 @@ def load_model(
 ) -> None:
     """Fill `model` from the safetensors files in `path`, or from these `files` of it.
 
-    Fills every parameter exactly once and uses every tensor of the files, except those that have no
-    effect, and those that the model's names say to skip. Otherwise it raises a ValueError that
-    names the tensor. For a fused parameter, the files may hold the parts or the fused tensor; for a
-    tied one either name, or both with the same values. A rank reads only what it holds.
+    It fills every parameter exactly once and uses every tensor of the files, except tensors without
+    an effect and tensors that the model's names skip. Anything else is a ValueError that names the
+    tensor. For a fused parameter, the files have the parts or the fused tensor; for a tied
+    parameter either name, or both with the same values. A rank reads only its own part of a tensor.
 
     Files are read one after the other; a few threads copy a file's tensors, and the first error in
     file order is raised. Peak host memory: what the rank holds, plus the mapped pages of the files,
@@ -118,7 +117,9 @@ def load_model(
         try:
             _check_type(tensor.dtype, model.get_parameter(target.param).dtype)
             if name in second:
-                _check_equal(model, target.param, tensor)
+                from nanovllm.models.tied import check_equal
+
+                check_equal(model, target.param, tensor)
             else:
                 fill_param(model, target.param, target.shard_id, tensor)
         except ValueError as error:
@@ -176,7 +177,7 @@ def _missing_error(missing: Iterable[str]) -> ValueError:
 def _second_names(
     tied: Mapping[str, str], names: Collection[str], found: Collection[str]
 ) -> list[str]:
-    """The tied tensors of a file that come under their other name too, here or in a file before."""
+    """The tied tensors of a file that also occur by their other name, here or in a file before."""
     second = []
     for alias, name in tied.items():
         if alias in names and (name in names or name in found):
@@ -189,7 +190,7 @@ def _second_names(
 def _mark_found(
     names: Iterable[str], targets: Mapping[str, Target], missing: dict[str, str]
 ) -> None:
-    """Remove the tensors `names` from `missing`; raise for unknown and repeated ones."""
+    """Remove the tensors `names` from `missing`. An unknown or repeated one is a ValueError."""
     for name in names:
         if name not in targets:
             raise ValueError(f"unexpected tensor {name!r}{hint_for(name)}")
@@ -230,17 +231,3 @@ def fill_param(model: Model, param: str, shard_id: int | None, tensor: Loaded) -
     """Fill a parameter by its name, or the part `shard_id` of it, with a checkpoint's tensor."""
     layer = layer_of(model, param.rpartition(".")[0])
     layer.weight_loader(model.get_parameter(param), tensor, shard_id)
-
-
-@torch.inference_mode()
-def _check_equal(model: Model, param: str, tensor: Loaded) -> None:
-    """Raise unless the tensor has the values of `param`. Makes a copy of it for a moment."""
-    filled = model.get_parameter(param)
-    other = nn.Parameter(torch.empty_like(filled), requires_grad=False)
-    layer_of(model, param.rpartition(".")[0]).weight_loader(other, tensor, None)
-    if not torch.equal(other, filled):
-        alias = next(alias for alias, name in model.tied_weights.items() if name == param)
-        raise ValueError(
-            f"other values, so that {alias} and {param} differ, but tie_word_embeddings in"
-            " config.json is true; set it to false to use both"
-        )

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanovllm.formats.quantization import HEAD, NOT_QUANTIZED, Quantization
+from nanovllm.formats.names import HEAD
+from nanovllm.formats.quantization import NOT_QUANTIZED, Quantization
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.shapes import ExpertCount, LayerShape
 
@@ -26,11 +27,15 @@ class WeightBytes:
     """
 
     itemsize: int
-    quantization: Quantization = NOT_QUANTIZED
+    quantization: Quantization | None = None
+
+    def scheme(self, name: str) -> "Scheme | None":
+        """How the linear layer `name` of the checkpoint is quantized; None: it is plain."""
+        return (self.quantization or NOT_QUANTIZED).scheme(name)
 
     def of(self, name: str, size_out: int, size_in: int) -> int:
         """Bytes of the linear layer `name` of the checkpoint, with a weight [out, in]."""
-        scheme, num_weights = self.quantization.scheme(name), size_out * size_in
+        scheme, num_weights = self.scheme(name), size_out * size_in
         if scheme is None:
             return num_weights * self.itemsize
         return scheme.num_bytes(num_weights, size_in)
@@ -97,9 +102,10 @@ def num_params(config: ModelConfig) -> int:
 def main_scheme(config: ModelConfig) -> "Scheme | None":
     """The scheme of most of the decoder's weights; None if they are plain."""
     counts: Counter[Scheme | None] = Counter()
+    quantization = config.quantization or NOT_QUANTIZED
     for index, layer in enumerate(config.layers):
         for name, size_out, size_in, is_experts in layer.matrices:
-            scheme = config.quantization.scheme(f"model.layers.{index}.{name}")
+            scheme = quantization.scheme(f"model.layers.{index}.{name}")
             counts[scheme] += size_out * size_in * int(_copies(layer, is_experts, every))
     return counts.most_common(1)[0][0]
 
@@ -121,7 +127,7 @@ def model_bytes(config: ModelConfig, sizes: WeightBytes) -> int:
     """
     linear = decoder_params(config, every) + head_params(config)
     others = num_params(config) - int(linear)
-    if config.tie_word_embeddings and sizes.quantization.scheme(HEAD) is not None:
+    if config.tie_word_embeddings and sizes.scheme(HEAD) is not None:
         others += head_params(config)
     of_linear = decoder_bytes(config, sizes, every) + head_bytes(config, sizes)
     return int(of_linear) + others * sizes.itemsize

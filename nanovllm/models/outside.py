@@ -1,4 +1,4 @@
-"""Families of models from outside of this package, and how other processes find them."""
+"""Register families of models from outside of this package, and let other processes find them."""
 
 import sys
 from collections.abc import Mapping
@@ -31,14 +31,15 @@ def registered_families() -> dict[str, str]:
 
 
 def register_families(references: Mapping[str, str]) -> None:
-    """Register what another process has, by `registered_families`."""
+    """Register the families that another process got from `registered_families`."""
     registered.update(references)
 
 
 def family_reference(name: str) -> str:
     """Where other processes find the family of an architecture, as "module:NAME".
 
-    Empty for those of this package, which they know, and for one that they could not import.
+    Empty for a family of this package, which needs no reference, and for one that is not
+    importable.
     """
     family = registered.get(name, "")
     if isinstance(family, str):

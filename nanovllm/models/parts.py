@@ -1,19 +1,17 @@
-"""Parts: what most families compose their models of, by the fields of a `ModelConfig`.
+"""The parts that most families compose their models of, made from the fields of a `ModelConfig`.
 
 `build_model` builds the model of any family.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from nanovllm.formats.format import PLAIN_FORMATS, Formats
-from nanovllm.formats.quantization import HEAD
+from nanovllm.formats.names import HEAD
 from nanovllm.layers.block import Block, Norms
 from nanovllm.layers.block import pre_norms as named_pre_norms
-from nanovllm.layers.cache_spec import TokenCache
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.feed_forward import MLP, FeedForward
+from nanovllm.layers.feed_forward import MLP
 from nanovllm.layers.layer import Build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mixer import ROPE, SelfAttention
@@ -21,7 +19,7 @@ from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM, Decoder
-from nanovllm.models.family import Family, family_of, imported_family
+from nanovllm.models.family import family_of, registered
 
 
 def norm(config: ModelConfig) -> RMSNorm:
@@ -52,18 +50,6 @@ def mlp(config: ModelConfig, make: Build) -> MLP:
     return MLP(make, config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
 
-def sparse_mlp(config: ModelConfig, make: Build) -> FeedForward:
-    """The experts of a layer."""
-    from nanovllm.layers.sparse_mlp import SparseMLP
-
-    experts = config.experts
-    assert experts is not None
-    return SparseMLP(
-        make, config.hidden_size, experts.intermediate_size, experts.num_experts,
-        experts.per_token, normalized=experts.norm_topk_prob,
-    )  # fmt: skip
-
-
 def rope(config: ModelConfig, make: Build) -> RotaryEmbedding:
     """The rotation that all layers share."""
     return get_rope(
@@ -84,7 +70,7 @@ def causal_lm(config: ModelConfig, make: Build, block: Callable[[int, Build], Bl
 
 
 def usual_model(config: ModelConfig, make: Build) -> CausalLM:
-    """The form of Llama: attention and a gated layer in each block, and a norm before both."""
+    """The form of Llama: attention and a gated layer in each block, with a norm before each."""
 
     def block(index: int, make: Build) -> Block:
         return Block(
@@ -109,7 +95,7 @@ def head(
 ) -> ParallelLMHead:  # fmt: skip
     """The projection to the vocabulary.
 
-    A head that is stored quantized is not the embedding's table, whatever the config says.
+    It shares the embedding's table if the config says so, unless the head is stored quantized.
     """
     stored = make.formats.of(HEAD)
     made = ParallelLMHead(
@@ -128,36 +114,16 @@ def build_model(
     formats: Formats = PLAIN_FORMATS,
 ) -> CausalLM:
     """The model with parameters that are not filled, in PyTorch's default type and device."""
-    formats = replace(formats, names=_family_of(config).names)
+    formats = replace(formats, names=family_of(config.architecture, config.family).names)
     return made_with(config, Build(ranks, formats, max_positions, whole_experts))
 
 
 def made_with(config: ModelConfig, make: Build) -> CausalLM:
-    """As `build_model`, for what another model of the same config was made with."""
-    build = _family_of(config).build or usual_model
+    """As `build_model`, with the ranks, formats and limits `make` of another model."""
+    build = family_of(config.architecture, config.family).build or usual_model
     model: CausalLM = build(config, make)
-    if not isinstance(model, CausalLM):
-        raise TypeError(f"the family of {config.architecture} must build a CausalLM, got {model!r}")
-    _check_caches(config, model, make.ranks)
+    if config.family or config.architecture in registered:
+        from nanovllm.models.check import check_model
+
+        check_model(config, model, make.ranks)
     return model
-
-
-def _check_caches(config: ModelConfig, model: CausalLM, ranks: Ranks) -> None:
-    """Raise if a layer keeps something else than its shape says, by which memory is planned."""
-    for index, (layer, mixer) in enumerate(zip(config.layers, model.mixers, strict=True)):
-        said, kept = layer.cache, mixer.cache
-        if isinstance(said, TokenCache):
-            said = said.part(ranks.size)
-        # A part of a state is as the family makes it: ranks split each tensor in a way of its own.
-        if type(said) is not type(kept) or (isinstance(said, TokenCache) and said != kept):
-            raise ValueError(
-                f"layer {index} of {config.architecture} keeps {kept}, and the family's"
-                f" `layer_shape` says {said}"
-            )
-
-
-def _family_of(config: ModelConfig) -> Family[Any]:
-    """The family of a config, which may have been read by another process."""
-    if config.family:
-        return imported_family(config.family)
-    return family_of(config.architecture)

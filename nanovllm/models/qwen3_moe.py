@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.models.config import ExpertsConfig, ModelConfig
+from nanovllm.models.experts import ExpertsConfig, SparseConfig, sparse_mlp
 from nanovllm.models.family import Family
 from nanovllm.models.fields import EVERY_LAYER, Fields, check_activation, decoder_fields, ids
 from nanovllm.models.qwen3 import SIZES
@@ -21,11 +21,11 @@ DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def read(file: Mapping[str, Any]) -> ModelConfig:
+def read(file: Mapping[str, Any]) -> SparseConfig:
     """If there is a window, all layers have it."""
     fields = Fields(file, DEFAULTS, EVERY_LAYER)
     check_activation(fields)
-    return ModelConfig(
+    return SparseConfig(
         **decoder_fields(fields),
         qk_norm=True,
         qkv_bias=fields.flag("attention_bias"),
@@ -51,19 +51,18 @@ def _experts(fields: Fields) -> ExpertsConfig:
     )
 
 
-def build(config: ModelConfig, make: "Build") -> "CausalLM":
+def build(config: SparseConfig, make: "Build") -> "CausalLM":
     """Qwen3, with experts instead of the gated layer where the config says so."""
     from nanovllm.layers.block import Block
     from nanovllm.models import parts
 
     def block(index: int, make: "Build") -> Block:
-        assert config.experts is not None
-        feed_forward = parts.sparse_mlp if index in config.experts.layers else parts.mlp
+        is_sparse, inside = index in config.experts.layers, make.inside("mlp")
         return Block(
             make,
             parts.pre_norms(config),
             parts.attention(config, index, make.inside("self_attn")),
-            feed_forward(config, make.inside("mlp")),
+            sparse_mlp(config, inside) if is_sparse else parts.mlp(config, inside),
         )
 
     return parts.causal_lm(config, make, block)

@@ -1,6 +1,6 @@
-"""Rope parameters of a `config.json`: old and new spellings merged, every value checked.
+"""Read and check the rope parameters of a `config.json`, in old and new spellings.
 
-A config without any needs no more than `fields.py`. Plain data: no PyTorch. `layers/rope_types.py`
+It is loaded only for configs that have some. Plain data: no PyTorch. `layers/rope_types.py`
 computes the frequencies.
 """
 

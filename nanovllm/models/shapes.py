@@ -1,4 +1,4 @@
-"""LayerShape: what the engine knows of a layer before it is built: its matrices and its cache."""
+"""LayerShape: the matrices and the cache of a layer, which the engine knows before it is built."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,9 +27,10 @@ class ExpertCount(NamedTuple):
 class LayerShape:
     """A layer of the whole model, not of one rank.
 
-    `split` has the sizes that the ranks divide, by their names in the config; those of experts
-    are in `split_experts`, as the ranks may hold whole experts instead. `num_others` counts the
-    parameters of norms and biases. `soft_cap` says that the scores of attention have one.
+    `split` has the sizes that the ranks divide, by their names in the config. `split_experts` has
+    the sizes of experts, which the ranks do not divide if they have whole experts. `num_others`
+    counts the parameters of norms and biases. `soft_cap` says that the scores of attention are
+    capped.
     """
 
     cache: CacheSpec
@@ -54,22 +55,12 @@ def attention_matrices(
     )
 
 
-def gated_matrices(hidden_size: int, intermediate_size: int) -> tuple[MatrixShape, ...]:
-    """The matrices of a dense feed-forward part."""
-    return _gated("mlp", hidden_size, intermediate_size, is_experts=False)
-
-
-def expert_matrices(
-    hidden_size: int, intermediate_size: int, num_experts: int
+def gated_matrices(
+    hidden_size: int, intermediate_size: int, above: str = "mlp", is_experts: bool = False
 ) -> tuple[MatrixShape, ...]:
-    """The matrices of experts and their router."""
-    experts = _gated("mlp.experts.0", hidden_size, intermediate_size, is_experts=True)
-    return MatrixShape("mlp.gate", num_experts, hidden_size), *experts
-
-
-def _gated(above: str, hidden: int, inner: int, is_experts: bool) -> tuple[MatrixShape, ...]:
+    """The matrices of a gated feed-forward part, or of each expert."""
     return (
-        MatrixShape(f"{above}.gate_proj", inner, hidden, is_experts),
-        MatrixShape(f"{above}.up_proj", inner, hidden, is_experts),
-        MatrixShape(f"{above}.down_proj", hidden, inner, is_experts),
+        MatrixShape(f"{above}.gate_proj", intermediate_size, hidden_size, is_experts),
+        MatrixShape(f"{above}.up_proj", intermediate_size, hidden_size, is_experts),
+        MatrixShape(f"{above}.down_proj", hidden_size, intermediate_size, is_experts),
     )

@@ -1,4 +1,4 @@
-"""How many ranks can split a model, by the shapes of its layers."""
+"""Check how many ranks can split a model, from the shapes of its layers."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,7 @@ from nanovllm.models.shapes import LayerShape
 
 
 class Split:
-    """The sizes that ranks divide. With `whole_experts`, the ranks divide the list of experts."""
+    """The sizes that ranks divide. With `whole_experts`, each rank has some of the experts."""
 
     def __init__(self, layers: Iterable[LayerShape], whole_experts: bool) -> None:
         kinds = sorted(layers, key=lambda layer: layer.experts is None)  # experts come first

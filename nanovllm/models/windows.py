@@ -1,4 +1,4 @@
-"""The layers with a sliding window, and those that rotate queries and keys, by a `config.json`.
+"""Read from a `config.json` which layers have a sliding window, and which rotate queries and keys.
 
 Plain data: no PyTorch. A list that does not fit the number of layers is an error.
 """
@@ -36,7 +36,7 @@ def sliding_windows(
 
 
 def _windows(raw: Mapping[str, Any], can_have: Sequence[bool] | None) -> Windows:
-    """By `layer_types`, or for all layers from `max_window_layers` on that can have one."""
+    """The windows by `layer_types`, or without it, of the layers from `max_window_layers` on."""
     num_layers: int = raw["num_hidden_layers"]
     uses_windows = check_bool("use_sliding_window", raw["use_sliding_window"])
     window = raw["sliding_window"] if uses_windows else None

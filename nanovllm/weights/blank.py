@@ -12,6 +12,7 @@ from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import Ranks
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.parts import made_with
+from nanovllm.weights.bound_layers import alias_of
 
 
 def blank_model(shard: Shard, ranks: Ranks | None = None) -> CausalLM:
@@ -35,7 +36,7 @@ def with_memory(layer: Layer, device: torch.device) -> Layer:
     filled._parameters = {
         name: param
         if param is None or (isinstance(param, StoredTensor) and param.stored is SOURCE)
-        else param.like(memory(param))
+        else alias_of(param, memory(param))
         if isinstance(param, StoredTensor)
         else torch.nn.Parameter(memory(param), requires_grad=False)
         for name, param in layer._parameters.items()

@@ -18,6 +18,7 @@ from nanovllm.formats.stored import Loaded, StoredTensor
 from nanovllm.layers.layer import Layer
 from nanovllm.models.loader import Target
 from nanovllm.weights.blank import blank_model, with_memory
+from nanovllm.weights.bound_layers import alias_of, kept, unpacked
 from nanovllm.weights.copies import Copies
 from nanovllm.weights.named_tensors import KnownTensors, layer_name
 from nanovllm.weights.places import Place, Shape, places_of
@@ -148,7 +149,7 @@ class LiveWeights:
     def _memory(self, target: Target) -> torch.Tensor | None:
         live = self.shard.model.get_submodule(layer_name(target))
         assert isinstance(live, Layer)
-        return live.kept(target.param.rpartition(".")[2])
+        return kept(live, target.param.rpartition(".")[2])
 
     def _places_of(self, name: str) -> list[Place]:
         """Where this rank has the parts of a tensor, or of a copy that is restored."""
@@ -157,7 +158,7 @@ class LiveWeights:
         if memory is None:
             live = self.shard.model.get_submodule(layer_name(target))
             assert isinstance(live, Layer)
-            memory = live.unpacked(target.param.rpartition(".")[2])
+            memory = unpacked(live, target.param.rpartition(".")[2])
         if memory is None:
             if param.numel() == 0 and not param.is_meta:
                 return []
@@ -168,7 +169,7 @@ class LiveWeights:
 
     def _trace(self, target: Target, memory: torch.Tensor) -> list[Place]:
         layer, param = self._layer(target), self.blank.get_parameter(target.param)
-        alias = param.like(memory) if isinstance(param, StoredTensor) else memory
+        alias = alias_of(param, memory) if isinstance(param, StoredTensor) else memory
         shape = layer.whole_shape(param, target.shard_id)
 
         def load(values: Shape) -> None:
@@ -185,7 +186,7 @@ class LiveWeights:
         live, blank = (m.get_submodule(layer) for m in (self.shard.model, self.blank))
         assert isinstance(live, Layer)
         return all(
-            live.kept(name) is not None or live.unpacked(name) is not None
+            kept(live, name) is not None or unpacked(live, name) is not None
             for name, param in blank._parameters.items()
             if param is not None
         )
@@ -229,7 +230,7 @@ class LiveWeights:
             target = self.known.targets[part]
             leaf = target.param.rpartition(".")[2]
             if leaf not in old:
-                old[leaf] = live.unpacked(leaf)
+                old[leaf] = unpacked(live, leaf)
             memory = old[leaf]
             if memory is None:
                 raise ValueError(f"{layer} lacks {part}, which can be updated only with the others")
@@ -243,8 +244,8 @@ class LiveWeights:
         if not self._head_is_old or not live.is_tied:
             return
         self._head_is_old = False
-        kept = live.kept("weight")
-        if kept is not None and kept.data_ptr() == table.data_ptr():
+        memory = kept(live, "weight")
+        if memory is not None and memory.data_ptr() == table.data_ptr():
             return
         head = copy.copy(self.blank.lm_head)
         head._parameters = dict(head._parameters) | {"weight": table}

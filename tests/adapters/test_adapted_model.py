@@ -23,9 +23,8 @@ from nanovllm.formats.choice import QuantizedFormats
 from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.kernels.triton.table import triton_kernels
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.layers.context import Context, attending, reading
-from nanovllm.layers.layer import Backend
 from nanovllm.layers.lora import group_rows
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models.config import ModelConfig

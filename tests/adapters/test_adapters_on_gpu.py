@@ -12,9 +12,8 @@ from nanovllm.adapters.slot_memory import AdapterSlots
 from nanovllm.kernels.operands.low_rank import LowRank
 from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton.table import triton_kernels
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.layers.context import Context, attending
-from nanovllm.layers.layer import Backend
 from nanovllm.layers.lora import group_rows
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm.adapters.peft import read_adapter
 from nanovllm.kernels.table import PLAIN
-from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.layer import Backend
+from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import InFile, load_model

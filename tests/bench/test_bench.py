@@ -34,7 +34,8 @@ from nanovllm.formats.scheme import INT8
 from nanovllm.kernels.operands.kv_layer import CODES, head_bytes
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models import model_size
-from nanovllm.models.config import ExpertsConfig, ModelConfig
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.experts import ExpertsConfig, SparseConfig
 from nanovllm.models.model_size import WeightBytes
 
 BENCH = Path(__file__).parents[2] / "bench.py"
@@ -164,8 +165,9 @@ class TestCounts:
 class TestExperts:
     """The same model, with two dense layers and one of five experts, of which a token uses two."""
 
-    config = dataclasses.replace(
-        TestCounts.config,
+    config = SparseConfig(
+        **{field.name: getattr(TestCounts.config, field.name)
+           for field in dataclasses.fields(ModelConfig)},
         experts=ExpertsConfig(5, per_token=2, intermediate_size=3, norm_topk_prob=True,
                               layers=frozenset({1})),
     )  # fmt: skip

@@ -16,10 +16,9 @@ from nanovllm.drafting.eagle3_config import LAYER_IDS, NESTED, HeadConfig
 from nanovllm.drafting.eagle3_files import load_head
 from nanovllm.drafting.eagle3_head import Eagle3Head
 from nanovllm.kernels.table import PLAIN
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.embed_head import VocabParallelEmbedding
-from nanovllm.layers.layer import Backend
 from nanovllm.models.config import ModelConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -29,9 +29,8 @@ from nanovllm.kernels.plain.quantized_linear import dense_matrix, dequantize
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.kernels.triton.linear import few_rows
 from nanovllm.kernels.triton.table import triton_kernels
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.layers.experts import Experts
-from nanovllm.layers.layer import Backend
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models.config import ModelConfig

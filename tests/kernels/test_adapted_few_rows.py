@@ -23,10 +23,9 @@ from nanovllm.kernels.triton.linear import few_rows as module
 from nanovllm.kernels.triton.lora import adapted_linear
 from nanovllm.kernels.triton.lora.adapted_few_rows import AdaptedFewRows, with_counters
 from nanovllm.kernels.triton.table import triton_kernels
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.few_rows import with_adapters
-from nanovllm.layers.layer import Backend
 from nanovllm.layers.lora import group_rows
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import load_model

@@ -17,8 +17,8 @@ from waiting import FOREVER, LIMIT
 from nanovllm import LLM
 from nanovllm.kernels.cpu import compile as compiling
 from nanovllm.kernels.cpu.library import DEFINITIONS, SOURCE
-from nanovllm.layers.attention.base import AttentionSpec
-from nanovllm.layers.backend import choose_backend
+from nanovllm.layers.backend import AttentionSpec
+from nanovllm.layers.backends import choose_backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import Products
 from rounding import linear_error
 
-from nanovllm.formats.matrix import DenseMatrix, PackedMatrix
-from nanovllm.kernels.cpu.packed_linear import can_pack, pack, packed_linear
-from nanovllm.kernels.cpu.processor import Products, onednn_types
+from nanovllm.formats.format import DenseMatrix, PackedMatrix
 from nanovllm.kernels.cpu.table import cpu_kernels
+from nanovllm.kernels.plain.packed_linear import can_pack, pack, packed_linear, packed_types
 from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers.linear import matrix_of
@@ -16,7 +16,7 @@ from nanovllm.layers.linear import matrix_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 packed_products = pytest.mark.parametrize("products", ["packed"], indirect=True)
-each_type = pytest.mark.parametrize("dtype", sorted(onednn_types(), key=str))
+each_type = pytest.mark.parametrize("dtype", sorted(packed_types(), key=str))
 
 # [out, in] of a weight: one output, one input, odd sizes, and some like a model's
 SHAPES = [
@@ -77,7 +77,7 @@ def test_only_fast_types_are_packed_and_no_weight_that_kernels_read(products: Pr
     pytest.importorskip("triton")
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         weight = torch.randn(4, 4).to(dtype)
-        assert can_pack(weight) is (dtype in onednn_types())
+        assert can_pack(weight) is (dtype in packed_types())
         form = PackedMatrix if can_pack(weight) else DenseMatrix
         assert type(matrix_of(weight, PLAIN)) is type(matrix_of(weight, cpu_kernels())) is form
         assert matrix_of(weight, triton_kernels()).operand is weight

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from nanovllm.kernels.cpu import processor
-from nanovllm.kernels.cpu.processor import Products, fastest_products
+from nanovllm.kernels.cpu.processor import types_to_tile
+from nanovllm.kernels.plain import packed_linear
 
 AVX2 = "fpu sse2 fma avx2"
 AVX512 = f"{AVX2} avx512f avx512bw"
@@ -29,22 +30,24 @@ BOTH = FLOAT32 | {torch.bfloat16}
 def test_other_products_are_faster_with_amx_and_with_amds_units(
     vendor: str, flags: str, expected: bool
 ) -> None:
-    found = fastest_products(dict(vendor_id=vendor, flags=flags), BOTH)
-    assert found == Products(tiled=BOTH if expected else frozenset(), packed=BOTH)
+    found = types_to_tile(dict(vendor_id=vendor, flags=flags), BOTH)
+    assert found == (BOTH if expected else frozenset())
 
 
 @pytest.mark.parametrize(("flags", "tiled"), [(f"{AVX512} amx_bf16", BOTH), ("", frozenset())])
 def test_without_onednns_bfloat16_ours_is_taken(flags: str, tiled: frozenset[torch.dtype]) -> None:
     """PyTorch may be built without oneDNN, and ONEDNN_MAX_CPU_ISA may forbid some of it."""
     for packed in (FLOAT32, frozenset[torch.dtype]()):
-        assert fastest_products(dict(flags=flags), packed) == Products(tiled, packed)
+        assert types_to_tile(dict(flags=flags), packed) == tiled
 
 
-def test_a_model_keeps_its_type_where_pytorch_has_kernels_for_it() -> None:
-    with_bf16, without = Products(packed=BOTH), Products(tiled=BOTH, packed=FLOAT32)
-    assert with_bf16.computes(torch.bfloat16) and not without.computes(torch.bfloat16)
-    for products in (with_bf16, without, Products()):
-        assert products.computes(torch.float32) and not products.computes(torch.float16)
+@pytest.mark.parametrize("packed", [BOTH, FLOAT32, frozenset()])
+def test_a_model_keeps_its_type_where_pytorch_has_kernels_for_it(
+    packed: frozenset[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_linear, "packed_types", lambda: packed)
+    assert packed_linear.computes(torch.bfloat16) is (packed == BOTH)
+    assert packed_linear.computes(torch.float32) and not packed_linear.computes(torch.float16)
 
 
 def test_the_processor_is_described() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import PRODUCTS
 
-from nanovllm.kernels.cpu import library, processor
+from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.compile import load
 from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.cpu.tiled_linear import arrange, arrange_plain, tiled_linear
@@ -156,7 +156,7 @@ PLAIN_SHAPES = [(128, 256), (70, 1000), (64, 8), (3, 500), (1, 1), (200, 136)]
 def test_plain_weights_have_float32_sums_and_are_rounded_once(
     shape: tuple[int, int], dtype: torch.dtype, build: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processor, "products", lambda: PRODUCTS["tiled"])
+    PRODUCTS["tiled"].use(monkeypatch)
     torch.manual_seed(0)
     weight = torch.randn(shape[0], 2 * shape[1]).to(dtype)[:, : shape[1]]  # not contiguous
     bias = torch.randn(shape[0]).to(dtype)
@@ -176,9 +176,9 @@ def test_plain_weights_are_left_to_onednn_where_that_is_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     weight = torch.ones(64, 64)
-    monkeypatch.setattr(processor, "products", lambda: PRODUCTS["packed"])
+    PRODUCTS["packed"].use(monkeypatch)
     assert arrange_plain(weight) is None
-    monkeypatch.setattr(processor, "products", lambda: PRODUCTS["tiled"])
+    PRODUCTS["tiled"].use(monkeypatch)
     assert arrange_plain(weight) is not None
     assert arrange_plain(weight.half()) is None
 

@@ -17,6 +17,7 @@ from selection import examples
 
 from nanovllm.kernels.operands.kv_layer import CODES, SCALES, KVLayer
 from nanovllm.kernels.plain import prefill_attention as plain_prefill
+from nanovllm.kernels.plain import soft_cap
 from nanovllm.kernels.plain.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.plain.paged import (
     GROUP_RATIO,
@@ -213,13 +214,13 @@ def test_slices_of_the_mask_fit_together(
 def test_capped_scores_are_computed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are as large as a mask for each head."""
     sizes = []
-    attend = plain_prefill.attend_capped
+    attend = soft_cap.attend_capped
 
     def counting(queries: torch.Tensor, keys: torch.Tensor, *rest: Any) -> torch.Tensor:
         sizes.append(queries.shape[:3].numel() * keys.shape[2])
         return attend(queries, keys, *rest)
 
-    monkeypatch.setattr(plain_prefill, "attend_capped", counting)
+    monkeypatch.setattr(soft_cap, "attend_capped", counting)
     monkeypatch.setattr(plain_prefill, "MAX_MASK_ELEMENTS", 5000)
     paged = Paged(Shape([(96, 50), (0, 23), (7, 60)], 2, 2, 16, 4, seed=5, soft_cap=2.0))
     torch.testing.assert_close(paged.prefill(use_cache=True), paged.twin(), **TOLERANCE)

@@ -15,20 +15,17 @@ from conftest import PRODUCTS, make_model
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
-from nanovllm.kernels.cpu import processor, tiled_linear
+from nanovllm.kernels.cpu import tiled_linear
 from nanovllm.kernels.operands.kv_layer import CODES, KVLayer
 from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton import common
 from nanovllm.kernels.triton.common import can_copy_tiles
-from nanovllm.layers.attention import choice
-from nanovllm.layers.attention.base import AttentionSpec
-from nanovllm.layers.attention.cpu_backend import CpuBackend
-from nanovllm.layers.attention.flash_attn_backend import FlashAttnBackend
-from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.attention.triton_backend import TritonBackend
-from nanovllm.layers.backend import choose_backend
+from nanovllm.layers.backend import AttentionSpec, Backend, TorchBackend
+from nanovllm.layers.backends import choice, choose_backend
+from nanovllm.layers.backends.cpu import CpuBackend
+from nanovllm.layers.backends.flash_attn import FlashAttnBackend
+from nanovllm.layers.backends.triton import TritonBackend
 from nanovllm.layers.context import Context
-from nanovllm.layers.layer import Backend
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
@@ -198,7 +195,7 @@ def test_the_product_of_plain_weights_is_tried_at_the_start(
     def broken(*args: Any) -> None:
         raise RuntimeError("no room for libraries")
 
-    monkeypatch.setattr(processor, "products", lambda: PRODUCTS["tiled"])
+    PRODUCTS["tiled"].use(monkeypatch)
     assert choose_backend("auto", spec()).attention.name == "cpu"
     monkeypatch.setattr(tiled_linear, "constant", broken)
     assert choose_backend("auto", spec()).attention.name == "torch"

@@ -7,13 +7,12 @@ from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.operands.kv_layer import CODES, SCALES
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.kernels.triton.table import triton_kernels
-from nanovllm.layers.attention.layer import Attention
-from nanovllm.layers.attention.scaled_layer import ScaledAttention
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.context import Context, attending
-from nanovllm.layers.layer import Backend
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.scaled_attention import ScaledAttention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,15 +9,16 @@ from thread_ranks import on_ranks
 
 from nanovllm.formats.format import PLAIN_FORMATS
 from nanovllm.kernels.table import PLAIN
-from nanovllm.layers.attention.torch_backend import TorchBackend
-from nanovllm.layers.block import Block, Norms, post_norms, pre_norms, sandwich_norms
+from nanovllm.layers.backend import Backend, TorchBackend
+from nanovllm.layers.block import Block, Norms, pre_norms
 from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.feed_forward import MLP, FeedForward
 from nanovllm.layers.few_rows import operands_of
-from nanovllm.layers.layer import Backend, Build, Layer
+from nanovllm.layers.layer import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mixer import Mixer, SelfAttention
+from nanovllm.layers.norm_places import post_norms, sandwich_norms
 from nanovllm.layers.plus_one_norm import PlusOneRMSNorm
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models.decoder import Decoder

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.layers import compiling
-from nanovllm.layers.attention import choice
+from nanovllm.layers.backends import choice
 from nanovllm.layers.compiling import MOST_THREADS, compile_in_threads
 
 pytest.importorskip("triton")

@@ -5,19 +5,18 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import Products
 from rounding import linear_error
 from torch import nn
 
+from nanovllm.formats.format import DenseMatrix, PackedMatrix
 from nanovllm.formats.layouts import KernelMatrix
-from nanovllm.formats.matrix import DenseMatrix, PackedMatrix
-from nanovllm.kernels.cpu.processor import Products
 from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.table import PLAIN
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.feed_forward import SiluAndMul
-from nanovllm.layers.layer import Backend
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     LinearBase,

@@ -20,16 +20,16 @@ from transformers import AutoModelForCausalLM
 from nanovllm.drafting.eagle3_config import HeadConfig
 from nanovllm.drafting.eagle3_files import load_head
 from nanovllm.formats.choice import format_of
+from nanovllm.formats.dummy_values import dummy_values
 from nanovllm.formats.scheme import Scheme
 from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.plain import all_reduce as plain_sums
 from nanovllm.kernels.plain import few_rows as plain_few
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.kernels.triton.table import triton_kernels
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layer import Backend
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     LinearBase,
@@ -221,7 +221,7 @@ def test_a_rank_may_hold_no_rows_of_a_quantized_head(
         with torch.device(device):
             head = ParallelLMHead(9, 64, ranks, weight_format)
         for param, all_of_it in zip(head.parameters(), whole.parameters(), strict=True):
-            values = whole.dummy_values(all_of_it, torch.Generator().manual_seed(0))
+            values = dummy_values(all_of_it, torch.Generator().manual_seed(0))
             head.weight_loader(param, values, None)
         head.bind(Backend(TorchBackend(), kernels))
         return head.linear(x, None)

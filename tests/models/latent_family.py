@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.plain.norm_rope_store import rotate
-from nanovllm.layers.attention.layer import Attention
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.block import Block
-from nanovllm.layers.cache_spec import Latent
+from nanovllm.layers.latent import Latent
 from nanovllm.layers.layer import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear

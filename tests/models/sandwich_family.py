@@ -5,12 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.formats.names import Names
-from nanovllm.layers.block import Block, sandwich_norms
+from nanovllm.layers.block import Block
 from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.embed_head import VocabParallelEmbedding
-from nanovllm.layers.feed_forward import MLP, GeluTanhAndMul
+from nanovllm.layers.feed_forward import MLP
+from nanovllm.layers.gelu import GeluTanhAndMul
 from nanovllm.layers.layer import Build
 from nanovllm.layers.mixer import SelfAttention
+from nanovllm.layers.norm_places import sandwich_norms
 from nanovllm.layers.plus_one_norm import PlusOneRMSNorm
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.models import parts

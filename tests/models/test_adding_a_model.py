@@ -4,7 +4,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import transformers
@@ -69,8 +69,11 @@ def test_the_page_names_every_choice_that_exists() -> None:
         block,
         cache_spec,
         feed_forward,
+        gelu,
+        latent,
         layernorm,
         mixer,
+        norm_places,
         plus_one_norm,
         sparse_mlp,
     )
@@ -78,11 +81,14 @@ def test_the_page_names_every_choice_that_exists() -> None:
 
     table = "\n".join(re.findall(r"^\|.*\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     named = set(re.findall(r"`(?:parts\.)?(\w+)(?:\(.*?\))?`", table))
-    modules = (block, cache_spec, feed_forward, layernorm, mixer, plus_one_norm, sparse_mlp, parts)
+    modules = (
+        block, cache_spec, feed_forward, gelu, latent, layernorm, mixer, norm_places, plus_one_norm,
+        sparse_mlp, parts,
+    )  # fmt: skip
     known = {name for each in modules for name in vars(each)} | {*Names.__dataclass_fields__}
     assert named - known == {"residual_scale", "qkv_proj", "gate_up_proj"}
     assert named >= {*Names.__dataclass_fields__}
-    for each in (block.pre_norms, block.post_norms, block.sandwich_norms):
+    for each in (block.pre_norms, norm_places.post_norms, norm_places.sandwich_norms):
         assert each.__name__ in named
     assert plus_one_norm.PlusOneRMSNorm.__name__ in named
-    assert {each.__name__ for each in get_args(feed_forward.Activation)} <= named
+    assert {feed_forward.SiluAndMul.__name__, gelu.GeluTanhAndMul.__name__} <= named

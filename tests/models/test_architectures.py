@@ -12,6 +12,7 @@ import transformers
 
 from nanovllm.models import model_size
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.experts import SparseConfig
 from nanovllm.models.family import MODELS
 from nanovllm.models.parts import build_model
 
@@ -322,7 +323,7 @@ def test_which_layers_have_experts(
 ) -> None:
     raw = PUBLISHED["Qwen3-30B-A3B"][0] | dict(num_hidden_layers=4) | fields
     config = read(tmp_path, raw)
-    assert config.experts is not None and config.experts.layers == layers
+    assert isinstance(config, SparseConfig) and config.experts.layers == layers
     raw["num_local_experts"] = raw.pop("num_experts")  # as transformers 5 writes it
     assert read(tmp_path, raw) == config
 

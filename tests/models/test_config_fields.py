@@ -25,6 +25,7 @@ from nanovllm.command.info import describe
 from nanovllm.layers.rope_types import ROPE_TYPES
 from nanovllm.layers.rotary_embedding import rope_frequencies
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.experts import SparseConfig
 from nanovllm.models.family import MODELS
 from nanovllm.models.fields import DEFAULTS
 from nanovllm.models.rope import NEEDS
@@ -144,7 +145,7 @@ def ours(config: ModelConfig, names: dict[str, Any]) -> dict[str, Any]:
     values = {**vars(config), **config.rope_parameters}
     values["sliding_windows"] = list(config.sliding_windows)
     values["rotated_layers"] = list(config.rotated_layers)
-    if config.experts is not None:
+    if isinstance(config, SparseConfig):
         values |= dict(
             experts=config.experts.num_experts, per_token=config.experts.per_token,
             intermediate=config.experts.intermediate_size, norm=config.experts.norm_topk_prob,

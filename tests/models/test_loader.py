@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from waiting import LIMIT, wait_until
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.layers.layer import Layer
+from nanovllm.formats.dummy_values import dummy_values
 from nanovllm.models import family as families
 from nanovllm.models.checkpoint import INDEX, resolve_model, weight_files
 from nanovllm.models.config import ModelConfig
@@ -820,8 +820,8 @@ def test_dummy_weights_do_not_depend_on_the_type(dtype: torch.dtype) -> None:
     """Other numbers would be drawn for a type of another size."""
 
     def values(dtype: torch.dtype) -> torch.Tensor:
-        layer, param = Layer(), torch.nn.Parameter(torch.empty(7, 9, dtype=dtype))
-        values = layer.dummy_values(param, torch.Generator().manual_seed(0))
+        param = torch.nn.Parameter(torch.empty(7, 9, dtype=dtype))
+        values = dummy_values(param, torch.Generator().manual_seed(0))
         assert values is not None and values.dtype == dtype
         return values
 

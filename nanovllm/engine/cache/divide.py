@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from nanovllm.engine.cache.block_pool import Window
 from nanovllm.engine.cache.groups import CacheGroup, CacheGroups
-from nanovllm.layers.attention.layer import Attention
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.cache_spec import Heads
 
 WASTE = 1.1  # of memory, at most, for the sake of fewer block tables

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanovllm.engine.cache.block_pool import Window
-from nanovllm.layers.attention.base import AttentionBackend
-from nanovllm.layers.attention.layer import Attention
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.backend import AttentionBackend
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.layers.attention.base import AttentionBackend
+from nanovllm.layers.backend import AttentionBackend
 from nanovllm.layers.context import Context, attending, reading
 from nanovllm.models.decoder import CausalLM
 

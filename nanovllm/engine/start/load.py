@@ -41,12 +41,13 @@ def load_part(
             backend = placement.backend
             model.bind(backend, few_rows=backend.graph_safe and not config.enforce_eager)
     trim_heap()
+    quantization = model_config.quantization
     logger.info(
         "%s on %s in %s, %s loaded in %.1f s; quantized: %s; attention: %s, other kernels: %s",
         model_config.architecture, placement.device, str(placement.dtype).removeprefix("torch."),
         memory_text(num_bytes), time.perf_counter() - start,
-        "; ".join(model_config.quantization.descriptions) or "no", placement.backend.attention.name,
-        placement.backend.kernels.name,
+        "; ".join(quantization.descriptions) if quantization else "no",
+        placement.backend.attention.name, placement.backend.kernels.name,
     )  # fmt: skip
     return model.eval()
 
@@ -54,7 +55,7 @@ def load_part(
 def choose_formats(config: Config, model_config: ModelConfig, path: Path) -> Formats:
     """How the layers' weights are stored. Of quantized files it reads the names and types."""
     quantization = model_config.quantization
-    if quantization.method is None:
+    if quantization is None:
         return PLAIN_FORMATS
     from nanovllm.formats.choice import QuantizedFormats
 

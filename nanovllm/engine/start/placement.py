@@ -8,10 +8,9 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.kernels.operands.kv_layer import CODES
-from nanovllm.layers.attention.base import AttentionSpec
-from nanovllm.layers.backend import choose_backend
-from nanovllm.layers.cache_spec import KeysAndValues, Latent, TokenCache
-from nanovllm.layers.layer import Backend
+from nanovllm.layers.backend import AttentionSpec, Backend
+from nanovllm.layers.backends import choose_backend
+from nanovllm.layers.cache_spec import KeysAndValues, TokenCache
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils.resources import allowed_cores
@@ -82,9 +81,11 @@ def check_codes(model_config: ModelConfig, kv_dtype: torch.dtype) -> None:
     """Raise a ValueError if a cache of this type cannot hold what layers keep."""
     if kv_dtype != CODES:
         return
-    kinds = {type(layer.cache) for layer in model_config.layers}
-    if Latent in kinds or KeysAndValues not in kinds:
-        kept = "latent rows" if Latent in kinds else "states"
+    caches = [layer.cache for layer in model_config.layers]
+    has_keys = any(isinstance(cache, KeysAndValues) for cache in caches)
+    has_latents = any(isinstance(c, TokenCache) and c.num_tensors == 1 for c in caches)
+    if has_latents or not has_keys:
+        kept = "latent rows" if has_latents else "states"
         raise ValueError(
             f"kv_cache_dtype='fp8' needs keys and values; this model's layers keep {kept}"
         )
@@ -132,9 +133,9 @@ def resolve_dtype(dtype: str, model_dtype: str, device: torch.device) -> torch.d
     resolved: torch.dtype = getattr(torch, model_dtype if dtype == "auto" else dtype)
     if dtype != "auto" or device.type != "cpu":
         return resolved
-    from nanovllm.kernels.cpu import processor
+    from nanovllm.kernels.plain.packed_linear import computes
 
-    return resolved if processor.products().computes(resolved) else torch.float32
+    return resolved if computes(resolved) else torch.float32
 
 
 def resolve_kv_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:

@@ -67,7 +67,7 @@ DEFINITIONS = (
 def library(source: Path = SOURCE) -> ctypes.CDLL:
     """Load the library on the first call, and compile it if the cache does not have it."""
     made = load(source, DEFINITIONS)
-    if processor.products().tiled and _may_use(torch.get_num_threads()):
+    if processor.tiled_types() and _may_use(torch.get_num_threads()):
         pool = ctypes.c_void_p.in_dll(load(SOURCE, DEFINITIONS), "pool")
         ctypes.c_void_p.in_dll(made, "shared_run").value = pool.value
     return made

@@ -1,15 +1,16 @@
-"""Find this machine's processor, and the kernels with which it multiplies plain matrices fastest.
+"""Find this machine's processor, and the plain matrices that our kernels multiply fastest on it.
 
-`products` makes all choices that depend on the processor, except those of compilers.
+`tiled_types` makes all choices that depend on the processor, except those of compilers.
 """
 
 import functools
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
+
+from nanovllm.kernels.plain import packed_linear
 
 FEATURES = ("flags", "Features")  # by processor: x86, ARM
 
@@ -31,40 +32,20 @@ def description() -> str:
     return "\n".join([platform.machine(), *(cpu_info().get(name, "") for name in names)])
 
 
-class Products(NamedTuple):
-    """The types of plain matrices that the CPU's kernels multiply by; PyTorch multiplies the
-    others.
-
-    A type that is in both is tiled, if the kernels for tiles are used and can be compiled.
-    """
-
-    tiled: frozenset[torch.dtype] = frozenset()  # by `tiled_linear`
-    packed: frozenset[torch.dtype] = frozenset()  # by `packed_linear`
-
-    def computes(self, dtype: torch.dtype) -> bool:
-        """Whether PyTorch has matrix kernels for `dtype`, not only an emulation."""
-        return dtype == torch.float32 or dtype in self.packed
-
-
 @functools.cache
-def products() -> Products:
-    """The fastest products on this processor, or on the one that ONEDNN_MAX_CPU_ISA names.
+def tiled_types() -> frozenset[torch.dtype]:
+    """The types of plain matrices that `tiled_linear` multiplies faster than PyTorch here.
 
-    Callers read this function from the module, so that tests can replace it.
+    oneDNN's own choice follows ONEDNN_MAX_CPU_ISA. Callers read this function from the module, so
+    that tests can replace it.
     """
-    return fastest_products(cpu_info(), onednn_types())
+    return types_to_tile(cpu_info(), packed_linear.packed_types())
 
 
-def onednn_types() -> frozenset[torch.dtype]:
-    """The types that oneDNN multiplies fast here. Most builds of PyTorch contain oneDNN."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return frozenset()
-    has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return frozenset((torch.float32, torch.bfloat16) if has_bf16 else (torch.float32,))
-
-
-def fastest_products(info: Mapping[str, str], packed: frozenset[torch.dtype]) -> Products:
-    """The products for a processor with these lines of /proc/cpuinfo; oneDNN has `packed`.
+def types_to_tile(
+    info: Mapping[str, str], packed: frozenset[torch.dtype]
+) -> frozenset[torch.dtype]:
+    """The same for a processor with these lines of /proc/cpuinfo, where oneDNN has `packed`.
 
     Our kernels multiply in float32, with AVX2. oneDNN's bfloat16 is faster with AMX, and with AMD's
     vector units. Intel's vector units take as long for it as for two products of float32, and
@@ -75,5 +56,5 @@ def fastest_products(info: Mapping[str, str], packed: frozenset[torch.dtype]) ->
         "avx512_bf16" in flags and info.get("vendor_id") == "AuthenticAMD"
     )
     if not {"avx2", "fma"} <= flags or (has_fast_units and torch.bfloat16 in packed):
-        return Products(packed=packed)
-    return Products(tiled=frozenset((torch.float32, torch.bfloat16)), packed=packed)
+        return frozenset()
+    return frozenset((torch.float32, torch.bfloat16))

@@ -78,7 +78,7 @@ def arrange(weight: QuantizedMatrix) -> TiledMatrix:
 
 def arrange_plain(weight: torch.Tensor) -> TiledMatrix | None:
     """Copy a plain weight; None if oneDNN is faster. Peak memory: three times the weight."""
-    if weight.dtype not in processor.products().tiled:
+    if weight.dtype not in processor.tiled_types():
         return None
     return _arranged(weight.detach(), PLAIN[weight.dtype], weight.shape[1])
 

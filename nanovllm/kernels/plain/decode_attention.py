@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.operands.kv_layer import KVLayer
-from nanovllm.kernels.plain.paged import attend_capped, gather_blocks, group_by_length, seen_blocks
+from nanovllm.kernels.plain.paged import gather_blocks, group_by_length
 
 
 @dataclass(slots=True)
@@ -60,21 +60,16 @@ def decode_attention(
     """
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = kv.k_cache.shape[1:3]
-    window = kv.window
     out = torch.zeros_like(q)
     for group in plan:
         batch_size = len(group.rows)
         # A KV head's G queries become G query positions, so that its keys are read once.
         queries = q[group.rows].view(batch_size, num_kv_heads, -1, head_dim)
         tables, hidden = group.tables, group.hidden
-        if window is not None:
-            first_keys = group.lens - window
-            tables, starts = seen_blocks(
-                tables, group.lens[:, 0], first_keys[:, 0], window, block_size
-            )
-            offsets = torch.arange(tables.shape[1] * block_size, device=q.device)
-            positions = starts[:, None] + offsets
-            hidden = (positions < first_keys) | (positions >= group.lens)
+        if kv.window is not None:
+            from nanovllm.kernels.plain.window import decode_window
+
+            tables, hidden = decode_window(tables, group.lens, kv.window, block_size)
         keys, values = gather_blocks(kv, tables, q.dtype)
         if kv.soft_cap is None:
             mask = queries.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
@@ -82,6 +77,8 @@ def decode_attention(
                 queries, keys, values, attn_mask=mask[:, None, None], scale=kv.scale
             )
         else:
+            from nanovllm.kernels.plain.soft_cap import attend_capped
+
             attended = attend_capped(queries, keys, values, ~hidden[:, None, None], kv)
         out[group.rows] = attended.reshape(batch_size, num_heads, head_dim)
     return out

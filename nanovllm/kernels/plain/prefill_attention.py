@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.operands.kv_layer import KVLayer
-from nanovllm.kernels.plain.paged import attend_capped, gather_blocks, group_by_length, seen_blocks
+from nanovllm.kernels.plain.paged import gather_blocks, group_by_length
 
 # Elements of one explicit mask. This bounds the memory of chunks that attend to long prefixes.
 MAX_MASK_ELEMENTS = 1 << 24
@@ -104,6 +104,8 @@ def prefill_attention(
             assert group.tables is not None
             tables = group.tables
             if window is not None:
+                from nanovllm.kernels.plain.window import seen_blocks
+
                 tables, k_starts = seen_blocks(
                     tables, group.k_lens, group.q_starts + 1 - window,
                     window - 1 + queries.shape[2], kv.k_cache.shape[1],
@@ -148,6 +150,8 @@ def _attend_in_slices(
         if kv.window is not None:
             mask &= key_positions > positions - kv.window
         if kv.soft_cap is not None:
+            from nanovllm.kernels.plain.soft_cap import attend_capped
+
             outs.append(attend_capped(slice_, keys, values, mask, kv))
             continue
         outs.append(

@@ -9,8 +9,9 @@ from nanovllm.engine.cache.divide import divide
 from nanovllm.engine.cache.groups import CacheGroups, are_alike, single_group
 from nanovllm.engine.cache.pools import KVPool
 from nanovllm.kernels.operands.kv_layer import CODES
-from nanovllm.layers.attention.layer import Attention
-from nanovllm.layers.cache_spec import KeysAndValues, Latent, TokenCache
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.cache_spec import KeysAndValues, TokenCache
+from nanovllm.layers.latent import Latent
 
 BLOCK_SIZE, NUM_BLOCKS, LONGEST = 4, 3, 100
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.layers.attention.base import AttentionSpec, PlannedBackend
+from nanovllm.layers.backend import AttentionSpec, PlannedBackend
 from nanovllm.layers.context import Context
 
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from nanovllm.formats.stored import Loaded, copy_whole
 from nanovllm.kernels.operands.kv_layer import SCALES
-from nanovllm.layers.attention.layer import Attention
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.backend import Backend
 from nanovllm.layers.cache_spec import TokenCache
-from nanovllm.layers.layer import Backend
 
 
 class ScaledAttention(Attention):

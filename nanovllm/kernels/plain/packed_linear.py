@@ -8,17 +8,34 @@ product of few rows, and keeps a thousand of them, of half a megabyte each. So o
 rows up to 8,192 occur: many rows are padded with zeros, by less than an eighth.
 """
 
-import torch
+import functools
 
-from nanovllm.kernels.cpu import processor
+import torch
 
 MOST_EXACT = 32  # up to this many rows are not padded
 SIZES_OF_OCTAVE = 8  # padded numbers of rows from a power of two to the next
 
 
+@functools.cache
+def packed_types() -> frozenset[torch.dtype]:
+    """The types that oneDNN multiplies fast on this processor. Most builds of PyTorch contain it.
+
+    Callers read this function from the module, so that tests can replace it.
+    """
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return frozenset()
+    has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return frozenset((torch.float32, torch.bfloat16) if has_bf16 else (torch.float32,))
+
+
+def computes(dtype: torch.dtype) -> bool:
+    """Whether PyTorch has matrix kernels for `dtype` on this CPU, not only an emulation."""
+    return dtype == torch.float32 or dtype in packed_types()
+
+
 def can_pack(weight: torch.Tensor) -> bool:
     """Whether this machine has kernels for packed weights of this type."""
-    return weight.device.type == "cpu" and weight.dtype in processor.products().packed
+    return weight.device.type == "cpu" and weight.dtype in packed_types()
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import torch
 
 from nanovllm.kernels.cpu import decode_attention, prefill_attention
 from nanovllm.kernels.cpu.attention import AttentionPlan
-from nanovllm.layers.attention.base import AttentionSpec, PlannedBackend
+from nanovllm.layers.backend import AttentionSpec, PlannedBackend
 from nanovllm.layers.context import Context
 
 

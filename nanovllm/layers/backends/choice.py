@@ -17,10 +17,9 @@ from nanovllm.kernels.operands.kv_layer import CODES, SCALES, KVLayer
 from nanovllm.kernels.plain.read_table import DraftState, TableState
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.kernels.triton.table import triton_kernels
-from nanovllm.layers.attention.base import AttentionBackend, AttentionSpec
+from nanovllm.layers.backend import AttentionBackend, AttentionSpec, Backend
 from nanovllm.layers.compiling import compile_in_threads
 from nanovllm.layers.context import Context
-from nanovllm.layers.layer import Backend
 
 logger = logging.getLogger("nanovllm")
 
@@ -29,9 +28,9 @@ Built = TypeVar("Built")
 # Compute capabilities (major) where our kernels were measured, and were ahead of flash-attn 2.
 TRITON_FIRST = {9}
 CLASSES = {
-    "cpu": "cpu_backend.CpuBackend",
-    "triton": "triton_backend.TritonBackend",
-    "flash_attn": "flash_attn_backend.FlashAttnBackend",
+    "cpu": "cpu.CpuBackend",
+    "triton": "triton.TritonBackend",
+    "flash_attn": "flash_attn.FlashAttnBackend",
 }
 
 

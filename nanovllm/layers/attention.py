@@ -7,11 +7,10 @@ import torch
 from nanovllm.kernels.operands.kv_layer import KVLayer
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.table import PLAIN, Kernels
-from nanovllm.layers.attention.base import AttentionBackend
-from nanovllm.layers.attention.torch_backend import TorchBackend
+from nanovllm.layers.backend import AttentionBackend, Backend, TorchBackend
 from nanovllm.layers.cache_spec import TokenCache
 from nanovllm.layers.context import Context, get_context
-from nanovllm.layers.layer import Backend, Layer
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.layernorm import RMSNorm
 
 Norms = tuple[RMSNorm, RMSNorm]  # of query heads and of key heads
@@ -20,9 +19,9 @@ Norms = tuple[RMSNorm, RMSNorm]  # of query heads and of key heads
 class Attention(Layer):
     """Rotate, store the step's KV, attend; or store latent rows, and attend.
 
-    `cache` has this rank's heads. With a window, a token attends to the last `window` tokens up to
-    itself. `score_scale` is the factor of the scores, by default `head_dim` to the power
-    of -1/2; a `soft_cap` c makes c * tanh(s / c) of a score s.
+    `cache` has this rank's heads. With a window, a token attends to the last `window` tokens,
+    including itself. `score_scale` is the factor of the scores, by default `head_dim` to the power
+    of -1/2. A `soft_cap` c replaces a score s by c * tanh(s / c).
     """
 
     def __init__(
@@ -56,8 +55,8 @@ class Attention(Layer):
     ) -> None:
         """Use these caches [blocks, block_size, KVH, D], with scales if they are quantized.
 
-        Latent rows are both: the caches are one tensor.
-        The block tables of the cache group `group` say which blocks are a sequence's.
+        For latent rows, both caches are the same tensor. The block tables of the cache group
+        `group` say which blocks a sequence has.
         """
         self.group = group
         self.kv = replace(

@@ -1,1 +1,0 @@
-"""The attention layer, its backends, and the choice among them."""
