@@ -31,7 +31,7 @@ from constraints import SCHEMA, elapsed, make_tokenizer
 from nanovllm import SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.requests.output_text import OutputText
+from nanovllm.engine.requests.stop_text import TextUntilStop
 from nanovllm.engine.run import draw_inputs as drawing
 from nanovllm.engine.run import narrowing
 from nanovllm.engine.run.computed import Computed
@@ -94,7 +94,7 @@ def sequences(
         constraint = None
         if params.structured_outputs is not None:
             constraint = grammars.constraint(params.structured_outputs, ends).copy()
-        followed = OutputText(tokenizer, params) if params.stop else None
+        followed = TextUntilStop(tokenizer, params) if params.stop else None
         parts = SequenceParts(constraint=constraint, text=followed)
         seq = Sequence([row, 0], params, eos_token_ids=ends, parts=parts)
         found.append((seq, tokenizer.encode(text(rng, medium))))

@@ -89,7 +89,12 @@ class AdapterPart(StepPart):
     def in_decode(self, table: DeviceTable, size: Size, decoding: Decoding) -> AdapterRows | None:
         """The adapters of a decode step's queries; None if no sequence has one."""
         del decoding
-        return self._rows(table.marks_of(size)) if size.is_marked else None
+        if not size.is_marked:
+            return None
+        slots = table.marks.index_select(0, table.columns.batch[: size.num_seqs])
+        if size.num_queries > 1:
+            slots = slots[:, None].expand(-1, size.num_queries).flatten()
+        return self._rows(slots)
 
     def _rows(self, slots: torch.Tensor) -> AdapterRows:
         return group_rows(slots, self.slots.num_slots, self._kernels)

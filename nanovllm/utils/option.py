@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NOTHING = "none"  # what None means where it sets nothing
-A_PATH = "a path or a hub id"
-A_REVISION = "a branch, a tag or a commit"
 QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "awq", "gptq")
 
 
@@ -170,29 +168,17 @@ def one_of(*choices: str) -> Rule:
 TRUE_OR_FALSE = Rule(check_bool, "True or False")
 
 
-def _check_path(name: str, value: Any) -> str:
-    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise TypeError(f"{name} must be {A_PATH}, got {shorten(value)}")
-    return str(os.fspath(value))
+def _some(allowed: str, kinds: Any = str) -> Rule:
+    """A text, or a value of other `kinds` that stands for one, that is not empty."""
 
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, kinds) or not os.fspath(value):
+            raise TypeError(f"{name} must be {allowed}, got {shorten(value)}")
+        if kinds is str:  # names of files may be other bytes
+            check_text(name, value)
+        return str(os.fspath(value))
 
-def _check_directory(name: str, value: Any) -> str:
-    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise TypeError(f"{name} must be {DIRECTORY.allowed}, got {shorten(value)}")
-    return str(os.fspath(value))
-
-
-def _check_revision(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise TypeError(f"{name} must be {A_REVISION}, got {shorten(value)}")
-    return value
-
-
-def _check_some_text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise TypeError(f"{name} must be a text that is not empty, got {shorten(value)}")
-    check_text(name, value)
-    return value
+    return Rule(check, allowed)
 
 
 def type_of(choices: tuple[str, ...], others: dict[str, str]) -> Rule:
@@ -205,8 +191,8 @@ def type_of(choices: tuple[str, ...], others: dict[str, str]) -> Rule:
     return Rule(check, allowed_choices(choices), choices)
 
 
-PATH = Rule(_check_path, A_PATH)
-DIRECTORY = Rule(_check_directory, "the path of a directory")
-REVISION = Rule(_check_revision, A_REVISION)
+PATH = _some("a path or a hub id", str | os.PathLike)
+DIRECTORY = _some("the path of a directory", str | os.PathLike)
+REVISION = _some("a branch, a tag or a commit")
 QUANTIZATION = type_of(QUANTIZATIONS, {"awq_marlin": "awq", "gptq_marlin": "gptq"})  # vLLM's
-SOME_TEXT = Rule(_check_some_text, "a text that is not empty")
+SOME_TEXT = _some("a text that is not empty")

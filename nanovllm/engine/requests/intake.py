@@ -175,10 +175,19 @@ class Intake:
             parts = extras.parts(params, accepted.constraint, len(accepted.token_ids), index)
             parts.bad_words = accepted.bad_words
         if streams or params.stop:
-            parts.text = OutputText(self.tokenizer if params.detokenize else None, params)
+            parts.text = self._text(params)
         parts.keeper = accepted.keeper or parts.keeper
         parts.adapter = accepted.adapter
         return parts
+
+    def _text(self, params: SamplingParams) -> OutputText:
+        """What follows the text of a sample."""
+        kind = OutputText
+        if params.stop:
+            from nanovllm.engine.requests.stop_text import TextUntilStop
+
+            kind = TextUntilStop
+        return kind(self.tokenizer if params.detokenize else None, params)
 
     def _extras_of(self, params: SamplingParams) -> "Extras | None":
         """What checks and makes the extras of parameters; None if they ask for none."""

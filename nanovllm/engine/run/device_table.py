@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from nanovllm.engine.run.transfer import Array, upload_ahead
-from nanovllm.engine.schedule.batch import Size
 from nanovllm.kernels.plain.read_table import UNUSED_LENGTH, DraftState, TableState
 from nanovllm.layers.ranks import ALONE, Ranks
 
@@ -194,13 +193,6 @@ class DeviceTable:
     def keep_tokens(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Store token ids [B] in their rows [B], for the next step to read."""
         self.columns.tokens.index_copy_(0, rows, token_ids)
-
-    def marks_of(self, size: Size) -> torch.Tensor:
-        """The marks of the queries of a decode step, in int32."""
-        marks = self.marks.index_select(0, self.columns.batch[: size.num_seqs])
-        if size.num_queries == 1:
-            return marks
-        return marks[:, None].expand(-1, size.num_queries).flatten()
 
     def fill_pending(
         self, input_ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from selection import examples
 
 from nanovllm import SamplingParams
-from nanovllm.engine.requests.output_text import OutputText
+from nanovllm.engine.requests.stop_text import TextUntilStop
 from nanovllm.engine.schedule.sequence import End, Sequence
 
 TOKENIZER = byte_tokenizer()
@@ -30,9 +30,9 @@ class Words:
         return self.pieces[token_id]
 
 
-def follow(tokenizer: Any, ids: list[int], **params: Any) -> tuple[OutputText, Sequence, int]:
+def follow(tokenizer: Any, ids: list[int], **params: Any) -> tuple[TextUntilStop, Sequence, int]:
     """The text of `ids` until something stops it, and how many ids that took."""
-    text = OutputText(tokenizer, SamplingParams(**params))
+    text = TextUntilStop(tokenizer, SamplingParams(**params))
     seq = Sequence([0, 1], SamplingParams(**params))
     emitted = ""
     for count, token_id in enumerate(ids, 1):
@@ -110,7 +110,7 @@ def test_text_held_back_to_the_end_stops_nothing_before_min_tokens(
 @pytest.mark.parametrize(("include", "whole"), [(False, "a"), (True, "ab")])
 def test_a_token_that_stopped_is_left_out_of_the_text(include: bool, whole: str) -> None:
     params = SamplingParams(stop="c", stop_token_ids=[1], include_stop_str_in_output=include)
-    text, seq = OutputText(Words(["a", "b"]), params), Sequence([0], params)
+    text, seq = TextUntilStop(Words(["a", "b"]), params), Sequence([0], params)
     seq.token_ids += [0, 1]
     seq.finish("stop", 1)
     assert text.finish(seq) == whole
@@ -119,7 +119,7 @@ def test_a_token_that_stopped_is_left_out_of_the_text(include: bool, whole: str)
 def test_a_token_taken_back_leaves_the_text() -> None:
     """After an interrupt the last token, which may have completed a stop, is sampled again."""
     params = SamplingParams(stop="b")
-    text, seq = OutputText(Words(["a", "b", "c"]), params), Sequence([0], params)
+    text, seq = TextUntilStop(Words(["a", "b", "c"]), params), Sequence([0], params)
     seq.token_ids += [0, 1]
     assert text.update(seq) == End("stop", "b")
     seq.token_ids.pop()
@@ -133,7 +133,7 @@ def test_a_token_taken_back_leaves_the_text() -> None:
 )
 def test_text_that_may_begin_a_stop_is_not_certain(generated: str, certain: int) -> None:
     params = SamplingParams(stop=["abc", "zz"])
-    text, seq = OutputText(Words(list("abcdxy")), params), Sequence([0], params)
+    text, seq = TextUntilStop(Words(list("abcdxy")), params), Sequence([0], params)
     seq.token_ids += ["abcdxy".index(c) for c in generated]
     assert text.update(seq) is None and text.num_certain == certain
 
@@ -159,7 +159,7 @@ def test_certain_text_is_that_of_the_slow_twin(
 ) -> None:
     """Whenever it is asked for, with stops that are in the text before `min_tokens` too."""
     params = SamplingParams(stop=stops, min_tokens=min_tokens, max_tokens=None)
-    text, seq = OutputText(Words(pieces), params), Sequence([0], params)
+    text, seq = TextUntilStop(Words(pieces), params), Sequence([0], params)
     for count in range(1, len(pieces) + 1):
         seq.token_ids.append(count - 1)
         if text.update(seq) is not None:
@@ -180,7 +180,7 @@ def test_many_long_stops_delay_no_event(repeated: bool) -> None:
     if repeated:
         stops = ["w" * 1990 + f"{number:010}" for number in range(1000)]
     params = SamplingParams(stop=stops)
-    text, seq = OutputText(Words(["word " * 800, "w"]), params), Sequence([0], params)
+    text, seq = TextUntilStop(Words(["word " * 800, "w"]), params), Sequence([0], params)
     seconds = []
     for token_id in (0, *[1] * 5):
         seq.token_ids.append(token_id)

@@ -3,8 +3,8 @@
 import pytest
 from conftest import byte_tokenizer
 
-from nanovllm.engine.requests.output_text import OutputText
 from nanovllm.engine.requests.request import check_no_error, ending
+from nanovllm.engine.requests.stop_text import TextUntilStop
 from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
 from nanovllm.sampling_params import SamplingParams
 
@@ -23,7 +23,7 @@ def test_a_stop_in_text_that_was_held_back_is_reported() -> None:
     """The last token is the first byte of a character: what it stands for at the end is a stop."""
     tokenizer = byte_tokenizer()
     params = SamplingParams(stop="\ufffd")
-    seq = Sequence([1], params, parts=SequenceParts(text=OutputText(tokenizer, params)))
+    seq = Sequence([1], params, parts=SequenceParts(text=TextUntilStop(tokenizer, params)))
     seq.token_ids += tokenizer.encode("aé")[:2]
     seq.finish("length")
     assert ending(seq, tokenizer) == ("a", "stop", "\ufffd")

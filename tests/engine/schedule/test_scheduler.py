@@ -19,7 +19,7 @@ from nanovllm.config import Config
 from nanovllm.drafting.host_drafting import HostDrafting
 from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.requests.output_text import OutputText
+from nanovllm.engine.requests.stop_text import TextUntilStop
 from nanovllm.engine.schedule.forecast import MIN_ENDED
 from nanovllm.engine.schedule.scheduler import Scheduler
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
@@ -768,7 +768,7 @@ def test_a_token_that_completes_a_stop_is_sampled_again_after_an_interrupt() -> 
     scheduler = make_scheduler()
     seq = add(scheduler, fresh(3), stop="b")
     tokenizer = byte_tokenizer()
-    seq.followers = (OutputText(tokenizer, seq.params),)
+    seq.followers = (TextUntilStop(tokenizer, seq.params),)
     a, b = tokenizer.encode("ab")
     step(scheduler, a)
     interrupt(scheduler)
