@@ -118,11 +118,14 @@ def _backend(
     config: "Config", model: "ModelConfig", specs: "list[AttentionSpec]"
 ) -> tuple[str | None, str | None]:
     """The name of the attention backend that fits all layers, or the reason why there is none."""
-    from nanovllm.engine.start.placement import check_codes
+    from nanovllm.kernels.operands.kv_layer import CODES
     from nanovllm.layers.backends import choose_backend
 
     try:
-        check_codes(model, specs[0].kv_dtype)
+        if specs[0].kv_dtype == CODES:
+            from nanovllm.engine.cache.codes import check_codes
+
+            check_codes(model)
         model.check_parallel_size(config.tensor_parallel_size, config.enable_expert_parallel)
         return choose_backend(config.attention_backend, *specs).attention.name, None
     except ValueError as error:

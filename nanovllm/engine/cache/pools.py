@@ -38,20 +38,12 @@ class KVPool:
         self.dtype = dtype
         self.device = device
         self.linked = linked
-        self._scales_size = self._heads_of_slot() if dtype == CODES else 0
-        self.release()
+        self._scales_size = 0
+        if dtype == CODES:
+            from nanovllm.engine.cache.codes import scales_of_slot
 
-    def _heads_of_slot(self) -> int:
-        """How many scales a slot has for each token."""
-        layers = [layer for group in self.groups.groups for layer in group.layers]
-        shapes = {(layer.num_kv_heads, layer.head_dim) for layer in layers}
-        if len(shapes) > 1:
-            raise ValueError(
-                "kv_cache_dtype='fp8' needs layers whose keys have one shape; this model's have"
-                f" {sorted(shapes)} as numbers of heads and head_dim"
-            )
-        ((num_heads, _),) = shapes
-        return num_heads
+            self._scales_size = scales_of_slot(groups)
+        self.release()
 
     @property
     def block_bytes(self) -> int:

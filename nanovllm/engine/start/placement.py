@@ -10,7 +10,7 @@ from nanovllm.config import Config
 from nanovllm.kernels.operands.kv_layer import CODES
 from nanovllm.layers.backend import AttentionSpec, Backend
 from nanovllm.layers.backends import choose_backend
-from nanovllm.layers.cache_spec import KeysAndValues, TokenCache
+from nanovllm.layers.cache_spec import TokenCache
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils.resources import allowed_cores
@@ -61,7 +61,10 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
             f"max_model_len must be at most {longest}, the model's limit, got"
             f" {config.max_model_len}"
         )
-    check_codes(model_config, kv_dtype)
+    if kv_dtype == CODES:
+        from nanovllm.engine.cache.codes import check_codes
+
+        check_codes(model_config)
     specs = attention_specs(config, model_config, device, dtype, kv_dtype, ranks.size)
     with computing_on(device):
         backend = choose_backend(config.attention_backend, *specs)
@@ -75,20 +78,6 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
         ranks, device, dtype, kv_dtype, backend, max_positions, uses_graphs, most_drafts,
         most_rejected, config.enable_prefix_caching,
     )  # fmt: skip
-
-
-def check_codes(model_config: ModelConfig, kv_dtype: torch.dtype) -> None:
-    """Raise a ValueError if a cache of this type cannot hold what layers keep."""
-    if kv_dtype != CODES:
-        return
-    caches = [layer.cache for layer in model_config.layers]
-    has_keys = any(isinstance(cache, KeysAndValues) for cache in caches)
-    has_latents = any(isinstance(c, TokenCache) and c.num_tensors == 1 for c in caches)
-    if has_latents or not has_keys:
-        kept = "latent rows" if has_latents else "states"
-        raise ValueError(
-            f"kv_cache_dtype='fp8' needs keys and values; this model's layers keep {kept}"
-        )
 
 
 def attention_specs(
