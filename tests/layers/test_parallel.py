@@ -30,6 +30,7 @@ from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.few_rows import compute_few_rows
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     LinearBase,
@@ -381,9 +382,10 @@ def test_kernels_between_ranks_sum_what_one_rank_computes(
             ranks.peer_kernels = PlainPeers(ranks)
         if few and ranks is not ALONE:
             decoder = model.model
-            decoder.forward = lambda ids, positions, rows=None: decoder._forward_few(
-                PLAIN_FEW, decoder.embed_tokens(ids), decoder.rotations(positions)
-            )
+            decoder.forward = lambda ids, positions, rows=None: compute_few_rows(
+                PLAIN_FEW, [*decoder.layers], decoder.embed_tokens(ids),
+                decoder.rotations(positions), decoder.norm, decoder.taps,
+            )  # fmt: skip
         return logits_of(model, prompts)
 
     with torch.inference_mode():
@@ -414,9 +416,10 @@ def test_taps_are_the_residuals_before_layers(
             ranks.peer_kernels = PlainPeers(ranks)
         if few:
             kernels = SimpleNamespace(**vars(PLAIN_FEW), add=plain_few.add_linear)
-            decoder.forward = lambda ids, positions, rows=None: decoder._forward_few(
-                kernels, decoder.embed_tokens(ids), decoder.rotations(positions)
-            )
+            decoder.forward = lambda ids, positions, rows=None: compute_few_rows(
+                kernels, [*decoder.layers], decoder.embed_tokens(ids),
+                decoder.rotations(positions), decoder.norm, decoder.taps,
+            )  # fmt: skip
         return states_of(model, [PROMPT])[1]
 
     for tapped in on_ranks(size, taps):
