@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, dtype
 
 if TYPE_CHECKING:
+    from nanovllm.kernels.kv_layer import KVLayer
     from nanovllm.kernels.operands.cuts import Cuts
-    from nanovllm.kernels.operands.kv_layer import KVLayer
     from nanovllm.kernels.operands.low_rank import LowRank
     from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
     from nanovllm.kernels.plain.guess_inputs import GuessInputs, Kept

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.kernels.operands.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain import decode_attention, prefill_attention
 from nanovllm.kernels.plain.decode_attention import DecodeGroup
 from nanovllm.kernels.plain.prefill_attention import GroupedPrefillPlan

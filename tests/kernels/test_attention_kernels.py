@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from selection import examples
 
-from nanovllm.kernels.operands.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain import decode_attention as plain_decode
 from nanovllm.kernels.plain import masked_attention
 from nanovllm.kernels.plain import prefill_attention as plain_prefill

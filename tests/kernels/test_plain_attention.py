@@ -15,14 +15,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from selection import examples
 
-from nanovllm.kernels.operands.kv_layer import CODES, SCALES, KVLayer
+from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
 from nanovllm.kernels.plain import masked_attention, soft_cap
-from nanovllm.kernels.plain.decode_attention import decode_attention, plan_decode
-from nanovllm.kernels.plain.paged import (
+from nanovllm.kernels.plain.decode_attention import (
     GROUP_RATIO,
     SMALLEST_GROUP,
+    decode_attention,
     gather_blocks,
     group_by_length,
+    plan_decode,
 )
 from nanovllm.kernels.plain.prefill_attention import plan_prefill, prefill_attention
 from nanovllm.kernels.plain.store_kvcache import store_kvcache

@@ -6,7 +6,7 @@ It is loaded when a step has such sequences.
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.operands.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import KVLayer
 
 # Elements of one mask. This bounds the memory of chunks that attend to long prefixes.
 MAX_MASK_ELEMENTS = 1 << 24

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.operands.kv_layer import KVLayer
-from nanovllm.kernels.plain.paged import gather_blocks, group_by_length
+from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.plain.decode_attention import gather_blocks, group_by_length
 
 
 @dataclass(slots=True)
