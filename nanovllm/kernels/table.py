@@ -121,12 +121,6 @@ class Kernels:
 
         return first_call
 
-    def replace(self, **changes: Any) -> "Kernels":
-        """A set with other flags or operations."""
-        at_hand = {key: value for key, value in vars(self).items() if key not in self._places}
-        places = at_hand.pop("_places")
-        return Kernels(places=places, **(at_hand | changes))
-
 
 def _as_it_is(weight: "QuantizedMatrix") -> "QuantizedMatrix":
     return weight

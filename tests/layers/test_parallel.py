@@ -30,6 +30,7 @@ from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.experts import near_equal_slice
 from nanovllm.layers.few_rows import compute_few_rows
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
@@ -60,7 +61,7 @@ def load(layer: Any, shard_id: int | None = None, **tensors: torch.Tensor) -> No
 @pytest.mark.parametrize("size", SIZES)
 def test_near_equal_slices_give_every_item_to_one_rank_evenly(size: int, total: int) -> None:
     """The parts differ by one item at most."""
-    parts = [range(total)[Ranks(rank, size).near_equal_slice(total)] for rank in range(size)]
+    parts = [range(total)[near_equal_slice(total, Ranks(rank, size))] for rank in range(size)]
     assert [i for part in parts for i in part] == list(range(total))
     lengths = set(map(len, parts))
     assert max(lengths) - min(lengths) == (total % size > 0)
