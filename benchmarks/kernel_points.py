@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from nanovllm.kernels.operands.kv_layer import CODES, KVLayer, head_bytes
+from nanovllm.kernels.kv_layer import CODES, KVLayer, head_bytes
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 from nanovllm.kernels.plain import decode_attention as plain_decode
 from nanovllm.kernels.plain import prefill_attention as plain_prefill

@@ -17,7 +17,7 @@ from nanovllm.bench.plan import Plan
 from nanovllm.bench.workload import Workload
 from nanovllm.engine.start.placement import Placement, resolve_placement
 from nanovllm.formats.choice import format_of
-from nanovllm.kernels.operands.kv_layer import head_bytes
+from nanovllm.kernels.kv_layer import head_bytes
 from nanovllm.layers.ranks import Ranks
 from nanovllm.llm import LLM
 from nanovllm.models import model_size

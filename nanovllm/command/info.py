@@ -51,7 +51,7 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
         resolve_dtype,
         resolve_kv_dtype,
     )
-    from nanovllm.kernels.operands.kv_layer import head_bytes
+    from nanovllm.kernels.kv_layer import head_bytes
     from nanovllm.models import model_size
     from nanovllm.models.checkpoint import CONFIG_FILES, resolve_model
     from nanovllm.models.config import ModelConfig

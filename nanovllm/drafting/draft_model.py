@@ -13,6 +13,7 @@ from nanovllm.engine.cache.pools import KVPool
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.plain.guess_inputs import GuessInputs
+from nanovllm.layers.cache_spec import State
 from nanovllm.layers.context import Context, attending
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
@@ -48,7 +49,7 @@ class DraftModelGuesser(ModelGuesser):
     def __init__(
         self, model: CausalLM, config: ModelConfig, placement: Placement, vocab_size: int
     ) -> None:
-        if model.state_mixers:
+        if any(isinstance(layer.cache, State) for layer in config.layers):
             raise ValueError("speculative_config: a draft model that keeps states is not supported")
         super().__init__(model.attentions, placement)
         self.models = ((config, model),)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, dtype
 
 if TYPE_CHECKING:
+    from nanovllm.kernels.kv_layer import KVLayer
     from nanovllm.kernels.operands.cuts import Cuts
-    from nanovllm.kernels.operands.kv_layer import KVLayer
     from nanovllm.kernels.operands.low_rank import LowRank
     from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
     from nanovllm.kernels.plain.guess_inputs import GuessInputs, Kept
@@ -121,12 +121,6 @@ class Kernels:
 
         return first_call
 
-    def replace(self, **changes: Any) -> "Kernels":
-        """A set with other flags or operations."""
-        at_hand = {key: value for key, value in vars(self).items() if key not in self._places}
-        places = at_hand.pop("_places")
-        return Kernels(places=places, **(at_hand | changes))
-
 
 def _as_it_is(weight: "QuantizedMatrix") -> "QuantizedMatrix":
     return weight
@@ -136,23 +130,16 @@ def nothing(*_: Any) -> None:
     """An operation that an implementation does not have."""
 
 
+# Plain operations in modules of their own names.
+OPERATIONS = (
+    "rms_norm", "silu_and_mul", "norm_rope_store", "store_kvcache", "mask", "sample", "draw",
+    "experts", "read_table", "guess_ngrams", "guess_inputs", "accept",
+)  # fmt: skip
 # The module of each operation, and its name there, if that is another one.
-PLAIN_PLACES = {
-    "rms_norm": "plain.rms_norm",
+PLAIN_PLACES = {name: f"plain.{name}" for name in OPERATIONS} | {
     "add_rms_norm": "plain.rms_norm",
-    "silu_and_mul": "plain.silu_and_mul",
-    "norm_rope_store": "plain.norm_rope_store",
-    "store_kvcache": "plain.store_kvcache",
-    "mask": "plain.mask",
-    "sample": "plain.sample",
     "sample_masked": "plain.mask",
-    "draw": "plain.draw",
-    "experts": "plain.experts",
     "adapted_experts": "plain.experts",
-    "read_table": "plain.read_table",
-    "guess_ngrams": "plain.guess_ngrams",
-    "guess_inputs": "plain.guess_inputs",
-    "accept": "plain.accept",
     "arranged_linear": "plain.quantized_linear:quantized_linear",
     "group_rows": "plain.lora",
     "lora_down": "plain.lora",

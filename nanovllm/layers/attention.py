@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from nanovllm.kernels.operands.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.backend import AttentionBackend, Backend, TorchBackend

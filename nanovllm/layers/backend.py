@@ -5,14 +5,13 @@ V, so that they can be swapped and compared on the same cache. Plain PyTorch is 
 results of the others, which `layers/backends/` has, and which are loaded when one is asked for.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from nanovllm.kernels.operands.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain import decode_attention, prefill_attention
 from nanovllm.kernels.plain.decode_attention import DecodeGroup
 from nanovllm.kernels.plain.prefill_attention import GroupedPrefillPlan
@@ -41,8 +40,12 @@ class AttentionSpec:
         return self.num_heads, self.num_kv_heads, self.head_dim
 
 
-class AttentionBackend(ABC):
-    """Computes attention. The context says which sequences a step has."""
+class AttentionBackend:
+    """Computes attention. Its kernels read a step's lengths and blocks from a plan.
+
+    The context says which sequences a step has. If a backend's kernels read the context instead, it
+    overrides `plan`, `prefill` and `decode`.
+    """
 
     name: str
     preferred_block_size: int
@@ -51,43 +54,26 @@ class AttentionBackend(ABC):
     heads: Heads | None = None  # the heads that plans are for; None: for any heads
     caps_scores = True  # whether layers may have a soft cap
     packs_few_queries = False  # whether a prefill's sequences with a few queries are fast
+    prefill_attention: Callable[..., torch.Tensor]
+    decode_attention: Callable[..., torch.Tensor]
 
     def __init__(self, block_size: int | None = None) -> None:
         self.block_size = block_size or self.preferred_block_size
 
-    def plan(self, context: Context) -> None:  # noqa: B027
-        """Compute what all layers share, once a step, and keep it in the context."""
-
-    @abstractmethod
-    def prefill(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: KVLayer, context: Context
-    ) -> torch.Tensor:
-        """Causal attention of q [T, H, D], several tokens for each sequence."""
-
-    @abstractmethod
-    def decode(self, q: torch.Tensor, kv: KVLayer, context: Context) -> torch.Tensor:
-        """Attention of q [B, H, D], one token or a few for each sequence."""
-
-
-class PlannedBackend(AttentionBackend):
-    """A backend of ours: its kernels read a step's lengths and blocks from a plan."""
-
-    prefill_attention: Callable[..., torch.Tensor]
-    decode_attention: Callable[..., torch.Tensor]
-
-    @abstractmethod
     def plan_prefill(
         self, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, context: Context
     ) -> Any:
         """The plan of a prefill step."""
+        raise NotImplementedError
 
-    @abstractmethod
     def plan_decode(
         self, context_lens: torch.Tensor, block_tables: torch.Tensor, num_queries: int
     ) -> Any:
         """The plan of a decode step."""
+        raise NotImplementedError
 
     def plan(self, context: Context) -> None:
+        """Compute what all layers share, once a step, and keep it in the context."""
         if context.is_prefill:
             assert context.cu_seqlens_q is not None and context.cu_seqlens_k is not None
             context.plan = self.plan_prefill(context.cu_seqlens_q, context.cu_seqlens_k, context)
@@ -100,13 +86,15 @@ class PlannedBackend(AttentionBackend):
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: KVLayer, context: Context
     ) -> torch.Tensor:
+        """Causal attention of q [T, H, D], several tokens for each sequence."""
         return self.prefill_attention(q, k, v, kv, context.plan)
 
     def decode(self, q: torch.Tensor, kv: KVLayer, context: Context) -> torch.Tensor:
+        """Attention of q [B, H, D], one token or a few for each sequence."""
         return self.decode_attention(q, kv, context.plan)
 
 
-class TorchBackend(PlannedBackend):
+class TorchBackend(AttentionBackend):
     """Plain PyTorch on any device: the definition of the others. Plans sync, except on the CPU."""
 
     name = "torch"

@@ -38,6 +38,11 @@ MATRICES = ("gate_up_proj", "down_proj")  # of each expert
 RENAMES: dict[str, Rename] = {matrix: partial(stacked_name, matrix) for matrix in MATRICES}
 
 
+def near_equal_slice(total: int, ranks: Ranks) -> slice:
+    """Return the slice of `total` elements of one rank. Ranks differ by at most one element."""
+    return slice(ranks.rank * total // ranks.size, (ranks.rank + 1) * total // ranks.size)
+
+
 class Experts(Layer):
     """The gated feed-forward layers of all E experts: [T, hidden] -> [T, hidden].
 
@@ -68,7 +73,7 @@ class Experts(Layer):
         self.num_experts = num_experts
         self.experts, inner = slice(0, num_experts), slice(0, intermediate_size)
         if whole:
-            self.experts = ranks.near_equal_slice(num_experts)
+            self.experts = near_equal_slice(num_experts, ranks)
         else:
             inner = ranks.equal_slice(intermediate_size)
         everything = slice(0, hidden_size)

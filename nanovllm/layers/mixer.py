@@ -3,7 +3,7 @@
 Here is self-attention, which keeps a key and a value for each token.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.table import Rounding
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues, State
+from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues
 from nanovllm.layers.layer import Build
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
@@ -46,22 +46,6 @@ class Mixer(nn.Module):
     def project(self, mixed: torch.Tensor) -> torch.Tensor:
         """Rows [R, N] -> [R, hidden]; the sum of all ranks' results is the output."""
         raise NotImplementedError
-
-
-class StateMixer(Mixer):
-    """A mixer that keeps a state of fixed size for each sequence.
-
-    `states` has a tensor [slots, ...] for each tensor of its `cache`. A step calls `mix` once for
-    all of its tokens. `state_step()` says which slots have the states before these tokens, and
-    which slots receive the states after them. A loop over the tokens uses its `batches`.
-    """
-
-    cache: State
-    states: tuple[torch.Tensor, ...] = ()
-
-    def set_states(self, states: Iterable[torch.Tensor]) -> None:
-        """Keep states in these tensors."""
-        self.states = tuple(states)
 
 
 class SelfAttention(Mixer):

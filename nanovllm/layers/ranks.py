@@ -59,9 +59,5 @@ class Ranks:
         length = total // self.size
         return slice(self.rank * length, (self.rank + 1) * length)
 
-    def near_equal_slice(self, total: int) -> slice:
-        """Return this rank's slice of `total` elements. Ranks differ by at most one element."""
-        return slice(self.rank * total // self.size, (self.rank + 1) * total // self.size)
-
 
 ALONE = Ranks()

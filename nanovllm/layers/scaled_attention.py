@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nanovllm.formats.stored import Loaded, copy_whole
-from nanovllm.kernels.operands.kv_layer import SCALES
+from nanovllm.kernels.kv_layer import SCALES
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.cache_spec import TokenCache

@@ -20,7 +20,7 @@ from nanovllm.layers.context import get_context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layer import Build, Layer
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.mixer import Mixer, Ropes, StateMixer
+from nanovllm.layers.mixer import Mixer, Ropes
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
 if TYPE_CHECKING:
@@ -130,11 +130,6 @@ class Model(nn.Module):
     def mixers(self) -> list[Mixer]:
         """The mixer of each decoder layer, in order."""
         return [module for module in self.modules() if isinstance(module, Mixer)]
-
-    @property
-    def state_mixers(self) -> list[StateMixer]:
-        """The mixers that keep states, in order."""
-        return [module for module in self.modules() if isinstance(module, StateMixer)]
 
     @property
     def num_bytes(self) -> int:

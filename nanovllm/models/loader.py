@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nanovllm.formats.format import tensor_of
-from nanovllm.formats.names import USUAL_NAMES, Names, checkpoint_name, hint_for, usual_name
+from nanovllm.formats.names import checkpoint_name, hint_for, usual_name
 from nanovllm.formats.stored import Loaded
 from nanovllm.layers.layer import Layer
 from nanovllm.models.checkpoint import weight_files
@@ -59,13 +59,6 @@ def read_weights(path: Path) -> Iterator[dict[str, InFile]]:
             raise OSError(
                 f"{file} is truncated or damaged ({error}); copy or download it again"
             ) from error
-
-
-def read_types(path: Path, names: Names = USUAL_NAMES) -> dict[str, str]:
-    """The types of a checkpoint's tensors by their usual names. Reads no weights."""
-    files = read_weights(path)
-    items = (item for file in files for item in file.items() if not names.is_skipped(item[0]))
-    return {usual_name(name, names): tensor.dtype for name, tensor in items}
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from nanovllm.formats.choice import format_of
 from nanovllm.formats.format import WeightFormat
 from nanovllm.formats.methods import choose_quantization
 from nanovllm.formats.scheme import INT8
-from nanovllm.kernels.operands.kv_layer import CODES, head_bytes
+from nanovllm.kernels.kv_layer import CODES, head_bytes
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models import model_size
 from nanovllm.models.config import ModelConfig

@@ -30,7 +30,7 @@ from unittest import mock
 import torch
 from quantized import Format, quantized
 
-from nanovllm.kernels.operands.kv_layer import CODES, SCALES, KVLayer
+from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
 
 # Compute capabilities (A100, H100, RTX 50), and the shared memory that a block can have there.
 CAPABILITIES = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}

@@ -21,8 +21,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from selection import examples
 
-from nanovllm.kernels.operands.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain import decode_attention as plain_decode
+from nanovllm.kernels.plain import masked_attention
 from nanovllm.kernels.plain import prefill_attention as plain_prefill
 from nanovllm.kernels.plain.kv_codes import dequantize, quantize
 
@@ -241,7 +242,7 @@ class Paged:
         """From the cache, which has the new keys too, in slices that bound the memory."""
         plan = plain_prefill.plan_prefill(self.cu_q, self.cu_k, self.tables, self.shape.block_size)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(plain_prefill, "MAX_MASK_ELEMENTS", 1 << 21)
+            patch.setattr(masked_attention, "MAX_MASK_ELEMENTS", 1 << 21)
             return plain_prefill.prefill_attention(q, q, q, self.layer(k, v), plan)
 
 

@@ -18,7 +18,7 @@ from test_attention_kernels import (
     uninitialized_memory_is_nan,  # noqa: F401  a fixture for all tests here too
 )
 
-from nanovllm.kernels.operands.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import KVLayer
 
 pytest.importorskip("triton.experimental.gluon")
 

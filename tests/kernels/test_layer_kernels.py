@@ -13,8 +13,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from nanovllm.kernels.cpu.table import cpu_kernels
-from nanovllm.kernels.operands.kv_layer import CODES, SCALES, KVLayer
-from nanovllm.kernels.plain.paged import gather_blocks
+from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
+from nanovllm.kernels.plain.decode_attention import gather_blocks
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.kernels.triton.table import triton_kernels
 

@@ -15,15 +15,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from selection import examples
 
-from nanovllm.kernels.operands.kv_layer import CODES, SCALES, KVLayer
-from nanovllm.kernels.plain import prefill_attention as plain_prefill
-from nanovllm.kernels.plain import soft_cap
-from nanovllm.kernels.plain.decode_attention import decode_attention, plan_decode
-from nanovllm.kernels.plain.paged import (
+from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
+from nanovllm.kernels.plain import masked_attention, soft_cap
+from nanovllm.kernels.plain.decode_attention import (
     GROUP_RATIO,
     SMALLEST_GROUP,
+    decode_attention,
     gather_blocks,
     group_by_length,
+    plan_decode,
 )
 from nanovllm.kernels.plain.prefill_attention import plan_prefill, prefill_attention
 from nanovllm.kernels.plain.store_kvcache import store_kvcache
@@ -204,8 +204,8 @@ def test_slices_of_the_mask_fit_together(
         assert mask.numel() <= max_elements or mask.shape[2] == 1, "a mask is over the bound"
         return attend(*args, **kwargs)
 
-    monkeypatch.setattr(plain_prefill.F, "scaled_dot_product_attention", counting)
-    monkeypatch.setattr(plain_prefill, "MAX_MASK_ELEMENTS", max_elements)
+    monkeypatch.setattr(masked_attention.F, "scaled_dot_product_attention", counting)
+    monkeypatch.setattr(masked_attention, "MAX_MASK_ELEMENTS", max_elements)
     paged = Paged(Shape([(96, 50), (0, 23), (7, 60), (130, 1)], 2, 2, 16, 4, seed=5))
     torch.testing.assert_close(paged.prefill(use_cache=True), paged.twin(), **TOLERANCE)
     assert calls >= (100 if max_elements < 100 else 5), "the mask was not sliced"
@@ -221,7 +221,7 @@ def test_capped_scores_are_computed_in_slices(monkeypatch: pytest.MonkeyPatch) -
         return attend(queries, keys, *rest)
 
     monkeypatch.setattr(soft_cap, "attend_capped", counting)
-    monkeypatch.setattr(plain_prefill, "MAX_MASK_ELEMENTS", 5000)
+    monkeypatch.setattr(masked_attention, "MAX_MASK_ELEMENTS", 5000)
     paged = Paged(Shape([(96, 50), (0, 23), (7, 60)], 2, 2, 16, 4, seed=5, soft_cap=2.0))
     torch.testing.assert_close(paged.prefill(use_cache=True), paged.twin(), **TOLERANCE)
     assert max(sizes) <= 5000 and len(sizes) > 5

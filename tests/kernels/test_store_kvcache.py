@@ -9,7 +9,7 @@ from conftest import kernel_settings
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nanovllm.kernels.operands.kv_layer import SCALES, KVLayer
+from nanovllm.kernels.kv_layer import SCALES, KVLayer
 from nanovllm.kernels.plain.kv_codes import quantize
 from nanovllm.kernels.table import PLAIN
 

@@ -5,6 +5,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from changed_kernels import changed
 
 from nanovllm.kernels.cpu.table import CPU_PLACES
 from nanovllm.kernels.table import PLAIN, PLAIN_PLACES, Kernels
@@ -41,7 +42,7 @@ def test_the_first_call_replaces_itself_by_the_function() -> None:
 
 
 def test_a_replaced_operation_leaves_the_other_set_as_it_is() -> None:
-    changed = PLAIN.replace(mask=len, graph_safe=True)
-    assert changed.mask is len and changed.graph_safe and not PLAIN.graph_safe
-    assert PLAIN.mask is not len and changed.name == PLAIN.name
-    assert changed.few_rows([], torch.float32) is None
+    other = changed(PLAIN, mask=len, graph_safe=True)
+    assert other.mask is len and other.graph_safe and not PLAIN.graph_safe
+    assert PLAIN.mask is not len and other.name == PLAIN.name
+    assert other.few_rows([], torch.float32) is None

@@ -16,7 +16,7 @@ from conftest import PRODUCTS, make_model
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
 from nanovllm.kernels.cpu import tiled_linear
-from nanovllm.kernels.operands.kv_layer import CODES, KVLayer
+from nanovllm.kernels.kv_layer import CODES, KVLayer
 from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton import common
 from nanovllm.kernels.triton.common import can_copy_tiles

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nanovllm.kernels.cpu.table import cpu_kernels
-from nanovllm.kernels.operands.kv_layer import CODES, SCALES
+from nanovllm.kernels.kv_layer import CODES, SCALES
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers.attention import Attention

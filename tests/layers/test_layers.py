@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from changed_kernels import changed
 from conftest import Products
 from rounding import linear_error
 from torch import nn
@@ -179,7 +180,7 @@ def test_experts_of_other_kernels_or_types_stay_plain() -> None:
     """Kernels for a device, perhaps interpreted on the CPU, or a type that the CPU cannot pack."""
     layer, inputs = make_experts(torch.float32)
     expected = layer(*inputs)
-    kernels = PLAIN.replace(reads_stacks=True, experts=lambda *args: PLAIN.experts(*args) + 1)
+    kernels = changed(PLAIN, reads_stacks=True, experts=lambda *args: PLAIN.experts(*args) + 1)
     layer.bind(Backend(TorchBackend(), kernels))
     assert torch.equal(layer(*inputs), expected + 1)
     half, inputs = make_experts(torch.float16)

@@ -30,6 +30,8 @@ from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.experts import near_equal_slice
+from nanovllm.layers.few_rows import compute_few_rows
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     LinearBase,
@@ -59,7 +61,7 @@ def load(layer: Any, shard_id: int | None = None, **tensors: torch.Tensor) -> No
 @pytest.mark.parametrize("size", SIZES)
 def test_near_equal_slices_give_every_item_to_one_rank_evenly(size: int, total: int) -> None:
     """The parts differ by one item at most."""
-    parts = [range(total)[Ranks(rank, size).near_equal_slice(total)] for rank in range(size)]
+    parts = [range(total)[near_equal_slice(total, Ranks(rank, size))] for rank in range(size)]
     assert [i for part in parts for i in part] == list(range(total))
     lengths = set(map(len, parts))
     assert max(lengths) - min(lengths) == (total % size > 0)
@@ -381,9 +383,10 @@ def test_kernels_between_ranks_sum_what_one_rank_computes(
             ranks.peer_kernels = PlainPeers(ranks)
         if few and ranks is not ALONE:
             decoder = model.model
-            decoder.forward = lambda ids, positions, rows=None: decoder._forward_few(
-                PLAIN_FEW, decoder.embed_tokens(ids), decoder.rotations(positions)
-            )
+            decoder.forward = lambda ids, positions, rows=None: compute_few_rows(
+                PLAIN_FEW, [*decoder.layers], decoder.embed_tokens(ids),
+                decoder.rotations(positions), decoder.norm, decoder.taps,
+            )  # fmt: skip
         return logits_of(model, prompts)
 
     with torch.inference_mode():
@@ -414,9 +417,10 @@ def test_taps_are_the_residuals_before_layers(
             ranks.peer_kernels = PlainPeers(ranks)
         if few:
             kernels = SimpleNamespace(**vars(PLAIN_FEW), add=plain_few.add_linear)
-            decoder.forward = lambda ids, positions, rows=None: decoder._forward_few(
-                kernels, decoder.embed_tokens(ids), decoder.rotations(positions)
-            )
+            decoder.forward = lambda ids, positions, rows=None: compute_few_rows(
+                kernels, [*decoder.layers], decoder.embed_tokens(ids),
+                decoder.rotations(positions), decoder.norm, decoder.taps,
+            )  # fmt: skip
         return states_of(model, [PROMPT])[1]
 
     for tapped in on_ranks(size, taps):

@@ -12,8 +12,9 @@ from nanovllm.layers.cache_spec import State, StateTensor
 from nanovllm.layers.context import state_step
 from nanovllm.layers.layer import Build
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.mixer import Ropes, StateMixer
+from nanovllm.layers.mixer import Ropes
 from nanovllm.layers.split_tensor import SplitTensor
+from nanovllm.layers.state_mixer import StateMixer
 from nanovllm.models import parts
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM

@@ -13,7 +13,7 @@ import torch
 from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.cache.groups import CacheGroups
 from nanovllm.engine.run.step_part import StepPart
-from nanovllm.kernels.operands.kv_layer import CODES, SCALES
+from nanovllm.kernels.kv_layer import CODES, SCALES
 from nanovllm.utils.resources import memory_text
 
 CACHE_LINE = 64

@@ -10,7 +10,8 @@ from nanovllm.engine.cache.state_part import StatePart
 from nanovllm.engine.cache.state_pool import StatePool
 from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.run.step_part import StepPart
-from nanovllm.layers.mixer import StateMixer
+from nanovllm.layers.mixer import Mixer
+from nanovllm.layers.state_mixer import StateMixer
 
 
 class PoolsWithStates(CachePools):
@@ -19,14 +20,15 @@ class PoolsWithStates(CachePools):
     def __init__(
         self,
         kv: KVPool,
-        mixers: Sequence[StateMixer],
+        mixers: Sequence[Mixer],
         dtype: torch.dtype,
         slots_per_sequence: int,
         caches_prefixes: bool,
     ) -> None:
         super().__init__(kv)
         self.slots_per_sequence = slots_per_sequence
-        self.states = StatePool(mixers, dtype, kv.device, slots_per_sequence, caches_prefixes)
+        states = [mixer for mixer in mixers if isinstance(mixer, StateMixer)]
+        self.states = StatePool(states, dtype, kv.device, slots_per_sequence, caches_prefixes)
         self._num_groups = max(1, len(kv.groups.groups))
 
     def step_parts(self) -> list[StepPart]:

@@ -13,7 +13,7 @@ import torch
 from nanovllm.engine.cache.pools import NewMemory, zeros_of
 from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.run.transfer import Array
-from nanovllm.layers.mixer import StateMixer
+from nanovllm.layers.state_mixer import StateMixer
 from nanovllm.utils.resources import memory_text
 
 logger = logging.getLogger("nanovllm")

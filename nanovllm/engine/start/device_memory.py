@@ -6,7 +6,7 @@ from nanovllm.config import Config
 from nanovllm.engine.engine_config import most_running
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.start.warm_up import warm_up
-from nanovllm.kernels.operands.kv_layer import CODES
+from nanovllm.kernels.kv_layer import CODES
 
 
 def free_device_bytes(shard: Shard, config: Config) -> int:

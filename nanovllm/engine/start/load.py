@@ -11,7 +11,7 @@ from nanovllm.engine.start.placement import Placement
 from nanovllm.formats.format import PLAIN_FORMATS, Formats
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.loader import errors_name, load_model, read_types
+from nanovllm.models.loader import errors_name, load_model
 from nanovllm.models.parts import build_model
 from nanovllm.utils.resources import memory_text, trim_heap
 
@@ -57,11 +57,9 @@ def choose_formats(config: Config, model_config: ModelConfig, path: Path) -> For
     quantization = model_config.quantization
     if quantization is None:
         return PLAIN_FORMATS
-    from nanovllm.formats.choice import QuantizedFormats
+    from nanovllm.models.quantized import quantized_formats
 
-    reads = quantization.files != "plain" and config.load_format != "dummy"
-    files = read_types(path, quantization.names) if reads else None
-    return QuantizedFormats(quantization=quantization, files=files)
+    return quantized_formats(quantization, path, has_files=config.load_format != "dummy")
 
 
 def empty_model(

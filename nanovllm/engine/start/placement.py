@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanovllm.config import Config
-from nanovllm.kernels.operands.kv_layer import CODES
+from nanovllm.kernels.kv_layer import CODES
 from nanovllm.layers.backend import AttentionSpec, Backend
 from nanovllm.layers.backends import choose_backend
 from nanovllm.layers.cache_spec import TokenCache

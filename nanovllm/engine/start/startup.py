@@ -17,6 +17,7 @@ from nanovllm.engine.start.load import load_part
 from nanovllm.engine.start.parts import NO_PARTS, ShardParts
 from nanovllm.engine.start.placement import Placement, resolve_placement
 from nanovllm.engine.start.sizing import fit_kv_blocks, settle_length
+from nanovllm.layers.cache_spec import State
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 
@@ -81,12 +82,12 @@ def cache_pools(model: CausalLM, placement: Placement, drafting: DeviceDrafting)
     drafting.check(groups)
     device, block_size = placement.device, placement.block_size
     kv = KVPool(groups, block_size, placement.kv_dtype, device, drafting.pools)
-    if not model.state_mixers:
+    if not any(isinstance(mixer.cache, State) for mixer in model.mixers):
         return CachePools(kv)
     from nanovllm.engine.cache.pools_with_states import PoolsWithStates
 
     slots_each, caches_prefixes = 1 + placement.most_rejected, placement.caches_prefixes
-    return PoolsWithStates(kv, model.state_mixers, placement.dtype, slots_each, caches_prefixes)
+    return PoolsWithStates(kv, model.mixers, placement.dtype, slots_each, caches_prefixes)
 
 
 def start_shard(shard: Shard, config: Config) -> EngineConfig:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from nanovllm.kernels.cpu.library import address, constant, function
-from nanovllm.kernels.operands.kv_layer import CODES, KVLayer
+from nanovllm.kernels.kv_layer import CODES, KVLayer
 
 HEAD_DIM_STEP = 8  # a head dimension is a multiple of it
 # Keys of a task if a sequence's queries fit one task: threads share the parts of a long context.

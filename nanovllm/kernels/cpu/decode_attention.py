@@ -3,7 +3,7 @@
 import torch
 
 from nanovllm.kernels.cpu.attention import AttentionPlan, attend_to_cache, plan_attention
-from nanovllm.kernels.operands.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import KVLayer
 
 
 def plan_decode(

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.cpu.library import MAX_HEAD_DIM, address, function
-from nanovllm.kernels.operands.kv_layer import CODES, KVLayer
+from nanovllm.kernels.kv_layer import CODES, KVLayer
 from nanovllm.kernels.plain.norm_rope_store import Rope
 
 

@@ -8,7 +8,7 @@ from nanovllm.kernels.cpu.attention import (
     attend_to_cache,
     plan_attention,
 )
-from nanovllm.kernels.operands.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import KVLayer
 
 
 def plan_prefill(

@@ -5,7 +5,7 @@ T tokens, KVH key heads, D head dimension.
 
 import torch
 
-from nanovllm.kernels.operands.kv_layer import CODES, SCALES, KVLayer
+from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
 
 LARGEST = 448.0  # the largest code
 SMALLEST_SCALE = 2.0**-100  # for heads of zeros

@@ -5,7 +5,7 @@ T tokens, H query heads, KVH key heads, D head dimension; R elements of a head a
 
 import torch
 
-from nanovllm.kernels.operands.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain.rms_norm import rms_norm
 from nanovllm.kernels.plain.store_kvcache import store_kvcache
 

@@ -10,11 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.operands.kv_layer import KVLayer
-from nanovllm.kernels.plain.paged import gather_blocks, group_by_length
-
-# Elements of one explicit mask. This bounds the memory of chunks that attend to long prefixes.
-MAX_MASK_ELEMENTS = 1 << 24
+from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.plain.decode_attention import gather_blocks, group_by_length
 
 
 @dataclass(slots=True)
@@ -120,44 +117,8 @@ def prefill_attention(
                 queries, keys, values, is_causal=True, scale=kv.scale, enable_gqa=True
             )
         else:
-            out = _attend_in_slices(queries, keys, values, group.q_starts, k_starts, kv)
+            from nanovllm.kernels.plain.masked_attention import attend_in_slices
+
+            out = attend_in_slices(queries, keys, values, group.q_starts, k_starts, kv)
         outs.append(out.transpose(1, 2).flatten(0, 1))  # [B * Q, H, D]
     return torch.cat(outs)[plan.out_rows]
-
-
-def _attend_in_slices(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    q_starts: torch.Tensor,
-    k_starts: torch.Tensor,
-    kv: KVLayer,
-) -> torch.Tensor:
-    """Attention of queries [B, H, Q, D] from any position of a context on, a few at a time."""
-    batch_size, num_heads, num_queries, _ = queries.shape
-    offsets = torch.arange(keys.shape[2], device=queries.device)
-    key_positions = k_starts[:, None, None, None] + offsets  # [B, 1, 1, K]
-    of_query = batch_size * keys.shape[2]
-    if kv.soft_cap is not None:
-        of_query *= num_heads  # the scores take as much memory as a mask for each head
-    step = max(1, MAX_MASK_ELEMENTS // of_query)
-    outs = []
-    for start in range(0, num_queries, step):
-        slice_ = queries[:, :, start : start + step]
-        offsets = torch.arange(start, start + slice_.shape[2], device=queries.device)
-        positions = q_starts[:, None, None, None] + offsets[:, None]  # [B, 1, Q, 1]
-        mask = key_positions <= positions
-        if kv.window is not None:
-            mask &= key_positions > positions - kv.window
-        if kv.soft_cap is not None:
-            from nanovllm.kernels.plain.soft_cap import attend_capped
-
-            outs.append(attend_capped(slice_, keys, values, mask, kv))
-            continue
-        outs.append(
-            F.scaled_dot_product_attention(
-                slice_, keys, values, attn_mask=mask, scale=kv.scale,
-                enable_gqa=True,
-            )
-        )  # fmt: skip
-    return torch.cat(outs, dim=2)

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from nanovllm.kernels.operands.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import KVLayer
 
 
 def attend_capped(

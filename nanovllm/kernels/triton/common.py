@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.integers import cdiv
-from nanovllm.kernels.operands.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import KVLayer
 
 MEASURED = 90  # the compute capability on which early launches and copied tiles were measured
 GLUON = ("3.6.", "3.7.")  # the versions of Triton that compile our kernels in Gluon

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from nanovllm.kernels.cpu.table import cpu_kernels
-from nanovllm.kernels.operands.kv_layer import CODES, SCALES, KVLayer
+from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
 from nanovllm.kernels.plain.read_table import DraftState, TableState
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.kernels.triton.table import triton_kernels

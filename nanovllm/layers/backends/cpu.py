@@ -4,11 +4,11 @@ import torch
 
 from nanovllm.kernels.cpu import decode_attention, prefill_attention
 from nanovllm.kernels.cpu.attention import AttentionPlan
-from nanovllm.layers.backend import AttentionSpec, PlannedBackend
+from nanovllm.layers.backend import AttentionBackend, AttentionSpec
 from nanovllm.layers.context import Context
 
 
-class CpuBackend(PlannedBackend):
+class CpuBackend(AttentionBackend):
     """Our own kernels for the CPU, compiled on this machine: float32 and bfloat16."""
 
     name = "cpu"

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.operands.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.layers.backend import AttentionBackend, AttentionSpec
 from nanovllm.layers.context import Context
 

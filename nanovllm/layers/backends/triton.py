@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from nanovllm.layers.backend import AttentionSpec, PlannedBackend
+from nanovllm.layers.backend import AttentionBackend, AttentionSpec
 from nanovllm.layers.context import Context
 
 
-class TritonBackend(PlannedBackend):
+class TritonBackend(AttentionBackend):
     """Our own kernels for CUDA, any type and block size; on the CPU in Triton's interpreter."""
 
     name = "triton"

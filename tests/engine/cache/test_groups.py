@@ -8,7 +8,7 @@ import torch
 from nanovllm.engine.cache.divide import divide
 from nanovllm.engine.cache.groups import CacheGroups, are_alike, single_group
 from nanovllm.engine.cache.pools import KVPool
-from nanovllm.kernels.operands.kv_layer import CODES
+from nanovllm.kernels.kv_layer import CODES
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.cache_spec import KeysAndValues, TokenCache
 from nanovllm.layers.latent import Latent

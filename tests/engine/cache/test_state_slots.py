@@ -21,7 +21,7 @@ from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.kernels.plain.read_groups import read_slots
 from nanovllm.kernels.plain.read_table import read_table
 from nanovllm.layers.cache_spec import State, StateTensor
-from nanovllm.layers.mixer import StateMixer
+from nanovllm.layers.state_mixer import StateMixer
 from nanovllm.layers.state_step import StateStep
 from nanovllm.sampling_params import SamplingParams
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from changed_kernels import changed
 from conftest import make_model
 from waiting import LIMIT
 
@@ -47,7 +48,7 @@ def shard(config: Config) -> Iterator[Shard]:
     options = dict(attention_backend="torch", dtype="float32", max_num_seqs=4)
     with LLM(config.model, device="cpu", num_kvcache_blocks=8, max_model_len=64, **options) as llm:
         shard = llm.model_runner.shard
-        shard.backend = shard.backend._replace(kernels=PLAIN.replace(graph_safe=True))
+        shard.backend = shard.backend._replace(kernels=changed(PLAIN, graph_safe=True))
         with shard.computing():
             yield shard
 

@@ -26,7 +26,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
-from nanovllm.kernels.operands.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.triton.attention.decode_codes import decode_codes_kernel
 from nanovllm.kernels.triton.attention.kv_codes import as_pairs
 from nanovllm.kernels.triton.attention.merge import merge_if_last

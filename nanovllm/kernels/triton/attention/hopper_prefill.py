@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.kernels.integers import next_power_of_2
-from nanovllm.kernels.operands.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.triton.attention.hopper_tiles import (
     KEYS,
     MATRIX,

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.operands.kv_layer import CODES, KVLayer
+from nanovllm.kernels.kv_layer import CODES, KVLayer
 from nanovllm.kernels.plain import kv_codes
 
 LARGEST = tl.constexpr(kv_codes.LARGEST)

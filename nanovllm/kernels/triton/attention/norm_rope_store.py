@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
-from nanovllm.kernels.operands.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.kernels.triton.attention.kv_codes import (
     as_bytes,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.integers import next_power_of_2
-from nanovllm.kernels.operands.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.triton.attention.attend_codes import (
     attend_codes,
     halves_of_queries,

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.integers import next_power_of_2
-from nanovllm.kernels.operands.kv_layer import KVLayer
+from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.triton.attention.kv_codes import (
     as_bytes,
     codes_of,
