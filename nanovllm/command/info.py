@@ -118,7 +118,7 @@ def _backend(
     config: "Config", model: "ModelConfig", specs: "list[AttentionSpec]"
 ) -> tuple[str | None, str | None]:
     """The name of the attention backend that fits all layers, or the reason why there is none."""
-    from nanovllm.kernels.operands.kv_layer import CODES
+    from nanovllm.kernels.kv_layer import CODES
     from nanovllm.layers.backends import choose_backend
 
     try:

@@ -17,7 +17,7 @@ from waiting import LIMIT
 
 from nanovllm import LLM
 from nanovllm.config import Config
-from nanovllm.engine.run.decode import Decodes
+from nanovllm.engine.run.graphs import GraphStep
 from nanovllm.engine.run.prefill import Prefills
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import StepInputs
@@ -60,10 +60,10 @@ def test_all_sizes_are_compiled_with_two_layers_of_each_kind(
     layers, sizes, ran, prefills = shard.model.model.layers, [], [], set()
     places = {layer: index for index, layer in enumerate(layers)}
     shard.placement = dataclasses.replace(shard.placement, uses_graphs=uses_graphs)
-    step, prefill_hidden = Decodes.step, Prefills.hidden
+    step, prefill_hidden = GraphStep.__call__, Prefills.hidden
     monkeypatch.setattr(warm_up, "SHORT", 8)
 
-    def recorded(self: Decodes, size: int, out: torch.Tensor) -> object:
+    def recorded(self: GraphStep, size: Size, out: torch.Tensor) -> object:
         sizes.append(size)
         return step(self, size, out)
 
@@ -79,7 +79,7 @@ def test_all_sizes_are_compiled_with_two_layers_of_each_kind(
         ran.append(([places[layer] for layer in shard.model.model.layers], device))
         call()
 
-    monkeypatch.setattr(Decodes, "step", recorded)
+    monkeypatch.setattr(GraphStep, "__call__", recorded)
     monkeypatch.setattr(Prefills, "hidden", recorded_prefill)
     monkeypatch.setattr(warm_up, "compile_in_threads", compile_in_threads)
     warm_up.compile_steps(shard, config)
