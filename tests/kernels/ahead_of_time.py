@@ -301,7 +301,8 @@ def decode_attention(
     heads: Heads, block_size: int, window: int | None = None, eager: bool = False,
     codes: bool = False, queries: int = 1, soft_cap: float | None = None,
 ) -> None:  # fmt: skip
-    from nanovllm.kernels.triton.attention.decode_attention import decode_attention, plan_decode
+    from nanovllm.kernels.triton.attention.decode_attention import decode_attention
+    from nanovllm.kernels.triton.attention.decode_plan import plan_decode
 
     q, lens, tables = bf16(ROWS, heads[0], heads[2]), int32(ROWS), int32(ROWS // queries, BLOCKS)
     plan = plan_decode(lens, tables, heads[1], not eager, queries)
