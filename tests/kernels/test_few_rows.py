@@ -106,11 +106,7 @@ def test_few_enough_rows_of_small_weights_hold_them(
 ) -> None:
     """With the results of the other kernel, up to the order of sums."""
     monkeypatch.setattr(held_weights, "can_hold_tiles", lambda *_: False)
-    launched: list[int] = []
-    launch = held_weights.launch
-    monkeypatch.setattr(
-        held_weights, "launch", lambda x, *rest: launched.append(len(x)) or launch(x, *rest)
-    )
+    launched = rows_of_launches(held_weights, monkeypatch)
 
     def computed(rows: int) -> torch.Tensor:
         shape = Shape(rows, size_in, size_out, bias=True, parts=3, seed=5)
@@ -175,7 +171,7 @@ def rows_of_launches(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     launched: list[int] = []
     launch = kernel.launch
     monkeypatch.setattr(
-        kernel, "launch", lambda x, *rest: launched.append(len(x)) or launch(x, *rest)
+        kernel, "launch", lambda rows, *rest: launched.append(len(rows.x)) or launch(rows, *rest)
     )
     return launched
 
