@@ -155,9 +155,7 @@ def grouped_linear(
     _grouped_quantized_kernel[(groups.num_tiles, cdiv(size_out, outputs))](
         x, weight.words, weight.scales, weight.scales if weight.zeros is None else weight.zeros,
         out, *tables, num_experts, N=size_out, K=size_in, PADDED=weight.padded_in,
-        GROUPS=weight.scales.shape[-2], GROUP=weight.group, COLUMNS=weight.scales.shape[-1],
-        SCALE_ROWS=weight.scale_rows, KIND=weight.kind, ZEROS=weight.zeros is not None,
-        BLOCK_N=outputs, INNER=weight.inner, STAGES=3 if few else 2, **options,
+        BLOCK_N=outputs, STAGES=3 if few else 2, **weight.constants, **options,
     )  # fmt: skip
     return out
 

@@ -230,11 +230,10 @@ def launch(
         weight.scales, tiles_of(weight.scales, 1, tiles.outputs) if copied_scales else None,
         zeros, tiles_of(zeros, 1, tiles.outputs) if copied_scales else None,
         *tensors, parts, weight.arrivals, num_rows, rows.eps,
-        PADDED=weight.padded_in, GROUPS=weight.scales.shape[-2],
-        GROUP=weight.group, COLUMNS=weight.scales.shape[-1], SCALE_ROWS=weight.scale_rows,
-        KIND=weight.kind, ZEROS=weight.zeros is not None, SPLIT=tiles.splits,
-        BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, INNER=weight.inner, RUNS=tiles.runs,
+        PADDED=weight.padded_in, SPLIT=tiles.splits,
+        BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, RUNS=tiles.runs,
         COPIED=copied, COPIED_X=copied_x, COPIED_SCALES=copied_scales,
-        num_warps=tiles.warps, STAGES=tiles.stages, **constants,
+        num_warps=tiles.warps, STAGES=tiles.stages, **weight.constants,
+        **constants,
     )  # fmt: skip
     return squares
