@@ -443,11 +443,11 @@ def test_only_decode_steps_of_few_rows_take_these_kernels(
     """Not prompts, nor three rows where at most two count as few."""
     sizes: list[int] = []
 
-    def forward_few(self: Decoder, few_rows: FewRows, x: torch.Tensor, rope: Any) -> Any:
+    def compute_few_rows(few_rows: FewRows, blocks: Any, x: torch.Tensor, *rest: Any) -> Any:
         sizes.append(len(x))
         return x, []
 
-    monkeypatch.setattr(Decoder, "_forward_few", forward_few)
+    monkeypatch.setattr(layers_few_rows, "compute_few_rows", compute_few_rows)
     with LLM(make_model(tmp_path), device="cpu", overlap=False, num_kvcache_blocks=10) as llm:
         llm.model_runner.shard.model.model.few_rows = FewRows(2)
         params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (4, 2, 2)]
