@@ -45,8 +45,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch. Prefill: the last `queries` tokens of each context. Decode: one query each, or rows
-    for `num_queries`, of which the last tokens of each context use as many as `used` says.
+    """A batch. Prefill: the last `queries` tokens of each context. Decode: one query each, or
+    `num_queries` rows each. The last tokens of a context use as many of its rows as `used` says.
     """
 
     contexts: list[int]
@@ -207,8 +207,8 @@ class Paged:
     def _own_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of a step that the kernel reads besides the cache; others are NaN.
 
-        Those are of sequences without a cached part, beside a quantized cache, as they are after
-        they were stored: rounded to codes, and then to their type.
+        The kernel reads them for sequences without a cached part if the cache is quantized. They
+        are rounded to codes, and then to their type, as `store_kvcache` returns them.
         """
         k, v = torch.full((2, *self.k.shape), torch.nan).to(self.k)
         for rows, slots in self.whole if self.shape.quantized else []:

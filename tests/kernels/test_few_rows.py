@@ -411,7 +411,7 @@ def test_a_model_computes_the_same(
     kernel_device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Compared with float32, whose rounding is far below bfloat16's."""
+    """Compared with float32, which rounds far less than bfloat16."""
     path = make_model(tmp_path, family=family, **overrides)
     exact = reported(path, kernel_device, dtype="float32", attention_backend="torch")
     options: dict[str, Any] = dict(dtype="bfloat16", attention_backend="triton")
@@ -460,7 +460,7 @@ def test_only_decode_steps_of_few_rows_take_these_kernels(
 def test_experts_that_it_cannot_compute_do_not_take_these_kernels(
     why: str, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks, each with a part of a sum; experts whose router is quantized."""
+    """Two ranks, each with a part of a sum; experts with a quantized router."""
     weight = torch.zeros(64, 64, dtype=bf16, device=kernel_device)
 
     def decoder(why: str) -> Any:
