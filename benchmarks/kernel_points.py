@@ -22,6 +22,7 @@ from nanovllm.kernels.plain.norm_rope_store import rotate
 from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton.attention import decode_attention as decode
 from nanovllm.kernels.triton.attention import prefill_attention as prefill
+from nanovllm.kernels.triton.attention.decode_plan import plan_decode
 from nanovllm.kernels.triton.attention.norm_rope_store import norm_rope_store
 from nanovllm.kernels.triton.attention.prefill_plan import plan_prefill
 from nanovllm.kernels.triton.attention.store_kvcache import store_kvcache
@@ -131,7 +132,7 @@ def plan_decode_point(batch_size: int, context: int | None) -> Point:
     x = (normal(batch_size, 2 * KVH, D), KVLayer(paged.k, paged.v, SCALE))
 
     def ours() -> Call:
-        plan = decode.plan_decode(paged.lens, paged.tables, KVH, copies_tiles=True)
+        plan = plan_decode(paged.lens, paged.tables, KVH, copies_tiles=True)
         return partial(decode.decode_attention, *x, plan)
 
     def twin() -> Call:
@@ -166,7 +167,7 @@ def decode_attention_point(
             (k, k_scales), (v, v_scales) = codes_of(paged.k), codes_of(paged.v)
             kv = KVLayer(k, v, SCALE, None, k_scales, v_scales)
         x = (q, kv)
-        plan = decode.plan_decode(seen, paged.tables, KVH, True, num_queries)
+        plan = plan_decode(seen, paged.tables, KVH, True, num_queries)
         twin_plan = plain_decode.plan_decode(seen, paged.tables, BLOCK_SIZE, num_queries)
         calls: Calls = {
             "ours": lambda: decode.decode_attention(*x, plan),

@@ -301,7 +301,8 @@ def decode_attention(
     heads: Heads, block_size: int, window: int | None = None, eager: bool = False,
     codes: bool = False, queries: int = 1, soft_cap: float | None = None,
 ) -> None:  # fmt: skip
-    from nanovllm.kernels.triton.attention.decode_attention import decode_attention, plan_decode
+    from nanovllm.kernels.triton.attention.decode_attention import decode_attention
+    from nanovllm.kernels.triton.attention.decode_plan import plan_decode
 
     q, lens, tables = bf16(ROWS, heads[0], heads[2]), int32(ROWS), int32(ROWS // queries, BLOCKS)
     plan = plan_decode(lens, tables, heads[1], not eager, queries)
@@ -604,11 +605,11 @@ CALLS: dict[str, Callable[[], object]] = {
     **{f"lora, float32, {rows} rows": partial(lora, rows, torch.float32) for rows in (1, 256)},
     **{f"draw, {dtype}": partial(draw, dtype) for dtype in (torch.bfloat16, torch.float32)},
 }
-# Prefill holds a large accumulator, and may keep a few of a thread's numbers in memory: beside the
-# 1,020 bytes in registers up to 112, and 224 for head_dim 256, by Triton's version. Decode with
-# small heads and blocks, or a group of two whose tiles are not copied, keeps four numbers there
-# under Triton 3.6, and none under 3.7; with a window it keeps two. The draw keeps up to six outside
-# its loops where registers are fewest.
+# Prefill holds a large accumulator. In addition to 1,020 bytes in registers, a thread may keep
+# numbers in memory: up to 112 bytes, and 224 for head_dim 256, by Triton's version. Decode with
+# small heads and blocks, or with a group of two and tiles that are not copied, keeps four numbers
+# there under Triton 3.6, and none under 3.7; with a window it keeps two. The draw keeps up to six
+# outside its loops where registers are fewest.
 SPILLS = {
     "all_reduce, hidden 4096": 16,
     "all_reduce, hidden 8192, 8 ranks": 144,  # of the longest rows, of all ranks
@@ -681,7 +682,7 @@ class AbsentGPU:
 
 
 def _active_capability(device: object) -> int:
-    """That of the active driver. Modules that are imported meanwhile keep this function."""
+    """The active driver's capability. Modules that are imported meanwhile keep this function."""
     from triton.runtime import driver
 
     return int(driver.active.get_current_device())

@@ -72,7 +72,7 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def low_rank(size_in: int, sizes: tuple[int, ...], generator: torch.Generator) -> LowRank:
-    """Two slots, the second of which has no adapter for the last projection."""
+    """Two slots. The second one has no adapter for the last projection."""
 
     def randn(*size: int) -> torch.Tensor:
         return (0.2 * torch.randn(size, generator=generator)).to(bf16).to(DEVICE)

@@ -46,8 +46,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch. Prefill: the last `queries` tokens of each context. Decode: one query each, or rows
-    for `num_queries`, of which the last tokens of each context use as many as `used` says.
+    """A batch. Prefill: the last `queries` tokens of each context. Decode: one query each, or
+    `num_queries` rows each. The last tokens of a context use as many of its rows as `used` says.
     """
 
     contexts: list[int]
@@ -165,12 +165,13 @@ class Paged:
     def decode(self) -> torch.Tensor:
         """Two layers with one plan: the second one reads the counters that the first one reset."""
         from nanovllm.kernels.triton.attention import decode_attention as kernels
+        from nanovllm.kernels.triton.attention import decode_plan
 
         with pytest.MonkeyPatch.context() as patch:
             heads = self.shape.kv_heads
-            patch.setattr(kernels, "PROGRAMS_PER_MULTIPROCESSOR", self.shape.programs)
-            patch.setattr(kernels, "num_multiprocessors", lambda device: heads)
-            plan = kernels.plan_decode(
+            patch.setattr(decode_plan, "PROGRAMS_PER_MULTIPROCESSOR", self.shape.programs)
+            patch.setattr(decode_plan, "num_multiprocessors", lambda device: heads)
+            plan = decode_plan.plan_decode(
                 self.lens, self.tables, heads, self.shape.copies_tiles, self.shape.num_queries
             )
         assert len(plan.starts) == self.shape.programs
@@ -207,8 +208,8 @@ class Paged:
     def _own_keys(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values of a step that the kernel reads besides the cache; others are NaN.
 
-        Those are of sequences without a cached part, beside a quantized cache, as they are after
-        they were stored: rounded to codes, and then to their type.
+        The kernel reads them for sequences without a cached part if the cache is quantized. They
+        are rounded to codes, and then to their type, as `store_kvcache` returns them.
         """
         k, v = torch.full((2, *self.k.shape), torch.nan).to(self.k)
         for rows, slots in self.whole if self.shape.quantized else []:
@@ -511,7 +512,7 @@ def test_shares_cover_the_contexts_without_overlap(
     kernel_device: str, batch_size: int, num_queries: int
 ) -> None:
     """For batches larger than the plan reads at once; a sequence without keys counts as a tile."""
-    from nanovllm.kernels.triton.attention import decode_attention as kernels
+    from nanovllm.kernels.triton.attention import decode_plan
 
     torch.manual_seed(batch_size)
     lens = torch.randint(0, 200, (batch_size,), dtype=torch.int32)
@@ -521,12 +522,12 @@ def test_shares_cover_the_contexts_without_overlap(
         rows = rows.clamp(min=0)
     tiles = [-(-max(n, 1) // TILE) for n in lens.tolist()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "num_multiprocessors", lambda device: 11)
-        patch.setattr(kernels, "PROGRAMS_PER_MULTIPROCESSOR", 1)
-        plan = kernels.plan_decode(
+        patch.setattr(decode_plan, "num_multiprocessors", lambda device: 11)
+        patch.setattr(decode_plan, "PROGRAMS_PER_MULTIPROCESSOR", 1)
+        plan = decode_plan.plan_decode(
             rows.flatten().contiguous().to(kernel_device), torch.zeros(1), 1, False, num_queries
         )
-    share = max(-(-sum(tiles) // 11), kernels.MIN_SHARE)
+    share = max(-(-sum(tiles) // 11), decode_plan.MIN_SHARE)
     line = [(row, sum(tiles[:row]), int(lens[row]), share) for row in range(batch_size)]
     line = [start for start, n in zip(line, tiles, strict=True) for _ in range(n)]
     starts = [tuple(start) for start in plan.starts.tolist()]
@@ -559,9 +560,9 @@ def test_programs_may_finish_in_any_order(
 @pytest.mark.parametrize("kv_heads", [1, 3, 8])
 def test_any_number_of_programs_covers_the_batch(kernel_device: str, kv_heads: int) -> None:
     """As many programs as the device has room for, and one where it has room for none."""
-    from nanovllm.kernels.triton.attention.decode_attention import (
+    from nanovllm.kernels.triton.attention.decode_attention import decode_attention
+    from nanovllm.kernels.triton.attention.decode_plan import (
         PROGRAMS_PER_MULTIPROCESSOR,
-        decode_attention,
         plan_decode,
     )
     from nanovllm.kernels.triton.common import num_multiprocessors
@@ -745,7 +746,8 @@ def replay_other_batches(device: str, batch_size: int, longest: int, **options: 
 
 def capture(static: Paged) -> Callable[[], tuple[torch.Tensor, ...]]:
     """Two layers of a decode step and its plan: a graph, or a function on the CPU."""
-    from nanovllm.kernels.triton.attention.decode_attention import decode_attention, plan_decode
+    from nanovllm.kernels.triton.attention.decode_attention import decode_attention
+    from nanovllm.kernels.triton.attention.decode_plan import plan_decode
 
     def step() -> tuple[torch.Tensor, ...]:
         shape = static.shape

@@ -106,11 +106,7 @@ def test_few_enough_rows_of_small_weights_hold_them(
 ) -> None:
     """With the results of the other kernel, up to the order of sums."""
     monkeypatch.setattr(held_weights, "can_hold_tiles", lambda *_: False)
-    launched: list[int] = []
-    launch = held_weights.launch
-    monkeypatch.setattr(
-        held_weights, "launch", lambda x, *rest: launched.append(len(x)) or launch(x, *rest)
-    )
+    launched = rows_of_launches(held_weights, monkeypatch)
 
     def computed(rows: int) -> torch.Tensor:
         shape = Shape(rows, size_in, size_out, bias=True, parts=3, seed=5)
@@ -175,7 +171,7 @@ def rows_of_launches(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     launched: list[int] = []
     launch = kernel.launch
     monkeypatch.setattr(
-        kernel, "launch", lambda x, *rest: launched.append(len(x)) or launch(x, *rest)
+        kernel, "launch", lambda rows, *rest: launched.append(len(rows.x)) or launch(rows, *rest)
     )
     return launched
 
@@ -415,7 +411,7 @@ def test_a_model_computes_the_same(
     kernel_device: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Compared with float32, whose rounding is far below bfloat16's."""
+    """Compared with float32, which rounds far less than bfloat16."""
     path = make_model(tmp_path, family=family, **overrides)
     exact = reported(path, kernel_device, dtype="float32", attention_backend="torch")
     options: dict[str, Any] = dict(dtype="bfloat16", attention_backend="triton")
@@ -464,7 +460,7 @@ def test_only_decode_steps_of_few_rows_take_these_kernels(
 def test_experts_that_it_cannot_compute_do_not_take_these_kernels(
     why: str, kernel_device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks, each with a part of a sum; experts whose router is quantized."""
+    """Two ranks, each with a part of a sum; experts with a quantized router."""
     weight = torch.zeros(64, 64, dtype=bf16, device=kernel_device)
 
     def decoder(why: str) -> Any:

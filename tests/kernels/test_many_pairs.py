@@ -148,10 +148,10 @@ def test_tiles_have_all_pairs_of_their_experts_in_order(
     kernel_device: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The grid is chosen before the pairs' experts are known, and must be large enough for any."""
-    from nanovllm.kernels.triton.experts import tiled_pairs
-    from nanovllm.kernels.triton.experts.tiled_pairs import tile_pairs
+    from nanovllm.kernels.triton.experts import grouping
+    from nanovllm.kernels.triton.experts.grouping import tile_pairs
 
-    monkeypatch.setattr(tiled_pairs, "SCANNED", 4)  # of up to 11 chunks
+    monkeypatch.setattr(grouping, "SCANNED", 4)  # of up to 11 chunks
 
     below, above = elsewhere
     shape = Shape(tokens, 2, num_experts, favourites=favourites, below=below, above=above)

@@ -194,6 +194,7 @@ def test_every_tile_gives_the_same_sums(
     """More programs than parts of K, too: the last ones have nothing to add."""
     from nanovllm.kernels.triton.linear.quantized_linear import arrange
     from nanovllm.kernels.triton.linear.quantized_rows import launch
+    from nanovllm.kernels.triton.linear.row_outputs import RowOperands
     from nanovllm.kernels.triton.linear.row_tiles import RowTiles
 
     (rows, outputs, splits) = tile
@@ -205,10 +206,10 @@ def test_every_tile_gives_the_same_sums(
         out = x.new_empty(len(x), 100)
         runs = 2 if form.kind == "int4" else 1
         tiles = RowTiles(rows, outputs, splits, 2, 4 if rows >= 64 else 2, copies_x, runs)
-        launch(x, arranged, None, out, tiles=tiles)
+        launch(RowOperands(x, None, out), arranged, tiles)
         assert_near(out, exact, 2.0**-8)
         again = torch.empty_like(out)
-        launch(x, arranged, None, again, tiles=tiles)
+        launch(RowOperands(x, None, again), arranged, tiles)
         assert torch.equal(out, again)
 
 

@@ -20,6 +20,7 @@ class TritonBackend(AttentionBackend):
         super().__init__(spec.block_size)
         from nanovllm.kernels.triton.attention import (
             decode_attention,
+            decode_plan,
             prefill_attention,
             prefill_plan,
         )
@@ -29,7 +30,7 @@ class TritonBackend(AttentionBackend):
         self.group = spec.num_heads // spec.num_kv_heads
         self.copies_tiles = spec.in_graphs
         self._plan_prefill = prefill_plan.plan_prefill
-        self._plan_decode = decode_attention.plan_decode
+        self._plan_decode = decode_plan.plan_decode
         self.prefill_attention = prefill_attention.prefill_attention
         self.decode_attention = decode_attention.decode_attention
 

@@ -1,24 +1,24 @@
 """Attention of a decode step: one or a few queries for each sequence, contexts divided evenly.
 
-B sequences, Q queries of each, H query heads, KVH key heads, G = H / KVH, D head dimension, P
-programs for each key head.
+B sequences, Q queries of each, H query heads, KVH key heads, G = H / KVH, D head dimension.
 
 Reading K and V takes the time of decode, so a program reads its keys once for all Q * G queries of
 a sequence and key head. Several queries of a sequence are its last token and the drafts after it.
 Tiles of keys that all queries see need no mask.
 
-The tiles of all contexts of a batch form one line, which is divided into P shares of equal size, so
-that all programs start and end together for any lengths. If several programs share a context, the
-last one to finish merges their parts by log-sum-exp. Grid and scratch depend only on shapes, and
-the line is divided on the device, so a CUDA graph can contain the launch.
+`decode_plan` divides the contexts among programs. If several programs share a context, the last one
+to finish merges their parts by log-sum-exp. Grid and scratch depend only on shapes, so a CUDA graph
+can contain the launch.
 
 A GPU that reads memory at full speed is at its power limit, where more instructions make it slower.
 So Hopper's tensor memory accelerator copies whole tiles, each in one block, with far fewer
 instructions. A context's last tile is only partly filled; threads load it.
-"""
 
-from dataclasses import dataclass
-from typing import Any
+A quantized cache has pairs of codes. A tile of 16-bit pairs is copied, and transposed when it is
+read, like a tile of bfloat16. In registers the pairs become two tiles, with the even and with the
+odd columns, in less than one instruction for a code. So a tile has two products of half the depth
+for scores, and two of half the width for the output.
+"""
 
 import torch
 import triton
@@ -27,7 +27,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.kv_layer import KVLayer
-from nanovllm.kernels.triton.attention.decode_codes import decode_codes_kernel
+from nanovllm.kernels.triton.attention.attend_codes import (
+    attend_codes,
+    halves_of_queries,
+    interleave,
+)
+from nanovllm.kernels.triton.attention.decode_plan import HALF, DecodePlan
 from nanovllm.kernels.triton.attention.kv_codes import as_pairs
 from nanovllm.kernels.triton.attention.merge import merge_if_last
 from nanovllm.kernels.triton.attention.queries import NONE, lengths, longest, out_heads, sees
@@ -37,91 +42,36 @@ from nanovllm.kernels.triton.common import (
     attend,
     await_inputs,
     cache_offsets,
-    can_copy_tiles,
     cap_log2,
     converts_codes,
     early,
     let_next_begin,
-    num_multiprocessors,
     rows_with_room,
     tile_keys,
     tiles_of,
 )
 
-PROGRAMS_PER_MULTIPROCESSOR = 4  # as many as registers and shared memory allow
-MIN_SHARE = 2  # tiles of a share: merging smaller ones costs more than they save
-BLOCK_B = 512  # sequences that the plan reads at a time
 MOST_QUERIES = 64  # queries of a key head in a program: as many as registers hold
-HALF = 32  # with more queries, half as many programs run at the same time
 NEXT_FIRST_ROWS = 32  # up to this many rows, the next kernel begins at the start of this one
 CODES_STAGES = 5  # stages for codes: two tiles are in flight
 
 
-@dataclass(slots=True)
-class DecodePlan:
-    """A batch's contexts, and their division among programs; shared by all layers."""
-
-    context_lens: torch.Tensor  # [B * Q], int32; 0 for rows that are not used
-    block_tables: torch.Tensor  # [B, blocks], int32
-    starts: torch.Tensor  # [P, 4], int32: first row, tiles before it, its length, the share's size
-    arrivals: torch.Tensor  # [P, KVH], int32: programs that have finished the row divided there
-    copies_tiles: bool  # copy tiles of keys, if their shape allows it
-    num_queries: int  # queries of a sequence
-
-
-@triton.jit
-def _tiles(  # type: ignore[no-untyped-def]
-    lens_ptr, first, batch_size, BLOCK_B: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """Tiles of the sequences `first + [0, BLOCK_B)`; at least one each, as each has output."""
-    row = first + tl.arange(0, BLOCK_B)
-    lens = longest(lens_ptr, row, row < batch_size, ROWS)
-    return tl.where(row < batch_size, tl.maximum(tl.cdiv(lens, TILE), 1), 0)
-
-
-@triton.jit(do_not_specialize=["batch_size"])
-def _plan_kernel(  # type: ignore[no-untyped-def]
-    lens_ptr, starts_ptr, arrivals_ptr, batch_size, num_kv_heads,
-    BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, MIN_SHARE: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """Find the start of a program's share: its first row, and the tiles of the rows before it."""
-    program = tl.program_id(0)
-    total = tl.zeros([], tl.int32)
-    for first in range(0, batch_size, BLOCK_B):
-        total += tl.sum(_tiles(lens_ptr, first, batch_size, BLOCK_B, TILE, ROWS), axis=0)
-    share = tl.maximum(tl.cdiv(total, tl.num_programs(0)), MIN_SHARE)
-    seen = tl.zeros([], tl.int32)
-    row = tl.zeros([], tl.int32)
-    row_begin = tl.zeros([], tl.int32)
-    for first in range(0, batch_size, BLOCK_B):
-        tiles = _tiles(lens_ptr, first, batch_size, BLOCK_B, TILE, ROWS)
-        before = (seen + tl.cumsum(tiles, axis=0) <= program * share) & (tiles > 0)
-        row += tl.sum(before.to(tl.int32), axis=0)
-        row_begin += tl.sum(tl.where(before, tiles, 0), axis=0)
-        seen += tl.sum(tiles, axis=0)
-    tl.store(starts_ptr + program * 4, row)
-    tl.store(starts_ptr + program * 4 + 1, row_begin)
-    length = longest(lens_ptr, row, row < batch_size, ROWS)
-    tl.store(starts_ptr + program * 4 + 2, length)
-    tl.store(starts_ptr + program * 4 + 3, share)
-    h = tl.arange(0, BLOCK_H)
-    at = arrivals_ptr + program * num_kv_heads + h
-    tl.store(at, tl.zeros([BLOCK_H], tl.int32), mask=h < num_kv_heads)
-
-
 @triton.jit(do_not_specialize=["batch_size", "table_stride"])
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, k_tiles, v_tiles, tables_ptr, lens_ptr, starts_ptr, arrivals_ptr, out_ptr,
-    partial_ptr, lse_ptr, scale_log2, q_row_stride, q_head_stride, table_stride, batch_size,
-    num_kv_heads,
+    q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, k_tiles, v_tiles, k_scale_tiles,
+    v_scale_tiles, tables_ptr, lens_ptr, starts_ptr, arrivals_ptr, out_ptr, partial_ptr, lse_ptr,
+    scale_log2, q_row_stride, q_head_stride, table_stride, batch_size, num_kv_heads,
     ROWS: tl.constexpr, FIRST: tl.constexpr, Q: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
     MERGED: tl.constexpr, UNROLLED: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr,
-    NEXT_FIRST: tl.constexpr, EARLY: tl.constexpr, CAP: tl.constexpr,
+    CODES: tl.constexpr, CONVERTED: tl.constexpr, NEXT_FIRST: tl.constexpr, EARLY: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
-    """Compute a share of one key head: the end of a row, whole rows, the start of a row."""
+    """Compute a share of one key head: the end of a row, whole rows, the start of a row.
+
+    CODES: the cache has pairs of codes, and queries are columns, as in `attend_codes`.
+    """
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
     row = tl.load(starts_ptr + program * 4)
@@ -131,8 +81,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     await_inputs(EARLY)
     if NEXT_FIRST:
         let_next_begin(EARLY)
+    WIDTH: tl.constexpr = D // 2 if CODES else D  # noqa: N806
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
+    w = tl.arange(0, BLOCK_D // 2 if CODES else BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     real = (g < Q * G)[:, None] & (d < D)[None, :]
     first = program * share
@@ -143,20 +95,30 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         stop = tl.minimum(row_end, last)
         end_key = tl.minimum((stop - row_begin) * TILE, length)
         lens, shortest = lengths(lens_ptr, row, length, g, ROWS, FIRST, Q, G)
-        asked = real
+        asked = g < Q * G if CODES else real
         if ROWS > 1:
-            lens = lens[:, None]
-            asked &= lens > 0
-        head = kv_head * G + (g % G if Q > 1 else g)
+            asked &= lens > 0 if CODES else lens[:, None] > 0
+            lens = lens[None, :] if CODES else lens[:, None]
+        head, query = kv_head * G + (g % G if Q > 1 else g), g // G
+        if not CODES:
+            head, query = head[:, None], query[:, None]
         wide_row = row.to(tl.int64)
         first_row = wide_row * ROWS + FIRST if ROWS > 1 else wide_row
-        q_at = q_ptr + first_row * q_row_stride + head[:, None] * q_head_stride + d[None, :]
+        q_at = q_ptr + first_row * q_row_stride + head * q_head_stride
+        if not CODES:
+            q_at += d[None, :]
         if Q > 1:
-            q_at += (g // G)[:, None] * q_row_stride
-        q = tl.load(q_at, mask=asked, other=0.0)
+            q_at += query * q_row_stride
         top = tl.full([BLOCK_G], -float("inf") if ROWS == 1 else NONE, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
-        acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+        if CODES:
+            q_even, q_odd, factor = halves_of_queries(q_at, asked, D, BLOCK_D, CONVERTED)
+            factor *= scale_log2
+            even = tl.zeros([BLOCK_D // 2, BLOCK_G], tl.float32)
+            odd = even
+        else:
+            q = tl.load(q_at, mask=asked, other=0.0)
+            acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
         table = tables_ptr + wide_row * table_stride
         begin_key = (tile - row_begin) * TILE
         if WINDOW:  # skip tiles before it, maybe all tiles of the row in this share
@@ -167,29 +129,52 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             for key in range(begin_key, whole_end, BLOCK_N):
                 block = tl.load(table + key // BLOCK_SIZE)
                 at = block * BLOCK_SIZE + key % BLOCK_SIZE
-                k = k_tiles.load([at, kv_head * D])
-                v = v_tiles.load([at, kv_head * D])
-                visible = (key + n)[None, :] >= lens - WINDOW
-                top, total, acc = attend(
-                    q, k, v, visible, scale_log2, top, total, acc, WINDOW > 0, CAP
-                )
+                k = k_tiles.load([at, kv_head * WIDTH])
+                v = v_tiles.load([at, kv_head * WIDTH])
+                if CODES:
+                    # 32 bits: a cache of 2^31 heads has 2^31 * D bytes.
+                    scale_at = (block * num_kv_heads + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
+                    k_scale = k_scale_tiles.load([scale_at])
+                    v_scale = v_scale_tiles.load([scale_at])
+                    visible = (key + n)[:, None] >= lens - WINDOW
+                    top, total, even, odd = attend_codes(
+                        q_even, q_odd, k, v, k_scale, v_scale, factor, visible, top, total,
+                        even, odd, WINDOW > 0, CONVERTED,
+                    )  # fmt: skip
+                else:
+                    visible = (key + n)[None, :] >= lens - WINDOW
+                    top, total, acc = attend(
+                        q, k, v, visible, scale_log2, top, total, acc, WINDOW > 0, CAP
+                    )
             begin_key = whole_end
         for key in tl.range(begin_key, end_key, BLOCK_N, num_stages=1 if COPIED else None):
-            at, _ = cache_offsets(
-                table, key, end_key, kv_head, num_kv_heads, D, BLOCK_SIZE, BLOCK_N
+            at, scale_at = cache_offsets(
+                table, key, end_key, kv_head, num_kv_heads, WIDTH, BLOCK_SIZE, BLOCK_N
             )
             inside = key + n < end_key
             if WINDOW:
                 inside &= key + n >= shortest - WINDOW
-            loaded = inside[:, None] & (d < D)[None, :]
-            k = tl.load(k_ptr + at[:, None] + d[None, :], mask=loaded, other=0)
-            v = tl.load(v_ptr + at[:, None] + d[None, :], mask=loaded, other=0)
-            visible = sees(lens, (key + n)[None, :], WINDOW) if ROWS > 1 else inside[None, :]
-            top, total, acc = attend(q, k, v, visible, scale_log2, top, total, acc, True, CAP)
+            if CODES:
+                visible = sees(lens, (key + n)[:, None], WINDOW) if ROWS > 1 else inside[:, None]
+            loaded = inside[:, None] & (w < WIDTH)[None, :]
+            k = tl.load(k_ptr + at[:, None] + w[None, :], mask=loaded, other=0)
+            v = tl.load(v_ptr + at[:, None] + w[None, :], mask=loaded, other=0)
+            if CODES:
+                k_scale = tl.load(k_scales_ptr + scale_at, mask=inside, other=1.0)
+                v_scale = tl.load(v_scales_ptr + scale_at, mask=inside, other=1.0)
+                top, total, even, odd = attend_codes(
+                    q_even, q_odd, k, v, k_scale, v_scale, factor, visible, top, total,
+                    even, odd, True, CONVERTED,
+                )  # fmt: skip
+            else:
+                visible = sees(lens, (key + n)[None, :], WINDOW) if ROWS > 1 else inside[None, :]
+                top, total, acc = attend(q, k, v, visible, scale_log2, top, total, acc, True, CAP)
+        if CODES:
+            acc = interleave(even, odd, CONVERTED)
         safe_total = tl.where(total == 0.0, 1.0, total)  # a row without keys gives zeros
         acc = acc / safe_total[:, None]
         if ROWS > 1:
-            acc = tl.where(asked, acc, 0.0)
+            acc = tl.where(asked[:, None] if CODES else asked, acc, 0.0)
         out_row = first_row * num_kv_heads * G + kv_head * G
         if (tile == row_begin) & (stop == row_end):
             heads = out_heads(g, out_row, num_kv_heads, Q, G)
@@ -210,38 +195,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         length = longest(lens_ptr, row, row < batch_size, ROWS)
     if not NEXT_FIRST:
         let_next_begin(EARLY)
-
-
-def plan_decode(
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    num_kv_heads: int,
-    copies_tiles: bool,
-    num_queries: int = 1,
-    group: int = 1,
-) -> DecodePlan:
-    """Divide a batch's contexts among programs, on the device. Reads lengths, writes a few KiB.
-
-    The attention reads the plan while the kernel before it ends; so that must be another kernel.
-
-    A sequence has `num_queries` rows, at consecutive positions, and one row of `block_tables`.
-    `context_lens` [B * num_queries] has the number of keys that each row sees, including its own: 0
-    for unused rows, which are the last ones of a sequence or all. `group` heads share a key head.
-    """
-    device = context_lens.device
-    programs = num_multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR // num_kv_heads
-    if num_queries > 1 and num_queries * group > HALF:
-        programs //= 2
-    programs = max(1, programs)
-    starts = torch.empty(programs, 4, dtype=torch.int32, device=device)
-    arrivals = torch.empty(programs, num_kv_heads, dtype=torch.int32, device=device)
-    _plan_kernel[(programs,)](
-        context_lens, starts, arrivals, len(context_lens) // num_queries, num_kv_heads,
-        BLOCK_B=BLOCK_B, BLOCK_H=next_power_of_2(num_kv_heads), TILE=TILE,
-        MIN_SHARE=MIN_SHARE, ROWS=num_queries,
-    )  # fmt: skip
-    copies_tiles = copies_tiles and can_copy_tiles(device)
-    return DecodePlan(context_lens, block_tables, starts, arrivals, copies_tiles, num_queries)
 
 
 def decode_attention(q: torch.Tensor, kv: KVLayer, plan: DecodePlan) -> torch.Tensor:
@@ -267,6 +220,7 @@ def _attend(
     """Launch the kernel for `count` queries of each sequence, from `first` on."""
     _, num_heads, head_dim = q.shape
     quantized = kv.k_scales is not None
+    assert not quantized or kv.soft_cap is None
     k_cache, v_cache = (as_pairs(x) if quantized else x for x in (kv.k_cache, kv.v_cache))
     _, block_size, num_kv_heads, width = k_cache.shape  # for codes, the width is half of head_dim
     assert q.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
@@ -285,33 +239,24 @@ def _attend(
         tiles_of(cache.view(-1, num_kv_heads * width), block_n, width) if copied else None
         for cache in (k_cache, v_cache)
     ]
+    scales = [None if x is None else x.view(-1) for x in (kv.k_scales, kv.v_scales)]
+    scale_tiles = [
+        TensorDescriptor(x, [len(x)], [1], [block_n]) if copied and x is not None else None
+        for x in scales
+    ]
     warps = 2 if (copied and block_g <= HALF) or (narrow and block_g < 16) else 4
     merged = min(16, max(1, (4096 if narrow else 2048) // (block_g * max(128, block_d))))
     unrolled = 1
     if plan.num_queries > 1:  # two parts are in flight, as iterations of the loop
         merged, unrolled = 1, 1 if block_g > HALF else 2
-    options = dict(
+    least, stages = (8, CODES_STAGES) if quantized else (16, 2)
+    _decode_kernel[(num_kv_heads, len(plan.starts))](
+        q, k_cache, v_cache, *scales, *tiles, *scale_tiles, plan.block_tables, plan.context_lens,
+        plan.starts, plan.arrivals, out, partial, lse, kv.scale * LOG2E, q.stride(0), q.stride(1),
+        plan.block_tables.stride(0), len(q) // plan.num_queries, num_kv_heads,
         ROWS=plan.num_queries, FIRST=first, Q=count, G=group, D=head_dim, BLOCK_SIZE=block_size,
-        BLOCK_G=max(16, block_g), BLOCK_D=block_d, BLOCK_N=block_n, TILE=TILE,
-        MERGED=merged, UNROLLED=unrolled, WINDOW=kv.window or 0, COPIED=copied,
-        NEXT_FIRST=len(q) <= NEXT_FIRST_ROWS, num_stages=2, num_warps=warps, **early(q.device),
-        CAP=cap_log2(kv),
-    )  # fmt: skip
-    kernel = _decode_kernel
-    caches: list[Any] = [k_cache, v_cache, *tiles]
-    if quantized:
-        assert kv.soft_cap is None
-        kernel = decode_codes_kernel
-        options |= dict(BLOCK_G=max(8, block_g), num_stages=CODES_STAGES)
-        options |= dict(CONVERTED=converts_codes(q.device))
-        del options["CAP"]
-        scales = [x.view(-1) for x in (kv.k_scales, kv.v_scales) if x is not None]
-        caches[2:2] = scales
-        caches += [
-            TensorDescriptor(x, [len(x)], [1], [block_n]) if copied else None for x in scales
-        ]
-    kernel[(num_kv_heads, len(plan.starts))](
-        q, *caches, plan.block_tables, plan.context_lens, plan.starts, plan.arrivals, out, partial,
-        lse, kv.scale * LOG2E, q.stride(0), q.stride(1), plan.block_tables.stride(0),
-        len(q) // plan.num_queries, num_kv_heads, **options,
+        BLOCK_G=max(least, block_g), BLOCK_D=block_d, BLOCK_N=block_n, TILE=TILE,
+        MERGED=merged, UNROLLED=unrolled, WINDOW=kv.window or 0, COPIED=copied, CODES=quantized,
+        CONVERTED=quantized and converts_codes(q.device), NEXT_FIRST=len(q) <= NEXT_FIRST_ROWS,
+        CAP=cap_log2(kv), num_stages=stages, num_warps=warps, **early(q.device),
     )  # fmt: skip

@@ -21,8 +21,8 @@ from nanovllm.kernels.triton.common import (
     rows_with_room,
     tiles_of,
 )
+from nanovllm.kernels.triton.experts.experts import Stack, grouped_linear
 from nanovllm.kernels.triton.experts.grouping import LEAST, Groups, find_tile
-from nanovllm.kernels.triton.experts.quantized_experts import grouped_quantized
 from nanovllm.kernels.triton.linear.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.linear.silu_and_mul import gated
 
@@ -144,16 +144,14 @@ def add_experts(
     return add_parts(parts, weights.per_token, residual, norm, eps)
 
 
-def expert_gates(
-    x: Scaled, weight: torch.Tensor | ArrangedMatrix, groups: Groups, per_row: int
-) -> torch.Tensor:
+def expert_gates(x: Scaled, weight: Stack, groups: Groups, per_row: int) -> torch.Tensor:
     """`silu(gate) * up` [N, I] for each pair, from its row's norm and its expert's matrix.
 
     weight is [E, 2 * I, hidden].
     """
     out = x.product.new_empty(len(groups.order), weight.shape[1] // 2)
     if isinstance(weight, ArrangedMatrix):
-        gates = grouped_quantized(x.product, weight, groups, None, out.dtype)
+        gates = grouped_linear(x.product, weight, groups, None, out.dtype)
         _activate(x, gates, out, per_row)
         return out
     _launch(x.product, weight, out, groups, per_row, scaled=x)
@@ -170,14 +168,14 @@ def _activate(x: Scaled, gates: torch.Tensor, out: torch.Tensor, per_row: int) -
 
 
 def expert_parts(
-    x: torch.Tensor, weight: torch.Tensor | ArrangedMatrix, groups: Groups, shares: torch.Tensor
+    x: torch.Tensor, weight: Stack, groups: Groups, shares: torch.Tensor
 ) -> torch.Tensor:
     """Each pair's row of x [N, I] times its expert's matrix, times its share: [N, hidden].
 
     weight is [E, hidden, I]; the result is float32.
     """
     if isinstance(weight, ArrangedMatrix):
-        return grouped_quantized(x, weight, groups, shares, torch.float32)
+        return grouped_linear(x, weight, groups, shares, torch.float32)
     out = x.new_empty(len(x), weight.shape[1], dtype=torch.float32)
     _launch(x, weight, out, groups, 1, shares=shares)
     return out

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.triton.common import can_copy_tiles, dot, num_multiprocessors, tiles_of
-from nanovllm.kernels.triton.experts.tiled_pairs import tile_pairs
+from nanovllm.kernels.triton.experts.grouping import tile_pairs
 from nanovllm.kernels.triton.linear.silu_and_mul import gated
 
 TOGETHER = 8  # tiles of rows for which neighbouring programs read the same weights

@@ -1,6 +1,7 @@
 """ArrangedMatrix: a quantized weight in the layout that the Triton kernels read."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +68,15 @@ class ArrangedMatrix:
     @property
     def device(self) -> torch.device:
         return self.codes.device
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The constants of kernels that read codes and scales."""
+        groups, columns = self.scales.shape[-2:]
+        return dict(
+            GROUPS=groups, GROUP=self.group, COLUMNS=columns, SCALE_ROWS=self.scale_rows,
+            KIND=self.kind, ZEROS=self.zeros is not None, INNER=self.inner,
+        )  # fmt: skip
 
     @property
     def num_bytes(self) -> int:

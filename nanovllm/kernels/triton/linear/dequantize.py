@@ -67,9 +67,7 @@ def dequantize(weight: ArrangedMatrix, dtype: torch.dtype) -> torch.Tensor:
     num_rows = weight.codes.numel() // row_bytes
     _dequantize_kernel[(cdiv(num_rows, BLOCK_N), row_bytes // weight.inner)](
         weight.words, weight.scales, weight.scales if weight.zeros is None else weight.zeros, out,
-        num_rows, N=size_out, K=size_in, ROW_WORDS=row_bytes // WORD,
-        GROUPS=weight.scales.shape[-2], GROUP=weight.group, COLUMNS=weight.scales.shape[-1],
-        SCALE_ROWS=weight.scale_rows,
-        KIND=weight.kind, ZEROS=weight.zeros is not None, INNER=weight.inner, BLOCK_N=BLOCK_N,
+        num_rows, N=size_out, K=size_in, ROW_WORDS=row_bytes // WORD, BLOCK_N=BLOCK_N,
+        **weight.constants,
     )  # fmt: skip
     return out

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.integers import cdiv, next_power_of_2
+from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled
 from nanovllm.kernels.triton.common import (
     ROOM,
@@ -29,7 +29,6 @@ from nanovllm.kernels.triton.common import (
     can_copy_tiles,
     can_overlap,
     dot,
-    early,
     let_next_begin,
     num_multiprocessors,
     rows_with_room,
@@ -40,14 +39,13 @@ from nanovllm.kernels.triton.experts.few_experts import add_experts
 from nanovllm.kernels.triton.linear import held_weights, quantized_rows
 from nanovllm.kernels.triton.linear.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.linear.rounded_linear import can_round
-from nanovllm.kernels.triton.linear.row_outputs import store_outputs
+from nanovllm.kernels.triton.linear.row_outputs import RowOperands, store_outputs
 from nanovllm.kernels.triton.linear.row_tiles import FEW, FEW_ROUNDED
 
 LEAST = 16  # the sizes of matrices that tensor cores multiply are multiples of this
 MOST_ROWS = {32 << 20: 256, 128 << 20: 128}  # by a layer's weights; for more rows cuBLAS is faster
 MOST_OF_LARGE = 64  # the most rows for larger layers
 Weight = torch.Tensor | ArrangedMatrix  # [N, K], or a stack of them
-Addends = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # residual, norm, the product with it
 MOST_TILES = held_weights.MOST_BYTES >> 17  # of `shared_tiles`: a program has 128 KiB of weights
 SHARED_BYTES = {1: 208 << 10, 2: 104 << 10}  # for tiles, by the programs on a multiprocessor
 
@@ -123,7 +121,7 @@ class FewRows:
     def linear(self, x: Scaled, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`norm @ weight.T + bias` for weight [N, K]."""
         out = x.product.new_empty(len(x.product), weight.shape[0])
-        self._launch(x.product, weight, bias, out, scaled=x)
+        self._launch(RowOperands(x.product, bias, out, scaled=x), weight)
         return out
 
     def product(
@@ -131,13 +129,13 @@ class FewRows:
     ) -> torch.Tensor:
         """`x @ weight.T + bias`: a rank's part of a sum."""
         out = x.new_empty(len(x), weight.shape[0])
-        self._launch(x, weight, bias, out)
+        self._launch(RowOperands(x, bias, out), weight)
         return out
 
     def gated(self, x: Scaled, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`silu(gate) * up` of `norm @ weight.T + bias` for weight [2 * N, K]: [T, N]."""
         out = rows_with_room(len(x.product), weight.shape[0] // 2, x.product)
-        self._launch(x.product, weight, bias, out, scaled=x, gated=True)
+        self._launch(RowOperands(x.product, bias, out, scaled=x, gated=True), weight)
         return out
 
     def add(
@@ -154,7 +152,8 @@ class FewRows:
         May overwrite the residual.
         """
         total, product = torch.empty_like(residual), rows_with_room(len(x), weight.shape[0], x)
-        squares = self._launch(x, weight, bias, total, addends=(residual, norm, product))
+        addends = residual, norm, product
+        squares = self._launch(RowOperands(x, bias, total, addends=addends), weight)
         return total, Scaled(product, squares, eps)
 
     def add_experts(
@@ -168,55 +167,43 @@ class FewRows:
         """`residual` plus the experts' outputs, and the sum scaled by the next norm's weight."""
         return add_experts(x, weights, residual, norm, eps)
 
-    def _launch(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        out: torch.Tensor,
-        scaled: Scaled | None = None,
-        gated: bool = False,
-        addends: Addends | None = None,
-    ) -> torch.Tensor:
+    def _launch(self, rows: RowOperands, weight: Weight) -> torch.Tensor:
         """Launch the weight's kernel. Returns the sums of squares, if there are addends."""
         if isinstance(weight, ArrangedMatrix):
             assert weight.order is None, "the kernel takes inputs in the order of the codes"
-            return quantized_rows.launch(x, weight, bias, out, scaled, gated, addends)
-        (num_rows, size_in), size_out = x.shape, out.shape[1]
-        squares = x.new_empty(num_rows, 0, dtype=torch.float32)
-        squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
-        if held_weights.can_hold_tiles(num_rows, weight, gated) and can_overlap(x.device):
-            from nanovllm.kernels.triton.linear import (
-                held_tiles,  # imported here because Triton may not have Gluon
-            )
+            return quantized_rows.launch(rows, weight)
+        x, num_rows = rows.x, len(rows.x)
+        # The kernels in Gluon are imported here because Triton may not have Gluon.
+        if held_weights.can_hold_tiles(num_rows, weight, rows.gated) and can_overlap(x.device):
+            from nanovllm.kernels.triton.linear import held_tiles
 
-            return held_tiles.launch(x, weight, bias, out, squares_in, eps, gated, addends)
+            return held_tiles.launch(rows, weight)
         if held_weights.can_share_tiles(num_rows, weight) and can_overlap(x.device):
             from nanovllm.kernels.triton.linear import shared_tiles
 
             zeros = self.arrivals
             if zeros is None:
                 zeros = x.new_zeros(MOST_TILES, dtype=torch.int32)
-            return shared_tiles.launch(x, weight, bias, out, squares_in, eps, gated, addends, zeros)
+            return shared_tiles.launch(rows, weight, zeros)
         if held_weights.can_hold(num_rows, weight):
-            return held_weights.launch(x, weight, bias, out, squares_in, eps, gated, addends)
-        tiles = tiles_for(num_rows, size_in, size_out, gated, num_multiprocessors(x.device))
-        columns = size_out // tiles.outputs
-        if addends:
-            squares = x.new_empty(num_rows, columns, dtype=torch.float32)
-        residual, norm, product = addends or (x, x, x)
-        width = squares_in.shape[1]
-        _linear_kernel[(cdiv(num_rows, tiles.rows), columns)](
-            tiles_of(with_room(x, tiles.rows), tiles.rows, tiles.inputs),
-            tiles_of(weight, tiles.outputs, tiles.inputs),
-            squares_in, x if bias is None else bias, residual, norm, out, product, squares,
-            num_rows, eps,
-            N=size_out, K=size_in, P=width, BLOCK_P=next_power_of_2(max(1, width)),
-            BIAS=0 if bias is None else bias.dim(), GATED=gated, ADD=addends is not None,
-            BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, BLOCK_K=tiles.inputs,
-            num_warps=4, num_stages=tiles.stages, **early(x.device),
-        )  # fmt: skip
-        return squares
+            return held_weights.launch(rows, weight)
+        return _launch_tiles(rows, weight)
+
+
+def _launch_tiles(rows: RowOperands, weight: torch.Tensor) -> torch.Tensor:
+    """Launch the kernel for any weight. Returns the sums of squares, if there are addends."""
+    x, (num_rows, size_out) = rows.x, rows.out.shape
+    processors = num_multiprocessors(x.device)
+    tiles = tiles_for(num_rows, x.shape[1], size_out, rows.gated, processors)
+    columns = size_out // tiles.outputs
+    tensors, constants = rows.arguments(columns)
+    _linear_kernel[(cdiv(num_rows, tiles.rows), columns)](
+        tiles_of(with_room(x, tiles.rows), tiles.rows, tiles.inputs),
+        tiles_of(weight, tiles.outputs, tiles.inputs), *tensors, num_rows, rows.eps,
+        BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, BLOCK_K=tiles.inputs,
+        num_warps=4, num_stages=tiles.stages, **constants,
+    )  # fmt: skip
+    return tensors[-1]
 
 
 @dataclass(frozen=True, slots=True)

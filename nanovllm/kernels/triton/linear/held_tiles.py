@@ -16,9 +16,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from nanovllm.kernels.integers import next_power_of_2
-from nanovllm.kernels.triton.common import early
 from nanovllm.kernels.triton.linear.held_weights import HELD, TILE
-from nanovllm.kernels.triton.linear.row_outputs import store_outputs
+from nanovllm.kernels.triton.linear.row_outputs import RowOperands, store_outputs
 
 TOGETHER = gl.constexpr(8)  # neighbouring inputs, 16 bytes
 
@@ -135,36 +134,17 @@ def _held_tiles_kernel(  # type: ignore[no-untyped-def]
                   N, K, P, BIAS, GATED, ADD, BLOCK_N)  # fmt: skip
 
 
-def launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    squares_in: torch.Tensor,
-    eps: float,
-    gated: bool,
-    addends: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-) -> torch.Tensor:
-    """Launch the kernel for a weight that `can_hold_tiles`. Returns the sums of squares, if any.
-
-    `squares_in` has no columns if x is not to be scaled. There are sums of squares if there are
-    addends.
-    """
+def launch(rows: RowOperands, weight: torch.Tensor) -> torch.Tensor:
+    """Launch the kernel for a weight that `can_hold_tiles`. Returns the sums of squares, if any."""
+    x, (num_rows, size_out), size_in = rows.x, rows.out.shape, rows.x.shape[1]
     assert x.is_contiguous() and weight.is_contiguous()
-    (num_rows, size_in), size_out = x.shape, out.shape[1]
-    held = TILE * size_in * (1 + gated)
+    held = TILE * size_in * (1 + rows.gated)
     outputs = 2 * TILE if held <= HELD and size_out % (2 * TILE) == 0 else TILE
     warps = 8 if held <= 2 * HELD else 16
     part = size_in // warps & -(size_in // warps)  # a power of two
-    programs, width = size_out // outputs, squares_in.shape[1]
-    squares = x.new_empty(num_rows, programs if addends else 0, dtype=torch.float32)
-    residual, norm, product = addends or (x, x, x)
-    _held_tiles_kernel[(1, programs)](
-        x, weight, squares_in, x if bias is None else bias, residual, norm, out, product, squares,
-        num_rows, eps,
-        N=size_out, K=size_in, P=width, BLOCK_P=next_power_of_2(max(1, width)),
-        BIAS=0 if bias is None else bias.dim(), GATED=gated, ADD=addends is not None,
-        BLOCK_T=max(8, next_power_of_2(num_rows)), BLOCK_N=outputs, PART=part, WARPS=warps,
-        num_warps=warps, **early(x.device),
+    tensors, constants = rows.arguments(size_out // outputs)
+    _held_tiles_kernel[(1, size_out // outputs)](
+        x, weight, *tensors, num_rows, rows.eps, BLOCK_T=max(8, next_power_of_2(num_rows)),
+        BLOCK_N=outputs, PART=part, WARPS=warps, num_warps=warps, **constants,
     )  # fmt: skip
-    return squares
+    return tensors[-1]

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.integers import next_power_of_2
-from nanovllm.kernels.triton.common import await_inputs, early, let_next_begin
-from nanovllm.kernels.triton.linear.row_outputs import store_outputs
+from nanovllm.kernels.triton.common import await_inputs, let_next_begin
+from nanovllm.kernels.triton.linear.row_outputs import RowOperands, store_outputs
 
 MOST_ROWS = 2
 MOST_BYTES = 16 << 20  # of a matrix: as much as programs that run at the same time can hold
@@ -95,33 +95,15 @@ def can_share_tiles(num_rows: int, weight: torch.Tensor) -> bool:
     )  # fmt: skip
 
 
-def launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    squares_in: torch.Tensor,
-    eps: float,
-    gated: bool,
-    addends: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-) -> torch.Tensor:
-    """Launch the kernel; `squares_in` has no columns if x is not to be scaled.
-
-    Returns the sums of squares, if there are addends.
-    """
+def launch(rows: RowOperands, weight: torch.Tensor) -> torch.Tensor:
+    """Launch the kernel for a weight that `can_hold`. Returns the sums of squares, if any."""
+    x, (num_rows, size_out) = rows.x, rows.out.shape
     assert x.is_contiguous() and weight.is_contiguous()
-    (num_rows, size_in), size_out = x.shape, out.shape[1]
-    block_k = next_power_of_2(size_in)
-    outputs = min(HELD // block_k // (1 + gated), size_out & -size_out)
-    programs, width = size_out // outputs, squares_in.shape[1]
-    squares = x.new_empty(num_rows, programs if addends else 0, dtype=torch.float32)
-    residual, norm, product = addends or (x, x, x)
-    _held_kernel[(1, programs)](
-        x, weight, squares_in, x if bias is None else bias, residual, norm, out, product, squares,
-        num_rows, eps,
-        N=size_out, K=size_in, P=width, BLOCK_P=next_power_of_2(max(1, width)),
-        BIAS=0 if bias is None else bias.dim(), GATED=gated, ADD=addends is not None,
-        BLOCK_T=next_power_of_2(num_rows), BLOCK_N=outputs, BLOCK_K=block_k, num_warps=WARPS,
-        **early(x.device),
+    block_k = next_power_of_2(x.shape[1])
+    outputs = min(HELD // block_k // (1 + rows.gated), size_out & -size_out)
+    tensors, constants = rows.arguments(size_out // outputs)
+    _held_kernel[(1, size_out // outputs)](
+        x, weight, *tensors, num_rows, rows.eps, BLOCK_T=next_power_of_2(num_rows),
+        BLOCK_N=outputs, BLOCK_K=block_k, num_warps=WARPS, **constants,
     )  # fmt: skip
-    return squares
+    return tensors[-1]

@@ -8,6 +8,7 @@ from nanovllm.kernels.triton.linear.dequantize import dequantize
 from nanovllm.kernels.triton.linear.quantize_rows import RoundedRows
 from nanovllm.kernels.triton.linear.quantized_rows import launch
 from nanovllm.kernels.triton.linear.rounded_linear import rounded_linear, rounding_of
+from nanovllm.kernels.triton.linear.row_outputs import RowOperands
 from nanovllm.kernels.triton.linear.row_tiles import most_rows
 
 __all__ = ["ArrangedMatrix", "arrange", "quantized_linear", "rounding_of"]
@@ -34,6 +35,6 @@ def quantized_linear(
     if len(x) <= most_rows(weight, x.dtype) and weight.has_rows_kernel:
         out = x.new_empty(len(x), weight.size_out)
         if len(x):
-            launch(x, weight, bias, out)
+            launch(RowOperands(x, bias, out), weight)
         return out
     return F.linear(x, dequantize(weight, x.dtype), bias)

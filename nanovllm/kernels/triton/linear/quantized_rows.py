@@ -11,13 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.integers import cdiv, next_power_of_2
-from nanovllm.kernels.operands.scaled import Scaled
+from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.triton.common import (
     await_inputs,
     can_copy_tiles,
     dot,
-    early,
     leave_parts,
     let_next_begin,
     sum_parts,
@@ -30,7 +28,7 @@ from nanovllm.kernels.triton.linear.arranged import (
     WORD,
     ArrangedMatrix,
 )
-from nanovllm.kernels.triton.linear.row_outputs import store_outputs
+from nanovllm.kernels.triton.linear.row_outputs import RowOperands, store_outputs
 from nanovllm.kernels.triton.linear.row_tiles import RowTiles, choose_tiles
 from nanovllm.kernels.triton.linear.unpack import unpack
 
@@ -203,29 +201,19 @@ def _quantized_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch(
-    x: torch.Tensor,
-    weight: ArrangedMatrix,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    scaled: Scaled | None = None,
-    gated: bool = False,
-    addends: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    tiles: RowTiles | None = None,
+    rows: RowOperands, weight: ArrangedMatrix, tiles: RowTiles | None = None
 ) -> torch.Tensor:
-    """Launch the kernel on x [T, K]. Returns the sums of squares, if there are addends."""
-    (num_rows, size_in), size_out = x.shape, out.shape[1]
-    assert x.is_contiguous() and out.is_contiguous() and weight.has_rows_kernel
-    tiles = tiles or choose_tiles(num_rows, weight, gated, x.dtype)
+    """Launch the kernel. Returns the sums of squares, if there are addends."""
+    x, (num_rows, size_out), size_in = rows.x, rows.out.shape, rows.x.shape[1]
+    assert x.is_contiguous() and rows.out.is_contiguous() and weight.has_rows_kernel
+    tiles = tiles or choose_tiles(num_rows, weight, rows.gated, x.dtype)
     columns = cdiv(size_out, tiles.outputs)
     assert weight.padded_in % (weight.inner * tiles.runs) == 0
     assert cdiv(num_rows, tiles.rows) <= MOST_ROW_TILES and tiles.outputs >= LEAST_OUTPUTS
-    squares = x.new_empty(num_rows, columns if addends else 0, dtype=torch.float32)
-    residual, norm, product = addends or (x, x, x)
-    squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
-    width = 0 if scaled is None else squares_in.shape[1]
-    parts = squares
+    tensors, constants = rows.arguments(columns)
+    parts = squares = tensors[-1]
     if tiles.splits > 1:
-        parts = x.new_empty(tiles.splits, 1 + gated, num_rows, size_out, dtype=torch.float32)
+        parts = x.new_empty(tiles.splits, 1 + rows.gated, num_rows, size_out, dtype=torch.float32)
     copied = can_copy_tiles(x.device)
     # Rows can be copied if they begin at multiples of 16 bytes.
     copied_x = copied and tiles.copies_x and size_in * x.itemsize % 16 == 0
@@ -241,15 +229,11 @@ def launch(
         tiles_of(weight.words, tiles.outputs, weight.inner // WORD) if copied else None,
         weight.scales, tiles_of(weight.scales, 1, tiles.outputs) if copied_scales else None,
         zeros, tiles_of(zeros, 1, tiles.outputs) if copied_scales else None,
-        squares_in, x if bias is None else bias, residual, norm, out, product, squares, parts,
-        weight.arrivals, num_rows, eps,
-        N=size_out, K=size_in, PADDED=weight.padded_in, GROUPS=weight.scales.shape[-2],
-        GROUP=weight.group, COLUMNS=weight.scales.shape[-1], SCALE_ROWS=weight.scale_rows,
-        KIND=weight.kind, ZEROS=weight.zeros is not None,
-        P=width, BLOCK_P=next_power_of_2(max(1, width)), BIAS=0 if bias is None else bias.dim(),
-        GATED=gated, ADD=addends is not None, SPLIT=tiles.splits,
-        BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, INNER=weight.inner, RUNS=tiles.runs,
+        *tensors, parts, weight.arrivals, num_rows, rows.eps,
+        PADDED=weight.padded_in, SPLIT=tiles.splits,
+        BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, RUNS=tiles.runs,
         COPIED=copied, COPIED_X=copied_x, COPIED_SCALES=copied_scales,
-        num_warps=tiles.warps, STAGES=tiles.stages, **early(x.device),
+        num_warps=tiles.warps, STAGES=tiles.stages, **weight.constants,
+        **constants,
     )  # fmt: skip
     return squares

@@ -1,9 +1,53 @@
-"""The end of kernels that multiply few rows: norm, bias, activation, residual and stores."""
+"""What kernels that multiply few rows share: their operands, and the end that stores outputs.
 
+T rows, K inputs, N outputs.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.integers import next_power_of_2
+from nanovllm.kernels.operands.scaled import Scaled
+from nanovllm.kernels.triton.common import early
 from nanovllm.kernels.triton.linear.silu_and_mul import gated
+
+Addends = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # residual, norm, the product with it
+
+
+class RowOperands(NamedTuple):
+    """What a product of few rows reads and writes, except for its weight."""
+
+    x: torch.Tensor  # [T, K]
+    bias: torch.Tensor | None  # [N], or one for each row; 2 * N if gated
+    out: torch.Tensor  # [T, N]
+    scaled: Scaled | None = None  # x with its sums of squares, if outputs are to be scaled
+    gated: bool = False
+    addends: Addends | None = None
+
+    @property
+    def eps(self) -> float:
+        return 0.0 if self.scaled is None else self.scaled.eps
+
+    def arguments(self, columns: int) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+        """The tensors and the constants of a kernel with `columns` tiles of outputs.
+
+        The last tensor is for the sums of squares. It has no columns without addends.
+        """
+        x, bias = self.x, self.bias
+        squares = x.new_empty(len(x), columns if self.addends else 0, dtype=torch.float32)
+        squares_in = squares if self.scaled is None else self.scaled.squares
+        width = 0 if self.scaled is None else squares_in.shape[1]
+        residual, norm, product = self.addends or (x, x, x)
+        constants = dict(
+            N=self.out.shape[1], K=x.shape[1], P=width, BLOCK_P=next_power_of_2(max(1, width)),
+            BIAS=0 if bias is None else bias.dim(), GATED=self.gated,
+            ADD=self.addends is not None, **early(x.device),
+        )  # fmt: skip
+        tensors = squares_in, x if bias is None else bias, residual, norm, self.out, product
+        return (*tensors, squares), constants
 
 
 @triton.jit

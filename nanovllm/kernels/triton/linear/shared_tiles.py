@@ -27,10 +27,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from nanovllm.kernels.integers import next_power_of_2
 from nanovllm.kernels.triton.attention.hopper_tiles import MATRIX
-from nanovllm.kernels.triton.common import early, leave_parts, with_room
+from nanovllm.kernels.triton.common import leave_parts, with_room
 from nanovllm.kernels.triton.linear.held_tiles import begin, sum_squares
 from nanovllm.kernels.triton.linear.held_weights import SHARED_OUTPUTS, TILE_INPUTS
-from nanovllm.kernels.triton.linear.row_outputs import store_outputs
+from nanovllm.kernels.triton.linear.row_outputs import RowOperands, store_outputs
 
 OUTPUTS = gl.constexpr(SHARED_OUTPUTS)  # rows of the weight; if gated, half gates and half ups
 INPUTS = gl.constexpr(TILE_INPUTS)  # inputs of a program
@@ -141,40 +141,25 @@ def _shared_tiles_kernel(  # type: ignore[no-untyped-def]
                   N, K, P, BIAS, GATED, ADD, BLOCK_N)  # fmt: skip
 
 
-def launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    squares_in: torch.Tensor,
-    eps: float,
-    gated: bool,
-    addends: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    arrivals: torch.Tensor,
-) -> torch.Tensor:
+def launch(rows: RowOperands, weight: torch.Tensor, arrivals: torch.Tensor) -> torch.Tensor:
     """Launch the kernel for a weight that `can_share_tiles`. Returns the sums of squares, if any.
 
-    `squares_in` has no columns if x is not to be scaled. There are sums of squares if there are
-    addends. `arrivals` are zeros, one for each tile of outputs.
+    `arrivals` are zeros, one for each tile of outputs.
     """
+    x, gated, (num_rows, size_out), size_in = rows.x, rows.gated, rows.out.shape, rows.x.shape[1]
     assert x.is_contiguous() and weight.is_contiguous()
-    (num_rows, size_in), size_out = x.shape, out.shape[1]
     block_t, block_n = max(8, next_power_of_2(num_rows)), OUTPUTS.value // (1 + gated)
-    tiles, splits, width = size_out // block_n, size_in // INPUTS.value, squares_in.shape[1]
+    tiles, splits = size_out // block_n, size_in // INPUTS.value
     assert splits == 1 or tiles <= len(arrivals)
-    squares = x.new_empty(num_rows, tiles if addends else 0, dtype=torch.float32)
-    parts = squares
+    tensors, constants = rows.arguments(tiles)
+    parts = squares = tensors[-1]
     if splits > 1:
         parts = x.new_empty(tiles, splits, OUTPUTS.value, block_t, dtype=torch.float32)
-    residual, norm, product = addends or (x, x, x)
     _shared_tiles_kernel[(splits, tiles)](
         _described(with_room(x, block_t), [block_t, COPIED.value]),
         _described(weight.view(1 + gated, size_out, size_in), [1 + gated, block_n, COPIED.value]),
-        squares_in, x if bias is None else bias, residual, norm, out, product, squares, parts,
-        arrivals, num_rows, eps,
-        N=size_out, K=size_in, P=width, BLOCK_P=next_power_of_2(max(1, width)),
-        BIAS=0 if bias is None else bias.dim(), GATED=gated, ADD=addends is not None,
-        BLOCK_T=block_t, num_warps=WARPS.value, **early(x.device),
+        *tensors, parts, arrivals, num_rows, rows.eps,
+        BLOCK_T=block_t, num_warps=WARPS.value, **constants,
     )  # fmt: skip
     return squares
 

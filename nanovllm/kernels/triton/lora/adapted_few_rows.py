@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels.operands.low_rank import LowRank
-from nanovllm.kernels.operands.scaled import Scaled
 from nanovllm.kernels.side_stream import overlapped
-from nanovllm.kernels.triton.linear.few_rows import Addends, FewRows, Weight
+from nanovllm.kernels.triton.linear.few_rows import FewRows, Weight
+from nanovllm.kernels.triton.linear.row_outputs import RowOperands
 from nanovllm.kernels.triton.lora import adapted_linear
-from nanovllm.kernels.triton.lora.lora import lora_bias, lora_down, lora_up, lora_up_scaled
+from nanovllm.kernels.triton.lora.lora import lora_bias, lora_down, lora_up
 from nanovllm.kernels.triton.lora.row_groups import RowGroups
 
 
@@ -53,40 +53,25 @@ class AdaptedFewRows(FewRows):
     groups: RowGroups
     adapters: Mapping[int, CountedAdapters]
 
-    def _launch(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        bias: torch.Tensor | None,
-        out: torch.Tensor,
-        scaled: Scaled | None = None,
-        gated: bool = False,
-        addends: Addends | None = None,
-    ) -> torch.Tensor:
-        adapters, groups = self.adapters.get(id(weight)), self.groups
+    def _launch(self, rows: RowOperands, weight: Weight) -> torch.Tensor:
+        adapters, groups, launch = self.adapters.get(id(weight)), self.groups, super()._launch
         if adapters is None:
-            return super()._launch(x, weight, bias, out, scaled, gated, addends)
-        low_rank, arrivals = adapters
+            return launch(rows, weight)
+        x, scaled, (low_rank, arrivals) = rows.x, rows.scaled, adapters
         if isinstance(weight, torch.Tensor):
-            division = adapted_linear.divide(len(x), weight, low_rank, groups, gated)
+            division = adapted_linear.divide(len(x), weight, low_rank, groups, rows.gated)
             if division is not None:
-                return adapted_linear.launch(
-                    x, weight, bias, out, scaled, gated, addends, low_rank, groups, division,
-                    arrivals,
-                )  # fmt: skip
-        launch = partial(super()._launch, x, weight)
-        if gated:
+                return adapted_linear.launch(rows, weight, low_rank, groups, division, arrivals)
+        if rows.gated:
             assert scaled is not None
-            of_rows = lora_bias(scaled, low_rank, groups)
-            bias = of_rows if bias is None else of_rows.add_(bias)
-            return launch(bias, out, scaled, gated, addends)
+            bias = lora_bias(scaled, low_rank, groups)
+            if rows.bias is not None:
+                bias.add_(rows.bias)
+            return launch(rows._replace(bias=bias), weight)
         down_of = partial(lora_down, x, low_rank, groups)
-        if addends:
-            lora_up(down_of(), low_rank, groups, addends[0])
-            return launch(bias, out, scaled, gated, addends)
-        squares, down = overlapped(x.device, partial(launch, bias, out, scaled), down_of)
-        if scaled is None:
-            lora_up(down, low_rank, groups, out)
-        else:
-            lora_up_scaled(down, scaled, low_rank, groups, out)
+        if rows.addends:
+            lora_up(down_of(), low_rank, groups, rows.addends[0])
+            return launch(rows, weight)
+        squares, down = overlapped(x.device, partial(launch, rows, weight), down_of)
+        lora_up(down, low_rank, groups, rows.out, scaled=scaled)
         return squares

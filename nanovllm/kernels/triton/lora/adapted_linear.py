@@ -16,18 +16,16 @@ import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.operands.low_rank import LowRank
-from nanovllm.kernels.operands.scaled import Scaled
 from nanovllm.kernels.triton.common import (
     await_inputs,
     dot,
-    early,
     let_next_begin,
     num_multiprocessors,
     tiles_of,
     with_room,
 )
-from nanovllm.kernels.triton.linear.few_rows import Addends, FewRowsTiles, multiply_tiles, tiles_for
-from nanovllm.kernels.triton.linear.row_outputs import store_outputs
+from nanovllm.kernels.triton.linear.few_rows import FewRowsTiles, multiply_tiles, tiles_for
+from nanovllm.kernels.triton.linear.row_outputs import RowOperands, store_outputs
 from nanovllm.kernels.triton.lora.lora import MOST_PROJECTIONS, multiply_down
 from nanovllm.kernels.triton.lora.row_groups import RowGroups
 
@@ -247,13 +245,8 @@ def divide(
 
 
 def launch(
-    x: torch.Tensor,
+    rows: RowOperands,
     weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    scaled: Scaled | None,
-    gated: bool,
-    addends: Addends | None,
     low_rank: LowRank,
     groups: RowGroups,
     division: Division,
@@ -265,14 +258,10 @@ def launch(
     that have rows, and the rows.
     """
     ids, sorted_rows, num_rows, num_groups = groups
-    (size_out, size_in), tiles = (out.shape[1], x.shape[1]), division.tiles
+    x, tiles, (size_out, size_in) = rows.x, division.tiles, (rows.out.shape[1], rows.x.shape[1])
     assert len(x) == num_rows and x.is_contiguous()
     assert low_rank.a.shape[2] == size_in and len(low_rank.sizes) <= MOST_PROJECTIONS
-    columns = size_out // tiles.outputs if addends else 0
-    squares = x.new_empty(num_rows, columns, dtype=torch.float32)
-    squares_in, eps = (squares, 0.0) if scaled is None else (scaled.squares, scaled.eps)
-    residual, norm, product = addends or (x, x, x)
-    width = 0 if scaled is None else squares_in.shape[1]
+    tensors, constants = rows.arguments(size_out // tiles.outputs)
     max_rank, projections = low_rank.max_rank, len(low_rank.sizes)
     part_size = cdiv(cdiv(size_in, PARTS), 16) * 16
     down_inputs = min(MOST_INPUTS, max(16, next_power_of_2(part_size)))
@@ -282,16 +271,13 @@ def launch(
         tiles_of(with_room(x, tiles.rows), tiles.rows, tiles.inputs),
         tiles_of(weight, tiles.outputs, tiles.inputs),
         x, low_rank.a, low_rank.b, low_rank.ranks, down, ids, sorted_rows.order,
-        sorted_rows.bounds, sorted_rows.tile_ends, arrivals,
-        squares_in, x if bias is None else bias, residual, norm, out, product, squares,
-        num_rows, num_groups, x.stride(0), size0, size1, eps,
+        sorted_rows.bounds, sorted_rows.tile_ends, arrivals, *tensors,
+        num_rows, num_groups, x.stride(0), size0, size1, rows.eps,
         division.num_downs, sorted_rows.num_tiles, part_size,
-        N=size_out, K=size_in, P=width, BLOCK_P=next_power_of_2(max(1, width)),
-        BIAS=0 if bias is None else bias.dim(), GATED=gated, ADD=addends is not None,
         BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, BLOCK_K=tiles.inputs,
         PROJECTIONS=projections, MAX_RANK=max_rank, PARTS=PARTS, BLOCK_M=sorted_rows.block_m,
         BLOCK_DOWN=BLOCK_DOWN, DOWN_INPUTS=down_inputs, ONE=part_size <= down_inputs,
         BLOCK_R=division.ranks, BLOCK_J=division.together * division.ranks, BLOCK_E=groups.block_e,
-        num_warps=4, num_stages=tiles.stages, **early(x.device),
+        num_warps=4, num_stages=tiles.stages, **constants,
     )  # fmt: skip
-    return squares
+    return tensors[-1]
