@@ -19,7 +19,7 @@ from nanovllm.kernels.side_stream import overlapped
 from nanovllm.kernels.triton.linear.few_rows import FewRows, Weight
 from nanovllm.kernels.triton.linear.row_outputs import RowOperands
 from nanovllm.kernels.triton.lora import adapted_linear
-from nanovllm.kernels.triton.lora.lora import lora_bias, lora_down, lora_up
+from nanovllm.kernels.triton.lora.lora import launch_up, lora_bias, lora_down, lora_up
 from nanovllm.kernels.triton.lora.row_groups import RowGroups
 
 
@@ -73,5 +73,5 @@ class AdaptedFewRows(FewRows):
             lora_up(down_of(), low_rank, groups, rows.addends[0])
             return launch(rows, weight)
         squares, down = overlapped(x.device, partial(launch, rows, weight), down_of)
-        lora_up(down, low_rank, groups, rows.out, scaled=scaled)
+        launch_up(down, low_rank, groups, rows.out, scaled=scaled)
         return squares

@@ -204,15 +204,26 @@ def lora_down(x: torch.Tensor, weights: LowRank, groups: RowGroups) -> torch.Ten
     return down
 
 
+def lora_up(
+    down: torch.Tensor,
+    weights: LowRank,
+    groups: RowGroups,
+    out: torch.Tensor,
+    shares: torch.Tensor | None = None,
+) -> None:
+    """Add `down @ B.T` to the rows of `out` with an adapter, times `shares` if given."""
+    launch_up(down, weights, groups, out, shares)
+
+
 def lora_bias(x: Scaled, weights: LowRank, groups: RowGroups) -> torch.Tensor:
     """The adapters' outputs for rows with an unfinished norm: [T, N], zeros without an adapter."""
     down = lora_down(x.product, weights, groups)
     out = x.product.new_empty(groups.num_rows, weights.b.shape[2])
-    lora_up(down, weights, groups, out, scaled=x, sets=True)
+    launch_up(down, weights, groups, out, scaled=x, sets=True)
     return out
 
 
-def lora_up(
+def launch_up(
     down: torch.Tensor,
     weights: LowRank,
     groups: RowGroups,
@@ -221,11 +232,10 @@ def lora_up(
     scaled: Scaled | None = None,
     sets: bool = False,
 ) -> None:
-    """Add `down @ B.T` to the rows of `out` with an adapter, times `shares` if given.
+    """`lora_up`, also for rows `scaled` that lack their norm's factor.
 
-    If the inputs lack their norm's factor, they are `scaled`. If `sets`, outputs are set instead,
-    to zeros for rows without an adapter. Bytes moved: the rows of `out`, read and written, and B
-    once for each tile of a group's rows.
+    If `sets`, outputs are set, to zeros for rows without an adapter. Bytes moved: the rows of
+    `out`, read and written, and B once for each tile of a group's rows.
     """
     _, sorted_rows, num_rows, num_groups = groups
     size_out, projections = weights.b.shape[2], weights.ranks.shape[1]
