@@ -162,11 +162,8 @@ def test_published_models_have_their_number_of_parameters(tmp_path: Path, name: 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_layers_keep_what_the_config_says(tmp_path: Path, name: str) -> None:
     """Memory is planned by the config. At run time only families from outside are checked."""
-    config, num_heads = (
-        read(tmp_path, PUBLISHED[name][0]),
-        PUBLISHED[name][0]["num_attention_heads"],
-    )
-    for ranks in Ranks(), Ranks(0, 2 if num_heads % 2 == 0 else 3):
+    config = read(tmp_path, PUBLISHED[name][0])
+    for ranks in Ranks(), Ranks(0, 3 if config.num_attention_heads % 2 else 2):
         config.check_parallel_size(ranks.size)
         with torch.device("meta"):
             check_model(config, build_model(config, 16, ranks), ranks)
