@@ -10,7 +10,9 @@ import pytest
 import torch
 import transformers
 
+from nanovllm.layers.ranks import Ranks
 from nanovllm.models import model_size
+from nanovllm.models.check import check_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.experts import SparseConfig
 from nanovllm.models.family import MODELS
@@ -155,6 +157,16 @@ def test_published_models_have_their_number_of_parameters(tmp_path: Path, name: 
         model = build_model(config, max_positions=16)
     assert sum(param.numel() for param in model.parameters()) == count
     assert model_size.num_params(config) == count
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_layers_keep_what_the_config_says(tmp_path: Path, name: str) -> None:
+    """Memory is planned by the config. At run time only families from outside are checked."""
+    config = read(tmp_path, PUBLISHED[name][0])
+    for ranks in Ranks(), Ranks(0, 3 if config.num_attention_heads % 2 else 2):
+        config.check_parallel_size(ranks.size)
+        with torch.device("meta"):
+            check_model(config, build_model(config, 16, ranks), ranks)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

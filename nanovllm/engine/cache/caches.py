@@ -20,8 +20,9 @@ class CacheLayout(NamedTuple):
 
 
 class Caches:
-    """The KV blocks of all sequences, for a model that keeps no states. `CachesWithStates` is for
-    other models.
+    """The KV blocks of all sequences, for a model that keeps no states.
+
+    `CachesWithStates` is for other models.
     """
 
     states: "StateSlots | None" = None

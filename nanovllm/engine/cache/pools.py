@@ -21,12 +21,10 @@ NewMemory = Callable[[int], torch.Tensor]  # zeroed memory of a number of bytes 
 
 
 class KVPool:
-    """One tensor with what all layers keep of tokens, or two with scales: `[slots, blocks, ...]`.
+    """One tensor with what all layers keep of tokens: `[slots, blocks, ...]`.
 
-    All groups share the blocks; a layer's keys and values have slots.
-
-    A quantized pool also has scales, in the same slots. `linked` pools have blocks with the same
-    numbers.
+    All groups share the blocks; a layer's keys and values have slots. A quantized pool also has a
+    tensor of scales, with the same slots. `linked` pools have blocks with the same numbers.
     """
 
     def __init__(
@@ -111,8 +109,9 @@ class CacheBytes(NamedTuple):
 
 
 class CachePools:
-    """The pools of a model that keeps no states. `PoolsWithStates` is for other
-    models. `layout` says what was made.
+    """The pools of a model that keeps no states. `layout` says what was made.
+
+    `PoolsWithStates` is for other models.
     """
 
     slots_per_sequence = 0  # of a running sequence, for the states of its last tokens

@@ -41,13 +41,13 @@ def load_part(
             backend = placement.backend
             model.bind(backend, few_rows=backend.graph_safe and not config.enforce_eager)
     trim_heap()
-    quantization = model_config.quantization
+    quantized = model_config.quantization.descriptions if model_config.quantization else []
     logger.info(
         "%s on %s in %s, %s loaded in %.1f s; quantized: %s; attention: %s, other kernels: %s",
         model_config.architecture, placement.device, str(placement.dtype).removeprefix("torch."),
         memory_text(num_bytes), time.perf_counter() - start,
-        "; ".join(quantization.descriptions) if quantization else "no",
-        placement.backend.attention.name, placement.backend.kernels.name,
+        "; ".join(quantized) or "no", placement.backend.attention.name,
+        placement.backend.kernels.name,
     )  # fmt: skip
     return model.eval()
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from selection import examples
 
 from nanovllm import SamplingParams
+from nanovllm.engine.requests.output_text import OutputText
 from nanovllm.engine.requests.stop_text import TextUntilStop
 from nanovllm.engine.schedule.sequence import End, Sequence
 
@@ -30,9 +31,14 @@ class Words:
         return self.pieces[token_id]
 
 
-def follow(tokenizer: Any, ids: list[int], **params: Any) -> tuple[TextUntilStop, Sequence, int]:
+def text_of(tokenizer: Any, params: SamplingParams) -> OutputText:
+    """The follower that a request with these parameters has."""
+    return (TextUntilStop if params.stop else OutputText)(tokenizer, params)
+
+
+def follow(tokenizer: Any, ids: list[int], **params: Any) -> tuple[OutputText, Sequence, int]:
     """The text of `ids` until something stops it, and how many ids that took."""
-    text = TextUntilStop(tokenizer, SamplingParams(**params))
+    text = text_of(tokenizer, SamplingParams(**params))
     seq = Sequence([0, 1], SamplingParams(**params))
     emitted = ""
     for count, token_id in enumerate(ids, 1):
@@ -159,7 +165,7 @@ def test_certain_text_is_that_of_the_slow_twin(
 ) -> None:
     """Whenever it is asked for, with stops that are in the text before `min_tokens` too."""
     params = SamplingParams(stop=stops, min_tokens=min_tokens, max_tokens=None)
-    text, seq = TextUntilStop(Words(pieces), params), Sequence([0], params)
+    text, seq = text_of(Words(pieces), params), Sequence([0], params)
     for count in range(1, len(pieces) + 1):
         seq.token_ids.append(count - 1)
         if text.update(seq) is not None:

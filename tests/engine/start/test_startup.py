@@ -36,6 +36,15 @@ def test_the_log_says_how_weights_and_kv_are_kept(
     assert "KV cache in float8_e4m3fn: 128 tokens" in text
 
 
+def test_the_log_says_that_nothing_is_quantized_if_only_the_kv_cache_has_scales(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = dict(quant_method="compressed-tensors", format="dense", config_groups={})
+    make_model(tmp_path, quantization_config=config)
+    text = "\n".join(log_of(caplog, model=tmp_path, load_format="dummy"))
+    assert "; quantized: no; " in text
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_logged_memory_counts_the_quantized_copy_of_a_tied_head(
     tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
