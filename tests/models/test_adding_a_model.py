@@ -77,13 +77,13 @@ def test_the_page_names_every_choice_that_exists() -> None:
         plus_one_norm,
         sparse_mlp,
     )
-    from nanovllm.models import parts
+    from nanovllm.models import experts, parts
 
     table = "\n".join(re.findall(r"^\|.*\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     named = set(re.findall(r"`(?:parts\.)?(\w+)(?:\(.*?\))?`", table))
     modules = (
         block, cache_spec, feed_forward, gelu, latent, layernorm, mixer, norm_places, plus_one_norm,
-        sparse_mlp, parts,
+        sparse_mlp, experts, parts,
     )  # fmt: skip
     known = {name for each in modules for name in vars(each)} | {*Names.__dataclass_fields__}
     assert named - known == {"residual_scale", "qkv_proj", "gate_up_proj"}
