@@ -110,7 +110,7 @@ class BlockManager(BlockPool):
     def _is_in_progress(
         self, seq: Sequence, num_hits: int, most_hits: int, in_progress: Set[int]
     ) -> bool:
-        """Whether other sequences are computing blocks with which a longer prefix is cached."""
+        """Whether others are computing blocks with which a longer prefix could be restored."""
         if num_hits == most_hits:
             return False
         if not self.has_states:
@@ -122,8 +122,8 @@ class BlockManager(BlockPool):
         """Share the blocks of `seq` with `sibling`, which has the same tokens.
 
         If it returns False, nothing has changed. In place of a last block that is not full the
-        sibling gets a new block, and the caller copies that block's contents. The full blocks must
-        be published before the sibling grows.
+        sibling gets a new block, to which the caller copies the contents. The full blocks must be
+        published before the sibling grows.
         """
         num_full = seq.num_tokens // self.block_size
         sibling.block_hashes = list(seq.block_hashes)
