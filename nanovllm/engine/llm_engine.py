@@ -70,7 +70,7 @@ class LLMEngine:
         self.model_config.check_parallel_size(
             asked.tensor_parallel_size, asked.enable_expert_parallel
         )
-        warns = self._warns and asked.load_format != "dummy"  # whose text nobody reads
+        warns = self._warns and asked.load_format != "dummy"  # random weights
         self.tokenizer = load_tokenizer(
             asked.tokenizer, path, download_dir=asked.download_dir, warns=warns
         )

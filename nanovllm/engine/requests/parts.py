@@ -35,7 +35,7 @@ class Keeper(Protocol):
 
 
 class Wanted(Protocol):
-    """The results that a request wants which generates nothing."""
+    """The results for which a prompt is computed by a request that generates nothing."""
 
     @property
     def labels(self) -> tuple[int, ...]: ...

@@ -16,7 +16,7 @@ class AdmissionFilter(Protocol):
     def admissible(
         self, waiting: Iterable[Sequence], running: Iterable[Sequence]
     ) -> Iterator[Sequence]:
-        """The waiting sequences that may run, in order. Each is found by `running` at that time."""
+        """The waiting sequences that may run, in order; `running` may grow between two of them."""
 
 
 class Admission:
