@@ -82,5 +82,5 @@ def __getattr__(name: str) -> "Any":
 
     try:
         return getattr(importlib.import_module(f"nanovllm.{_MODULES[name]}"), name)
-    except AttributeError as error:  # otherwise Python would report that the name does not exist
+    except AttributeError as error:  # which Python would report as a name that does not exist
         raise ImportError(f"nanovllm cannot be imported: {error}") from error

@@ -1,4 +1,4 @@
-"""AsyncLLM: an engine for asyncio, in a process of its own. Many callers, one engine."""
+"""AsyncLLM: an engine in a process of its own, for many callers in one asyncio event loop."""
 
 import contextlib
 import functools
@@ -33,8 +33,8 @@ class AsyncLLM(AsyncEngine):
     """A model, ready to generate for many callers of one event loop.
 
     `AsyncLLM(model, **options)` takes the options of `LLM`, and blocks until the model is loaded.
-    At most `max_waiting` samples wait in addition to those that can run: a call beyond is an
-    EngineFullError. Close it, or use it in an `async with` block.
+    At most `max_waiting` samples wait in addition to those that can run: a call that exceeds this
+    raises an EngineFullError. Close it, or use it in an `async with` block.
     """
 
     features = AllFeatures()
@@ -48,10 +48,10 @@ class AsyncLLM(AsyncEngine):
         priority: int | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[StreamEvent]:
-        """Complete a prompt, and yield what is new whenever the caller asks for more.
+        """Complete a prompt, and yield the new part whenever the caller asks for more.
 
         A slow caller gets several tokens in an event. Leaving the loop, or cancelling the task,
-        aborts the request. `request_id` names it for `abort`, and `priority` replaces that of the
+        aborts the request. `request_id` names it for `abort`, and `priority` replaces that in the
         parameters. `lora_request` is an adapter, which is read while the engine's steps go on. A
         bad prompt or adapter raises at the first event.
         """
@@ -102,7 +102,7 @@ class AsyncLLM(AsyncEngine):
     async def chat_turn(
         self, messages: list[Any], params: SamplingParams | None = None, **options: Any
     ) -> "Turn":
-        """The prompt of a conversation, its parameters, and how the answer is read."""
+        """The prompt of a conversation, its parameters, and the reader of its answer."""
         given = params or SamplingParams()
         turns = functools.partial(
             self._chat_format.turns, [messages], lambda number: [given] * number, **options
@@ -123,7 +123,7 @@ class AsyncLLM(AsyncEngine):
         """The vectors of prompts; options are those of `LLM.embed`, without a progress bar.
 
         At most `2 * max_num_seqs` prompts of a call are queued at a time. A bad prompt raises
-        before any is queued. Leaving the call, or aborting one of its requests, aborts them all.
+        before any is queued. If the call is left, or one of its requests aborted, all are aborted.
         """
         return await self._vectors.embed(prompts, lora_request, **options)
 
@@ -154,9 +154,9 @@ class AsyncLLM(AsyncEngine):
     ) -> None:
         """Replace weights, as `LLM.update_weights`.
 
-        CUDA tensors are opened by the engine's process; others are sent to it, a few at a time. A
-        bad tensor is found when it is loaded, also in a list. Another call waits for the end of
-        this one. If the task is cancelled, its update is given up.
+        The engine's process opens CUDA tensors; other tensors are sent to it, a few at a time. A
+        bad tensor is found when it is loaded, also in a list. Another call waits until this one
+        ends. If the task is cancelled, its update is given up.
         """
         await self._weights.update_weights(weights, running=running)
 
@@ -181,10 +181,10 @@ class AsyncLLM(AsyncEngine):
         await self._weights.wake_up(tags)
 
     async def is_sleeping(self) -> bool:
-        """Whether memory is freed that `wake_up` gets back."""
+        """Whether the engine sleeps: memory is freed until `wake_up`."""
         return await self._weights.is_sleeping()
 
-    # Parts: the rooms that only some calls need, imported when they are first asked for.
+    # Parts that only some calls need, imported when they are first asked for.
 
     @functools.cached_property
     def _chat_format(self) -> "ChatFormat":

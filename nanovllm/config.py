@@ -1,7 +1,7 @@
-"""Config: what the user asked for, validated, and never changed afterwards.
+"""Config: the user's options, validated, and never changed afterwards.
 
-It knows nothing about models or devices: what depends on the checkpoint or the machine (the model's
-length, the pool's size) is settled by the engine.
+It knows nothing about models or devices: the engine settles the values that depend on the
+checkpoint or the machine (the model's length, the pool's size).
 """
 
 import re
@@ -33,15 +33,15 @@ from nanovllm.utils.option import (
 if TYPE_CHECKING:
     from nanovllm.speculative_config import SpeculativeConfig
     from nanovllm.utils.other_names import OtherName
-else:  # its module is loaded when the option is given, as a dict of this type
+else:  # the class is loaded when the option is given, as a dict of this type
     SpeculativeConfig = Mapping[str, Any]
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 BATCHED_TOKENS = 16384
 MAX_RANKS = 8
-MAX_POSITIONS = 1 << 24  # positions are rotated in float32, which has all integers up to this one
+MAX_POSITIONS = 1 << 24  # positions are computed in float32, which has all integers up to this
 MAX_LORAS, MAX_LORA_RANK = 1024, 512
-MAX_WAITING = 1024  # samples in addition to those that run; of AsyncLLM and of the server
+MAX_WAITING = 1024  # samples, in addition to those that run; for AsyncLLM and the server
 TOOL_PARSERS = (
     "hermes", "llama3_json", "mistral", "mistral_args", "pythonic", "qwen3_coder", "none",
 )  # fmt: skip
@@ -50,7 +50,7 @@ DEVICES = "'auto', 'cpu', 'cuda' or 'cuda:N'"
 
 
 def _check_device(name: str, value: Any) -> str:
-    """Accept torch.device objects too."""
+    """Return a device's name; accept torch.device objects, too."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", str(value)):
         raise ValueError(f"{name} must be {DEVICES}, got {str(value)!r}")
     return str(value)
@@ -71,7 +71,7 @@ def _check_speculation(name: str, value: Any) -> "SpeculativeConfig":
 
 
 def _other_names() -> "dict[str, OtherName]":
-    """vLLM's names, and those of SamplingParams, which callers may give by mistake."""
+    """vLLM's names, and the names of SamplingParams, which callers may give by mistake."""
     from nanovllm.sampling_params import SamplingParams
     from nanovllm.utils.other_names import OtherName
     from nanovllm.vllm_names import ENGINE

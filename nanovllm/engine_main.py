@@ -1,7 +1,7 @@
-"""The entry of an engine's own process: makes the engine, and what answers its caller's questions.
+"""The entry of an engine's own process: makes the engine, and the answers to callers' questions.
 
-The engine's loop gets both, and imports no feature itself. PyTorch is imported late: the process
-must first be able to notice the end of its caller.
+It gives both to the engine's loop, which imports no feature itself. PyTorch is imported late: the
+process must first be able to notice the end of its caller.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
     from nanovllm.llm import LLM
 
-REPORT_SECONDS = 10.0  # for the last message to leave
+REPORT_SECONDS = 10.0  # to send the last message
 
 
 def main(caller: int, line: int, connection: int) -> None:
@@ -53,7 +53,7 @@ def _serve(link: socket.socket, outbox: Outbox) -> None:
     from nanovllm.llm import LLM
 
     class ServedLLM(LLM):
-        """Without a warning if there is no tokenizer: the caller loads it too, and warns."""
+        """An LLM that does not warn about a missing tokenizer: the caller warns."""
 
         _warns = False
 
@@ -73,7 +73,7 @@ def _serve(link: socket.socket, outbox: Outbox) -> None:
 
 
 def answers_of(llm: "LLM") -> dict[Question, Callable[..., Any]]:
-    """What is called for each question."""
+    """The function to call for each question."""
     return {
         "stats": llm.stats,
         "get_metrics": llm.get_metrics,
@@ -99,7 +99,7 @@ def read_vocabulary(engine: "LLMEngine") -> None:
     if not has_room("structured"):
         return
     constrained = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
-    with contextlib.suppress(ValueError):  # there is no text: a constraint is refused
+    with contextlib.suppress(ValueError):  # without a tokenizer a constraint is refused
         engine.intake.accept([0], constrained)
 
 

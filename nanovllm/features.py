@@ -27,7 +27,7 @@ class AllFeatures(Features):
     def shard_parts(
         self, config: "Config", model_config: "ModelConfig", tokenizer: Any
     ) -> ShardParts:
-        """What the options ask for on every rank."""
+        """The parts of every rank's shard for these options."""
         drafting, steps, memory = None, list[MakeStepPart](), None
         if config.speculative_config is not None:
             from nanovllm.drafting.source import find_source
@@ -41,12 +41,12 @@ class AllFeatures(Features):
             from nanovllm.weights.sleep_memory import sleep_memory
 
             memory = sleep_memory
-        # Decode graphs are captured for constraints that no request has asked for yet.
+        # Graphs are captured at startup, before a request asks for constraints.
         redraws = masked_draws if has_room("structured") else None
         return ShardParts(drafting, tuple(steps), memory, redraws)
 
     def drafting(self, config: "Config", shard: "Shard") -> Drafting:
-        """How steps get drafts, by the options and rank 0's started shard."""
+        """The drafting of steps, by the options and rank 0's started shard."""
         if config.speculative_config is None:
             return Drafting()
         from nanovllm.drafting.choice import drafting_of
@@ -64,13 +64,13 @@ class AllFeatures(Features):
     def constraints(
         self, tokenizer: Any, vocab_size: int, eos_token_ids: Iterable[int]
     ) -> "Constraints":
-        """What makes constraints of `structured_outputs`."""
+        """The maker of constraints from `structured_outputs`."""
         from nanovllm.structured.grammars import Grammars
 
         return Grammars(tokenizer, vocab_size, eos_token_ids)
 
     def keeper(self, num_tokens: int, keeps_prompt: bool) -> Any:
-        """What keeps the hidden states of generated tokens, and of a prompt of this length."""
+        """A keeper of the hidden states of generated tokens, and of a prompt of this length."""
         from nanovllm.vectors.generated_states import GeneratedStates
 
         return GeneratedStates(num_tokens, keeps_prompt)
@@ -78,7 +78,7 @@ class AllFeatures(Features):
     def prepare(
         self, seq: "Sequence", config: "Config", scheduler: "Scheduler", runner: "ModelRunner"
     ) -> None:
-        """Add what reads hidden states for keepers, and what drafts the tokens that are forced."""
+        """Add a reader of hidden states for keepers, and a drafting for forced tokens."""
         if seq.parts.keeper is not None and runner.hidden_reader is None:
             from nanovllm.vectors.hidden_states import HiddenStates
 
@@ -91,7 +91,7 @@ class AllFeatures(Features):
 
 
 def has_room(name: str) -> bool:
-    """Whether a feature's room is there. Without it, all else runs."""
+    """Whether a feature's folder exists. Without it, everything else runs."""
     try:
         return find_spec(f"nanovllm.{name}") is not None
     except ImportError:
@@ -101,7 +101,7 @@ def has_room(name: str) -> bool:
 def masked_draws(
     draw: DrawMasked, num_rows: int, vocab_size: int, device: "torch.device"
 ) -> "Redraws":
-    """What draws a decode graph's tokens again where constraints apply."""
+    """Make the object that draws a decode graph's tokens again where constraints apply."""
     from nanovllm.structured.masked_draws import MaskedDraws
 
     return MaskedDraws(draw, num_rows, vocab_size, device)

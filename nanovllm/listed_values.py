@@ -1,4 +1,4 @@
-"""Checks of sampling parameters that have several values, or rules of their own, by name."""
+"""Checks, by name, of sampling parameters that have several values or special rules."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping

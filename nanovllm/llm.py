@@ -51,7 +51,7 @@ class LLM(LLMEngine):
 
     @functools.cached_property
     def parts(self) -> "LLMParts":
-        """The rooms that only some calls need."""
+        """The parts that only some calls need."""
         from nanovllm.llm_parts import LLMParts
 
         return LLMParts(proxy(self))
@@ -64,7 +64,7 @@ class LLM(LLMEngine):
 
         A prompt is a str, a list of token ids, or a dict with `prompt` or `prompt_token_ids`.
         `sampling_params` and `lora_request`, an adapter, are None, one for all prompts, or a list
-        with one for each. All is checked before anything is queued: an error names the prompt's
+        with one for each. All prompts are checked before any is queued: an error names the prompt's
         index, and changes nothing. If the call is interrupted, its requests are aborted.
         """
         check_call(self, use_tqdm)
@@ -116,8 +116,8 @@ class LLM(LLMEngine):
     ) -> Iterator[StreamEvent]:  # fmt: skip
         """Answer conversations, and yield new text and tokens as they come, as `stream`.
 
-        Options are the keywords of `chat`. Each event has a `delta`, what is new as OpenAI's API
-        writes it: `reasoning_content`, `content`, and `tool_calls` with pieces of their arguments.
+        Options are the keywords of `chat`. Each event has a `delta`, the new part in the form of
+        OpenAI's API: `reasoning_content`, `content`, and `tool_calls` with pieces of arguments.
         """
         self.check_open()
         turns = self.chat_turns(messages, sampling_params, **options)
@@ -178,7 +178,7 @@ class LLM(LLMEngine):
         pooling_params: "PoolingParams | None" = None, lora_request: "LoRARequests" = None,
         **others: Any,
     ) -> "list[PoolingRequestOutput]":  # fmt: skip
-        """The hidden states of every prompt after the final norm, in float32, as they are.
+        """The hidden states of every prompt after the final norm, in float32, not normalized.
 
         `pooling` is "last", "cls" (the first token), "mean" or "all"; by default the model's.
         vLLM's order, with a PoolingParams in its place, works too.
@@ -196,9 +196,9 @@ class LLM(LLMEngine):
     ) -> "list[ScoringRequestOutput]":  # fmt: skip
         """How well documents fit queries, in the order of the documents.
 
-        There is one query for all documents, or one for each; `instruction` says what they ask for.
-        By `method` "yes_no", Qwen3-Reranker's, a score is the probability of "yes" against "no"; by
-        "cosine" it is that of two embeddings. Models that rank use the first one by default.
+        There is one query for all documents, or one for each; `instruction` says what queries ask.
+        With `method` "yes_no", Qwen3-Reranker's, a score is the probability of "yes" against "no";
+        with "cosine" it is the cosine of two embeddings. Rerankers use "yes_no" by default.
         """
         return self.parts.vectors.score(
             queries, documents, use_tqdm, lora_request, instruction=instruction, method=method,
@@ -212,13 +212,13 @@ class LLM(LLMEngine):
     ) -> "list[BeamSearchOutput]":  # fmt: skip
         """The `beam_width` most likely outputs of every prompt, in the order of the prompts.
 
-        They are those of transformers' `generate` with `num_beams` and without sampling. At most
+        They equal those of transformers' `generate` with `num_beams` and without sampling. At most
         `concurrency_limit` prompts are searched at once, by default all. See docs/beam_search.md.
         """
         return self.parts.beams.search(prompts, params, lora_request, use_tqdm, concurrency_limit)
 
     def check_adapter(self, lora_request: "LoRARequest") -> None:
-        """Read an adapter for requests to come; raises if it does not fit the model."""
+        """Read an adapter for later requests; raises if it does not fit the model."""
         self.adapters.read(lora_request)
 
     def update_weights(self, weights: "NamedTensors", *, running: "Running" = "refuse") -> None:
@@ -284,7 +284,7 @@ class LLM(LLMEngine):
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether memory is freed that `wake_up` gets back."""
+        """Whether the engine sleeps: memory is freed until `wake_up`."""
         return self.parts.sleep_mode.is_sleeping
 
     def start_profile(self) -> None:

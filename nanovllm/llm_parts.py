@@ -1,4 +1,4 @@
-"""LLMParts: the rooms that only some calls of an LLM need, imported when first asked for."""
+"""LLMParts: the parts that only some calls of an LLM need, imported when first asked for."""
 
 import functools
 from typing import TYPE_CHECKING
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class LLMParts:
-    """What an LLM delegates to. `engine` is a weak reference to it, so that `del llm` closes it."""
+    """The parts that an LLM delegates to. They refer to it weakly, so that `del llm` closes it."""
 
     def __init__(self, engine: "LLMEngine") -> None:
         self.engine = engine
 
     @property
     def chat_format(self) -> "ChatFormat":
-        """How the model answers chats, by the tokenizer that the LLM has now."""
+        """Makes prompts of chats and reads answers, by the LLM's current tokenizer."""
         from nanovllm.chat.chat_format import ChatFormat
 
         asked = self.engine.asked
@@ -29,14 +29,14 @@ class LLMParts:
 
     @functools.cached_property
     def vectors(self) -> "Vectors":
-        """Computes prompts and generates nothing."""
+        """Computes vectors and scores of prompts, without generating tokens."""
         from nanovllm.vectors.vectors import Vectors
 
         return Vectors(self.engine)
 
     @functools.cached_property
     def beams(self) -> "Beams":
-        """Searches the most likely outputs."""
+        """Searches for the most likely outputs."""
         from nanovllm.beams.beams import Beams
 
         return Beams(self.engine)

@@ -1,4 +1,4 @@
-"""LoRARequest: which adapter a request uses. It knows no files; the engine reads them."""
+"""LoRARequest: which adapter a request uses. The engine reads the adapter's files."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ class LoRARequest:
     `path` is a local directory in PEFT's format. vLLM's form with a number works too:
     `LoRARequest("name", 1, path)`, with the keywords `lora_name`, `lora_int_id` and `lora_path`.
     vLLM's `lora_local_path` is another name of the path; its `base_model_name` must be None.
-    The files alone say which adapter it is: name and number are the caller's labels.
+    The files alone identify the adapter: name and number are the caller's labels.
     """
 
     lora_name: str
@@ -90,14 +90,14 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None  # for one or s
 
 
 def check_lora_request(value: Any) -> LoRARequest | None:
-    """The value, if it is an adapter or None."""
+    """Return the value if it is an adapter or None; raise otherwise."""
     if value is not None and not isinstance(value, LoRARequest):
         raise TypeError(f"lora_request must be a LoRARequest or None, got {shorten(value)}")
     return value
 
 
 def named_adapters(modules: Iterable[str]) -> dict[str, LoRARequest]:
-    """Adapters that are written as NAME=PATH, by name."""
+    """The adapters of texts NAME=PATH, by name."""
     named: dict[str, LoRARequest] = {}
     for module in modules:
         name, _, path = module.partition("=")
@@ -110,7 +110,7 @@ def named_adapters(modules: Iterable[str]) -> dict[str, LoRARequest]:
 
 
 def lora_requests(given: Any, num_prompts: int) -> list[LoRARequest | None]:
-    """One adapter or None for each prompt."""
+    """One adapter or None for each prompt; `given` is one for all, or a list."""
     if not isinstance(given, Sequence) or isinstance(given, str):
         return [check_lora_request(given)] * num_prompts
     if len(given) != num_prompts:

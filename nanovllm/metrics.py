@@ -1,4 +1,4 @@
-"""Metrics of an engine, in the shapes and by the names that vLLM gives them.
+"""Metrics of an engine, with vLLM's types and names.
 
 `LLM.get_metrics` returns them. Metrics of requests count requests that have ended;
 generated tokens, and times to the first one, are counted when they are generated.
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Metric:
-    """A named measurement; those of one name differ in their `labels`."""
+    """A named measurement. Metrics of the same name have different `labels`."""
 
     name: str
     labels: dict[str, str]
@@ -31,7 +31,7 @@ class Gauge(Metric):
 
 @dataclass(frozen=True)
 class Vector(Metric):
-    """Counters by position: the accepted drafts."""
+    """Counters by position: of accepted drafts."""
 
     values: list[int]
 

@@ -1,10 +1,10 @@
-"""Names of options, in calls that take the options of several dataclasses."""
+"""Names of options in commands that take the options of several dataclasses."""
 
 from nanovllm.config import Config
 
 OTHER_NAMES: dict[tuple[type, str], str] = {
     (Config, "seed"): "engine_seed"
-}  # `seed` is a request's or a workload's
+}  # there `seed` is a request's or a workload's
 
 
 def option_name(kind: type, name: str) -> str:

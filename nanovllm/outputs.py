@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 else:
 
     def dataclass_transform(**_: Any) -> Any:
-        """Without effect: type checkers learn from it that a record takes its fields by name."""
+        """Does nothing: it tells type checkers that a record takes its fields by name."""
         return lambda kind: kind
 
 
@@ -20,7 +20,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 class Record(dict[str, Any]):
     """A dict with its items as attributes too: `output["text"]` is `output.text`."""
 
-    if not TYPE_CHECKING:  # which would accept any name
+    if not TYPE_CHECKING:  # type checkers would accept any name
 
         def __getattr__(self, name):
             if name in self:
@@ -32,16 +32,15 @@ class Record(dict[str, Any]):
         __setattr__ = dict.__setitem__
 
     def __dir__(self) -> list[str]:
-        """The attributes with the fields, which editors and notebooks then complete."""
+        """The attributes and the fields, so that editors and notebooks complete both."""
         return [*super().__dir__(), *self]
 
 
 class RequestMetrics(Record):
-    """Times of a request in seconds: until first scheduled, until the first token, for each later
-    token, and in total.
+    """Times of a request in seconds: queued, to the first token, for each later token, and total.
 
-    None for what did not happen: an aborted request may have no first token. With several samples,
-    the longest one counts.
+    A time is None if its event did not happen: an aborted request may have no first token. With
+    several samples, the longest one counts.
     """
 
     queue_time: float | None
@@ -51,7 +50,7 @@ class RequestMetrics(Record):
 
 
 class EngineStats(Record):
-    """What an engine has done since it was made, and what it is doing.
+    """Counts of what an engine has done since it was made, and what it is doing.
 
     Tokens are counted when they are computed: a preempted prompt counts again, and with `overlap`
     dropped tokens count as decoded. Drafted tokens count as decoded if they are accepted. The
@@ -81,14 +80,14 @@ class EngineStats(Record):
 
     @property
     def cache_usage(self) -> float:
-        """The share of the KV blocks that requests have; of the slots for states without blocks."""
+        """The used share of the KV blocks; without blocks, of the slots for states."""
         if self.num_blocks:
             return self.blocks_used / self.num_blocks
         return self.state_slots_used / self.num_state_slots
 
 
 class TokenLogprob(Record):
-    """A possible token. Its `rank` is 1 plus the number of tokens with a higher log-probability."""
+    """A possible token. Its `rank` is 1 plus the number of tokens with higher log-probabilities."""
 
     token_id: int
     text: str
@@ -121,15 +120,15 @@ class Completion(Record):
 
     @property
     def message(self) -> dict[str, Any] | None:
-        """Of `chat`: the answer as OpenAI's API writes it; else None."""
+        """After `chat`: the answer in the form of OpenAI's API; otherwise None."""
         return self.get("message")
 
     @property
     def hidden_states(self) -> Any:
-        """If requested: the states [tokens, hidden] in float32 that the tokens were drawn from.
+        """If requested: the states [tokens, hidden] in float32 from which the tokens were drawn.
 
-        The first one is that of the prompt's last token, and each other one that of the generated
-        token before.
+        The first state is that of the prompt's last token, and each other one that of the previous
+        generated token.
         """
         return self.get("hidden_states")
 
@@ -143,11 +142,10 @@ class CompletionOutput(Completion):
 class RequestOutput(Completion):
     """The result of one request: its samples in `outputs`, and the first sample's fields directly.
 
-    `prompt` is the prompt's text, for a conversation what the chat template made of it; it is None
-    if the prompt was token ids. `num_cached_tokens` counts the prompt tokens found in the prefix
-    cache on first admission. `prompt_logprobs`, if requested, has None for the first token of the
-    prompt and then a list for each token, as in `logprobs`; an aborted request has those that were
-    computed.
+    `prompt` is the prompt's text, which the chat template made for a conversation; it is None if
+    the prompt was token ids. `num_cached_tokens` counts the prompt tokens found in the prefix cache
+    on first admission. `prompt_logprobs`, if requested, has None for the first token of the prompt
+    and then a list for each token, as in `logprobs`; an aborted request has the computed ones.
     """
 
     request_id: int
@@ -173,7 +171,7 @@ class RequestOutput(Completion):
 class StreamEvent(Record):
     """The new part of one sample, from one step of `stream`.
 
-    `index` is the prompt's position in the call, `sample` that of the sample among its `n`. The
+    `index` is the prompt's position in the call, `sample` the sample's among the prompt's `n`. The
     `text`, `token_ids` and `logprobs` of a sample's events, joined in order, are those of its
     output. `finish_reason` is None until the last event.
     """
@@ -189,5 +187,5 @@ class StreamEvent(Record):
 
     @property
     def delta(self) -> dict[str, Any] | None:
-        """Of `stream_chat`: what is new as OpenAI's API writes it; else None."""
+        """In `stream_chat`: the new part in the form of OpenAI's API; otherwise None."""
         return self.get("delta")

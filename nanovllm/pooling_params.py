@@ -42,7 +42,7 @@ class PoolingParams:
 def with_pooling_params(call: str, params: Any, **given: Any) -> tuple[Any, ...]:
     """The values of a call's options in order: those `given`, or those set in `params`.
 
-    One that is set in both, and one that the call does not have, are errors.
+    An option that is set in both is an error, and so is one that the call does not have.
     """
     if params is None:
         return (*given.values(),)

@@ -1,4 +1,4 @@
-"""Prompts: a text, token ids, or a dict of either, as in vLLM."""
+"""Prompts: a text, token ids, or a dict with one of them, as in vLLM."""
 
 import numbers
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ class _TokenIds(TypedDict):
 
 
 class TokensPrompt(_TokenIds, total=False):
-    """A prompt of token ids. `prompt`, their text if it is known, only goes to the output."""
+    """A prompt of token ids. Their text `prompt`, if it is known, is only for the output."""
 
     prompt: str
 
@@ -53,7 +53,7 @@ def split_prompt(prompt: Any) -> tuple[Any, str | None]:
 
 
 def prompt_list(name: str, prompts: Any) -> list[Any]:
-    """A list of prompts from one or several, which an error calls `name`."""
+    """A list of prompts, from one or several prompts. Errors call them `name`."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     items = as_list(name, prompts)

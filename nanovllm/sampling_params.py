@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nanovllm.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from nanovllm.utils.other_names import OtherName
 else:
-    # Its module is loaded when a request has some, as a dict of this type.
+    # The class is loaded when a request has such outputs, as a dict of this type.
     StructuredOutputs = Mapping[str, Any]
 
     def __getattr__(name):
@@ -45,7 +45,7 @@ MAX_SAMPLES = 16_384  # each takes some kilobytes before anything is computed
 
 
 def _listed(allowed: str) -> Rule:
-    """A rule for several values, whose check is loaded when a request first has some."""
+    """A rule for several values. Its check is loaded when a request first has such values."""
 
     def check(name: str, value: Any) -> Any:
         from nanovllm.listed_values import CHECKS
@@ -56,7 +56,7 @@ def _listed(allowed: str) -> Rule:
 
 
 def _other_names() -> "Mapping[str, OtherName]":
-    """vLLM's names."""
+    """vLLM's other names of parameters."""
     from nanovllm.vllm_names import SAMPLING
 
     return SAMPLING
@@ -248,6 +248,6 @@ class SamplingParams:
     def narrows(self) -> bool:
         """Whether any parameter changes or restricts the choice of every token.
 
-        Except bad words, callables and structured outputs.
+        Bad words, callables and structured outputs are not considered.
         """
         return bool(self.allowed_token_ids or self.logit_bias) or self.penalizes or self.cuts

@@ -1,4 +1,4 @@
-"""SpeculativeConfig: the option that makes an engine guess tokens, by vLLM's names, validated."""
+"""SpeculativeConfig: the validated option that makes an engine guess tokens, by vLLM's names."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ METHODS = {
     "grammar": (),
     "none": (),
 }
-MOST_FORCED = 16  # forced tokens of a sequence and step, if nothing else is said
+MOST_FORCED = 16  # the default limit of forced tokens of a sequence in a step
 
 
 @by_name("key")
@@ -35,7 +35,7 @@ MOST_FORCED = 16  # forced tokens of a sequence and step, if nothing else is sai
 class SpeculativeConfig:
     """How tokens are guessed; docs/speculation.md explains it.
 
-    A key of another method than `method` has its default.
+    Keys that `method` does not use have their defaults.
     """
 
     method: str = required(
@@ -79,7 +79,7 @@ class SpeculativeConfig:
             raise ValueError(f'method "{self.method}" needs "model", a path or a hub id')
 
     def _refuse_others(self) -> None:
-        """Raise for a key of other methods; its default may be given, as copies have it."""
+        """Raise for a key of other methods, unless it has its default, as in copies."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         for name in dict.fromkeys(name for names in METHODS.values() for name in names):
             value, methods = (
@@ -97,8 +97,8 @@ def check_speculation(name: str, value: Any, allowed: str) -> SpeculativeConfig:
     """Return the config of a dict, with errors that name the option; return a config as it is.
 
     `allowed` completes "must be". A dict with a model and without a method has the method
-    `draft_model`, as in vLLM. With `grammar` the number of drafts is by default that of an engine
-    without the option.
+    `draft_model`, as in vLLM. With `grammar` the default number of drafts is the same as in an
+    engine without the option.
     """
     if isinstance(value, SpeculativeConfig):
         return value

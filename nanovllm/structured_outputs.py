@@ -1,4 +1,4 @@
-"""StructuredOutputs: what a request's output must be, so that a program can read it."""
+"""StructuredOutputs: the format that a request's output must have, for programs to read."""
 
 import enum
 import json
@@ -30,7 +30,7 @@ KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 def _json_text(name: str, value: Any) -> str:
-    """A JSON value as text; the order of names stays, as it is the order of the output's."""
+    """A JSON value as text. The order of names is kept, as the output has the same order."""
     from nanovllm.utils.json_text import parse_json
 
     try:
@@ -104,7 +104,7 @@ TAG = Rule(_check_tag, "a dict or its JSON text")
 @by_name("structured output option", lambda: OTHER_NAMES)
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """What the output must be: just one of the first six; docs/structured.md explains them."""
+    """The output's format: exactly one of the first six; docs/structured.md explains them."""
 
     json: Any = option(None, "JSON that this schema describes", SCHEMA, none=NOTHING)
     json_object: bool = option(False, "any JSON object", TRUE_OR_FALSE)
@@ -156,7 +156,7 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Which one of the kinds it is."""
+        """Which one of `KINDS` is set."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
 
@@ -164,7 +164,7 @@ StructuredOutputsParams = StructuredOutputs  # vLLM's name
 
 
 def check_structured_outputs(name: str, value: Any, allowed: str) -> StructuredOutputs:
-    """A StructuredOutputs, as it is or made of a dict. `allowed` completes "must be"."""
+    """Return a StructuredOutputs, or make it of a dict. `allowed` completes "must be"."""
     if isinstance(value, StructuredOutputs):
         return value
     if not isinstance(value, Mapping):

@@ -1,7 +1,7 @@
 """vLLM's names of options and of sampling and pooling parameters that are not fields here.
 
-Some are other names of fields. The others accept only values that ask for what nanovllm always
-does; any other value is an error that says what to use. docs/from_vllm.md shows these tables.
+Some are other names of fields. The others accept only the values that ask for what nanovllm always
+does; other values are errors that say what to use. docs/from_vllm.md shows these tables.
 """
 
 from nanovllm.utils.other_names import OtherName

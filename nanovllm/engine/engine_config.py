@@ -1,7 +1,7 @@
 """EngineConfig: the options of a running engine, all of them settled.
 
-Startup makes it once, when the device, the model and the memory are known. `Config` is what the
-user asked for; here nothing is optional.
+Startup makes it once, when the device, the model and the memory are known. `Config` has the user's
+options; here every field has a value.
 """
 
 from dataclasses import dataclass, fields
@@ -45,7 +45,7 @@ class EngineConfig:
         """Complete a Config that lacks only the pool's size and the longest sequence."""
         names = [field.name for field in fields(cls)]
         values: dict[str, Any] = {name: getattr(config, name, None) for name in names}
-        # Each takes a token of a step's budget, and a block.
+        # Each sequence takes a token of a step's budget, and a block.
         running = min(most_running(config), num_kvcache_blocks) if has_kv else most_running(config)
         values["max_num_running"] = running
         values |= dict(max_cpu_loras=most_kept(config), lora_modules=config.lora_modules or ())

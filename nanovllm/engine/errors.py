@@ -6,15 +6,15 @@ class NotReadyError(RuntimeError):
 
 
 class AsleepError(NotReadyError):
-    """Memory is freed that `wake_up()` gets back."""
+    """The engine sleeps: memory is freed until `wake_up()`."""
 
 
 class EngineFullError(RuntimeError):
-    """As many requests wait as may wait."""
+    """The limit of waiting requests is reached."""
 
 
 class EngineEndedError(RuntimeError):
-    """The engine was closed, or what it raised has ended it."""
+    """The engine was closed, or an error has ended it."""
 
 
 class RankError(RuntimeError):

@@ -27,7 +27,7 @@ class RequestAdapters:
     admission_filter: "AdmissionFilter | None" = None  # None: every sequence may run
 
     def read(self, lora_request: "LoRARequest") -> Any:  # noqa: ARG002
-        """An adapter for requests to come; raises if it does not fit the model."""
+        """Read an adapter for later requests; raises if it does not fit the model."""
         from nanovllm.lora_request import NOT_ENABLED
 
         raise ValueError(NOT_ENABLED)
@@ -37,24 +37,24 @@ class RequestAdapters:
         return None
 
     def failures(self) -> dict[int, Exception]:
-        """Requests that wait for adapters that cannot be read, by id, and why."""
+        """Errors of adapters that could not be read, by the ids of requests that wait for them."""
         return {}
 
     def wait(self) -> None:
-        """Wait a little while adapters are read: nothing else is to be done."""
+        """Wait briefly while adapters are read. Called when there is nothing else to do."""
 
     def reset(self) -> None:
-        """Mark all slots as empty. For use after an interrupt; nothing runs."""
+        """Mark all slots as empty. For use after an interrupt, when nothing runs."""
 
     def refuse(self, reason: "NotReadyError | None") -> None:
-        """Read no adapters for this reason; with None, go on."""
+        """Read no adapters from now on, for this reason; with None, read them again."""
 
     def close(self) -> None:
-        """Read no more, and drop what is in the host's memory."""
+        """Stop reading adapters, and drop those in the host's memory."""
 
 
 class Features:
-    """The features of an engine. These are none: the core alone.
+    """The features of an engine. This base class has none: it is for the core alone.
 
     `LLM` has `nanovllm.features.AllFeatures`, which imports a feature's room when an option or a
     request first asks for it.
@@ -63,7 +63,7 @@ class Features:
     def shard_parts(
         self, config: "Config", model_config: "ModelConfig", tokenizer: Any
     ) -> ShardParts:
-        """What the options ask for on every rank. Here a ValueError, if they ask for a feature."""
+        """The parts of each rank's shard for these options; here a ValueError for a feature's."""
         del model_config, tokenizer
         for option in ("speculative_config", "enable_lora", "enable_sleep_mode"):
             if getattr(config, option):
@@ -71,7 +71,7 @@ class Features:
         return NO_PARTS
 
     def drafting(self, config: "Config", shard: "Shard") -> Drafting:  # noqa: ARG002
-        """How steps get drafts, by the options and rank 0's started shard."""
+        """The drafting of steps, by the options and rank 0's started shard."""
         return Drafting()
 
     def adapters(self, runner: "ModelRunner") -> RequestAdapters:  # noqa: ARG002
@@ -84,17 +84,17 @@ class Features:
         vocab_size: int,  # noqa: ARG002
         eos_token_ids: Iterable[int],  # noqa: ARG002
     ) -> "Constraints":
-        """What makes constraints of `structured_outputs`."""
+        """The maker of constraints from `structured_outputs`."""
         raise ValueError(ALONE.format("structured_outputs"))
 
     def keeper(self, num_tokens: int, keeps_prompt: bool) -> Any:  # noqa: ARG002
-        """What keeps the hidden states of generated tokens, and of a prompt of this length."""
+        """A keeper of the hidden states of generated tokens, and of a prompt of this length."""
         raise ValueError(ALONE.format("hidden_states"))
 
     def prepare(
         self, seq: "Sequence", config: "Config", scheduler: "Scheduler", runner: "ModelRunner"
     ) -> None:
-        """Add to an engine what this new sequence is the first to need."""
+        """Add to an engine the parts that this new sequence is the first to need."""
 
 
 NO_FEATURES = Features()

@@ -42,7 +42,7 @@ FORKED = (
 
 
 def exclusive(method: Callable[..., T]) -> Callable[..., T]:
-    """Make a method run by `LLMEngine.alone`: an engine's, or that of a part with an `engine`."""
+    """Make a method of an engine, or of a part with an `engine`, run in `LLMEngine.alone`."""
 
     @functools.wraps(method)
     def run(self: Any, *args: Any) -> T:
@@ -59,7 +59,7 @@ class LLMEngine:
     """
 
     features: Features = NO_FEATURES
-    _warns = True  # if the model has no tokenizer
+    _warns = True  # whether to warn if the model has no tokenizer
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         asked = self.asked = Config(model=model, **options)  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ class LLMEngine:
         self.model_config.check_parallel_size(
             asked.tensor_parallel_size, asked.enable_expert_parallel
         )
-        warns = self._warns and asked.load_format != "dummy"  # which generates no text to read
+        warns = self._warns and asked.load_format != "dummy"  # random weights
         self.tokenizer = load_tokenizer(
             asked.tokenizer, path, download_dir=asked.download_dir, warns=warns
         )
@@ -92,7 +92,7 @@ class LLMEngine:
         self.requests = EngineRequests(self.scheduler, self.counter)
         self._generating = False
         self._close_asked = False
-        # What is run before the device's memory is freed, the last one first.
+        # Calls to make before the device's memory is freed, the last one first.
         self.at_close: list[Callable[[], None]] = [self.adapters.close]
         self.refusal: NotReadyError | None = None  # why no request can be computed now
         self._launched: Launched | None = None  # a step in flight
@@ -147,7 +147,7 @@ class LLMEngine:
         return True
 
     def is_finished(self) -> bool:
-        """Whether all requests have finished, and `step` has returned all that it returns."""
+        """Whether all requests have finished, and `step` has no more outputs to return."""
         return self.requests.are_done
 
     def close(self) -> None:
@@ -205,17 +205,17 @@ class LLMEngine:
     def discard_requests(self, request_ids: Iterable[int]) -> None:
         """End requests and drop their outputs, finished or not.
 
-        During a call (a collected iterator may ask for it) this is left to the next one.
+        During a call (a garbage-collected iterator may ask for it) the next call does it.
         """
         self.requests.discard(request_ids)
         if self._finalizer.alive and not self._generating:
             self.requests.drop_discarded()
 
     def advance(self) -> None:
-        """Complete one step. What it finishes is in `requests`.
+        """Complete one step. The requests that it finishes are in `requests`.
 
-        If steps overlap, the next one is begun before this one's tokens are read. Its draw follows
-        at once, or if that depends on these tokens, when they have been read.
+        If steps overlap, the next one is begun before this one's tokens are read. Its tokens are
+        drawn at once; or, if the draw depends on this step's tokens, when these have been read.
         """
         if self._close_asked:
             raise RuntimeError("this LLM was closed in the middle of the call; make a new one")
@@ -273,7 +273,7 @@ class LLMEngine:
         )
 
     def enqueue(self, accepted: Accepted, streams: bool = False) -> int:
-        """Queue what the intake has accepted, and return its id.
+        """Queue a prompt that the intake has accepted, and return the request's id.
 
         A request that `streams` has its text followed, and `step` does not return its output.
         """
@@ -290,7 +290,7 @@ class LLMEngine:
         return self._finalizer.alive
 
     def check_open(self) -> None:
-        """Raise if no request can be computed: `check_alive`, or the engine sleeps."""
+        """Raise if no request can be computed: see `check_alive`; or the engine sleeps."""
         self.check_alive()
         if self.refusal is not None:
             raise self.refusal.with_traceback(None)  # many calls may raise the same one
@@ -302,12 +302,12 @@ class LLMEngine:
 
     def check_alive(self) -> None:
         """Raise if the engine is closed, if a rank has ended, or in a forked process."""
-        if os.getpid() != self.model_runner.owner:  # its threads are not here
+        if os.getpid() != self.model_runner.owner:  # a forked process lacks the engine's threads
             raise RuntimeError(FORKED)
         failure = self.model_runner.failure
         if not self._finalizer.alive:
             reason = f", as {failure}" if failure else ""
             raise RuntimeError(f"this LLM is closed{reason}; make a new one")
-        if failure:  # while nothing ran
+        if failure:  # a rank has ended while nothing ran
             self.close()
             self.model_runner.check()

@@ -81,7 +81,7 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
 
 
 def check_name(name: str, known: Collection[str], place: str = "") -> None:
-    """Raise unless `name` is one of the `known` fields of what is at `place`."""
+    """Raise unless `name` is one of the `known` fields of the object at `place`."""
     if name not in known:
         raise ValueError(f"{place}unknown field {shorten(name)}{did_you_mean(name, known)}")
 

@@ -1,4 +1,4 @@
-"""Hints for errors: which known name an unknown one stands for."""
+"""Hints for errors: which known name the user likely meant by an unknown one."""
 
 import difflib
 import re
@@ -8,9 +8,9 @@ from collections.abc import Collection
 def likely_name(name: str, known: Collection[str]) -> str | None:
     """The known name that is likely meant, if there is one.
 
-    That is one with a misspelled letter or two; or else, unless `name` is short, the only one with
-    all its words or their beginnings ("freq_penalty"), or the only one that has most of its
-    words. Numbers in both are equal: float16 is not suggested for float64.
+    This is a name that differs in a letter or two. Otherwise, unless `name` is short, it is the
+    only known name with all of its words or their beginnings ("freq_penalty"), or with most of its
+    words. Numbers must be equal: float16 is not suggested for float64.
     """
     near = [
         one

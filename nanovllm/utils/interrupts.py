@@ -1,4 +1,4 @@
-"""Defer Ctrl-C while something must not be left half done: a block, or a drawing of a bar."""
+"""Defer Ctrl-C during a block that must not be left half done, or a drawing of a bar."""
 
 import contextlib
 import signal
@@ -40,8 +40,8 @@ def holding_interrupts() -> Iterator[None]:
 class Bar(tqdm):  # type: ignore[type-arg]
     """A bar that Ctrl-C interrupts only between drawings. `make_bar` makes it.
 
-    tqdm holds a lock of the whole process while it draws, and keeps it if an exception strikes
-    there: every later bar would wait for it forever. No thread watches this bar.
+    tqdm has a lock of the whole process while it draws. If an exception is raised there, the lock
+    stays locked, and every later bar would wait forever. tqdm starts no thread to watch this bar.
     """
 
     monitor_interval = 0

@@ -1,4 +1,4 @@
-"""Parse JSON that users write, and refuse what a parser would silently ignore."""
+"""Parse JSON that users write, and refuse duplicate names, which a parser would ignore."""
 
 import json
 import reprlib
@@ -26,7 +26,7 @@ class _JSONRepr(reprlib.Repr):
 
 _json_repr = _JSONRepr()
 _json_repr.maxother = _json_repr.maxstring = 100
-shorten_json = _json_repr.repr  # `checks.shorten` for a value of JSON, which it shows as JSON
+shorten_json = _json_repr.repr  # as `checks.shorten`, but shows a value as JSON
 
 
 def parse_json(text: str) -> Any:
@@ -46,7 +46,7 @@ def parse_json_at(text: str, start: int) -> tuple[Any, int]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse equal names: JSON's parser would silently keep the last one."""
+    """A dict of these pairs; raises for equal names, as JSON's parser would keep the last one."""
     value = dict(pairs)
     if len(value) < len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)

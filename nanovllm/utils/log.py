@@ -1,10 +1,10 @@
-"""Logging of a process that is ours: the command, and an engine in a process of its own."""
+"""Logging in nanovllm's own processes: the command, and an engine in a separate process."""
 
 import logging
 
 
 def log_to_stderr(level: int) -> None:
-    """Write what the package logs from `level` on to stderr, and to nothing else."""
+    """Write the package's log messages from `level` on to stderr only."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("nanovllm: %(message)s"))
     logger = logging.getLogger("nanovllm")

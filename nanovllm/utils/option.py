@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nanovllm.utils.other_names import OtherName
 
 T = TypeVar("T")
-NOTHING = "none"  # what None means where it sets nothing
+NOTHING = "none"  # the help for None where None sets nothing
 QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "awq", "gptq")
 
 
@@ -47,10 +47,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Option:
-    """What a field's metadata holds. `none` says what None means; without it None is refused.
+    """A field's description. `none` says what None means; without `none`, None is refused.
 
     `value_of_none` makes the value that replaces None at once; without it None is kept. An option
-    that is `only_python` is neither on the command line nor in bodies of requests.
+    that is `only_python` is not on the command line, and not in bodies of requests.
     """
 
     help: str
@@ -71,8 +71,8 @@ def by_name(
 ) -> Callable[[type[T]], type[T]]:
     """A decorator that lets the constructor of a frozen dataclass take `other_names` too.
 
-    These are asked for where a name is not a field's. An unknown name and an assignment to a field
-    are errors that say what to do. They call a field `what`.
+    `other_names` is called when a name is not a field's. An unknown name and an assignment to a
+    field are errors that say what to do. Errors call a field `what`.
     """
 
     def decorate(kind: type[T]) -> type[T]:
@@ -119,14 +119,14 @@ def required(help: str, rule: Rule) -> Any:  # noqa: A002
 
 @functools.cache
 def options_of(kind: Any) -> dict[str, Option]:
-    """The options of a dataclass by name; `option` or `required` makes all of its fields."""
+    """The options of a dataclass by name. All its fields are made by `option` or `required`."""
     return {field.name: field.metadata["option"] for field in dataclasses.fields(kind)}
 
 
 def check_options(instance: Any) -> None:
     """Check every field of a frozen dataclass, and keep the values that the rules return.
 
-    Defaults are allowed: most fields have theirs, and a server checks many instances a second.
+    Defaults are not checked: most fields have them, and a server checks many instances a second.
     """
     kind: Any = type(instance)
     for name, (described, default) in _with_defaults(kind).items():
@@ -169,12 +169,12 @@ TRUE_OR_FALSE = Rule(check_bool, "True or False")
 
 
 def _some(allowed: str, kinds: Any = str) -> Rule:
-    """A text, or a value of other `kinds` that stands for one, that is not empty."""
+    """A text that is not empty, or a value of other `kinds` that is turned into one."""
 
     def check(name: str, value: Any) -> str:
         if not isinstance(value, kinds) or not os.fspath(value):
             raise TypeError(f"{name} must be {allowed}, got {shorten(value)}")
-        if kinds is str:  # names of files may be other bytes
+        if kinds is str:  # file names may have other bytes
             check_text(name, value)
         return str(os.fspath(value))
 

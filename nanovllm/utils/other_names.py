@@ -1,4 +1,4 @@
-"""Names of options that are not ours: another library's, or an option that is not here."""
+"""Names of options that are not fields: another library's, or of missing options."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from nanovllm.utils.checks import did_you_mean, shorten
 
 @dataclass(frozen=True)
 class OtherName:
-    """A name that is not a field: another name of the field `ours`, or an option that is not here.
+    """A name that is not a field: another name of the field `ours`, or a missing option.
 
-    `accepts` are the values that ask for what happens without the option. `why` says what happens,
-    or what to use instead; the error for any other value ends with it.
+    `accepts` are the values that ask for the behaviour without the option. `why` describes this
+    behaviour, or says what to use instead; it ends the error for any other value.
     """
 
     accepts: tuple[Any, ...] = ()
@@ -31,7 +31,7 @@ def own_names(
     other_names: Mapping[str, OtherName],
     given: dict[str, Any],
 ) -> dict[str, Any]:
-    """The `given` values by the names of their fields."""
+    """The `given` values, each by the name of its field."""
     own: dict[str, Any] = {}
     for name, value in given.items():
         other = None if name in fields else other_names.get(name)

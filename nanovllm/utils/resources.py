@@ -1,4 +1,4 @@
-"""Resources of this process: cores that it may use, its heap, and sizes of memory as texts."""
+"""Resources of this process: its allowed cores, its heap, and sizes of memory as texts."""
 
 import contextlib
 import ctypes
@@ -15,8 +15,8 @@ CGROUPS = "sys/fs/cgroup"
 def allowed_cores(root: Path = ROOT) -> int:
     """The whole cores that fit all quotas of this process, at least 1; sys.maxsize without any.
 
-    More threads than that would wait for each other while the quota is used up. `root` is the
-    folder of /proc and /sys.
+    With more threads, the quota would be used up early, and all threads would wait. `root` is the
+    folder with /proc and /sys.
     """
     return max(1, int(min(_quotas(root), default=sys.maxsize)))
 
@@ -50,16 +50,16 @@ def _of_files(folder: Path, group: str, *names: str) -> Iterator[float]:
 def trim_heap() -> None:
     """Return free memory to the system, where the C library is glibc.
 
-    It keeps much of what was freed, in a heap for each thread, and loading a model frees a lot.
+    glibc keeps much freed memory, in a heap for each thread, and loading a model frees a lot.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def keep_what_lives() -> None:
-    """Exclude the objects of now from garbage collection, which stops all threads for 0.1 s.
+    """Exclude existing objects from garbage collection, which stops all threads for 0.1 s.
 
-    For processes of our own: a caller's objects may still become garbage.
+    Only for nanovllm's own processes: a caller's objects may still become garbage.
     """
     gc.collect()
     gc.freeze()

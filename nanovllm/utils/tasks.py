@@ -1,4 +1,4 @@
-"""Tasks of asyncio that belong together."""
+"""Runs and cancels asyncio's tasks that belong together."""
 
 import asyncio
 from collections.abc import Coroutine, Iterable
@@ -10,7 +10,7 @@ T = TypeVar("T")
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Await all and return the results; if one raises, or this is cancelled, cancel the others.
 
-    A single one runs in the caller's task.
+    A single coroutine runs in the caller's task.
     """
     coroutines = list(coroutines)
     if len(coroutines) == 1:
@@ -25,7 +25,7 @@ async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 class Stop:
     """A context in which others can cancel the current task, at most once.
 
-    `reason` is why they did. The code that catches the CancelledError asks `is_ours`.
+    `reason` is the canceller's reason. Code that catches the CancelledError calls `is_ours`.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Stop:
             self._task.cancel()
 
     def is_ours(self) -> bool:
-        """Whether this alone has cancelled the task, which then no longer counts as cancelled."""
+        """Whether only this has cancelled the task; then the task no longer counts as cancelled."""
         if self.reason is not None and hasattr(self._task, "uncancel"):  # since Python 3.11
             return not self._task.uncancel()
         return self.reason is not None
@@ -54,7 +54,7 @@ def _num_cancels(task: "asyncio.Task[Any]") -> int:
 
 
 async def cancel(*tasks: "asyncio.Future[Any]") -> None:
-    """Cancel tasks, and wait for their ends."""
+    """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -12,7 +12,7 @@ from nanovllm.engine.cache.prefixes import Prefix, block_hashes, block_tokens, p
 from nanovllm.engine.schedule.sequence import Sequence
 
 UNLIMITED = 1 << 40  # blocks, more than any sequence has
-NO_BLOCK = 0  # stands in a table for a block behind the window, which no kernel reads
+NO_BLOCK = 0  # in a table, in place of a block behind the window; no kernel reads it
 
 
 class FreeBlocks(NamedTuple):
@@ -31,9 +31,9 @@ class BlockManager(BlockPool):
 
     A later request with the same tokens up to the end of a published block can use that block.
 
-    This class is for groups that attend to all tokens. Where some have windows, `WindowedBlocks`
-    frees the blocks behind them: the first `num_passed_blocks` entries of a table are then blocks
-    that the sequence no longer holds and that no kernel reads.
+    This class is for groups that attend to all tokens. If some groups have windows,
+    `WindowedBlocks` also frees the blocks behind the windows: the sequence no longer holds the
+    first `num_passed_blocks` blocks of such a table, and no kernel reads these entries.
 
     If the model `has_states`, a prefix can be restored only where it has a checkpoint.
     """
@@ -68,9 +68,9 @@ class BlockManager(BlockPool):
     ) -> bool:
         """Give `seq` blocks for all its tokens, cached ones first; if False, nothing has changed.
 
-        False also if the first uncached block's hash is `in_progress` (another sequence computes
-        it, and waiting shares it), and if `admits(seq, n)` is False, where n is the number of free
-        blocks that `seq` has taken once its tokens are computed.
+        False if there are too few free blocks; or if the first uncached block's hash is
+        `in_progress`: another sequence computes that block, and `seq` can share it later; or if
+        `admits(seq, n)` is False. `seq` takes n free blocks until its tokens are computed.
         """
         assert not seq.room
         if not self.free_queue and self.num_groups:  # at least the last token's block is new
@@ -110,7 +110,7 @@ class BlockManager(BlockPool):
     def _is_in_progress(
         self, seq: Sequence, num_hits: int, most_hits: int, in_progress: Set[int]
     ) -> bool:
-        """Whether a longer prefix of `seq` can be restored when others have been computed."""
+        """Whether others are computing blocks with which a longer prefix could be restored."""
         if num_hits == most_hits:
             return False
         if not self.has_states:
@@ -121,8 +121,9 @@ class BlockManager(BlockPool):
     def fork(self, seq: Sequence, sibling: Sequence) -> bool:
         """Share the blocks of `seq` with `sibling`, which has the same tokens.
 
-        If it returns False, nothing has changed. A last block that is not full gets a block of its
-        own, which the caller copies; the others must be published before the sibling grows.
+        If it returns False, nothing has changed. In place of a last block that is not full the
+        sibling gets a new block, to which the caller copies the contents. The full blocks must be
+        published before the sibling grows.
         """
         num_full = seq.num_tokens // self.block_size
         sibling.block_hashes = list(seq.block_hashes)
@@ -143,7 +144,7 @@ class BlockManager(BlockPool):
         return True
 
     def num_needed(self, seqs: list[Sequence]) -> int:
-        """The blocks that `append_blocks` gives to all of these."""
+        """How many blocks `append_blocks` gives to all of these sequences together."""
         if self.num_groups == 1:
             return len(seqs)
         return sum(len(self._shortest_tables(seq)) for seq in seqs)
@@ -151,7 +152,7 @@ class BlockManager(BlockPool):
     def append_blocks(self, seq: Sequence) -> None:
         """Give `seq` blocks for `block_size` more tokens; the caller checked that enough are free.
 
-        One in each group, except that a group may have its own already after a prompt.
+        One block in each group. After a prompt a group may already have this block.
         """
         tables = seq.block_tables if self.num_groups == 1 else self._shortest_tables(seq)
         for table in tables:
@@ -216,7 +217,7 @@ class BlockManager(BlockPool):
         """Free all blocks of `seq`, last first, so that its tail is evicted before its prefix."""
         if self.num_groups == 1:
             self._release(seq.held_blocks)
-        else:  # of all groups together, as a prefix needs a block in each
+        else:  # column by column, as a prefix needs a block in each group
             for column in reversed(range(max(map(len, seq.block_tables), default=0))):
                 for table, start in zip(seq.block_tables, seq.num_passed_blocks, strict=True):
                     self._release(table[max(start, column) : column + 1])
@@ -257,7 +258,7 @@ class BlockManager(BlockPool):
         return taken
 
     def _set_room(self, seq: Sequence) -> None:
-        """Without groups there is room for any number of tokens."""
+        """Set `room` by the shortest table. Without groups there is room for all tokens."""
         num_blocks = min(map(len, seq.block_tables), default=UNLIMITED)
         seq.room = num_blocks * self.block_size
 

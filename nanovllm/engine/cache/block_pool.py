@@ -49,13 +49,13 @@ class BlockPool:
             self.ref_counts[block] += 1
 
     def _renew(self, blocks: Iterable[int]) -> None:
-        """Move the free ones to the end of the queue, as if they were freed now."""
+        """Move the free ones of these blocks to the end of the queue, as if they were freed now."""
         for block in reversed([*blocks]):
             if self.ref_counts[block] == 0:
                 self.free_queue.move_to_end(block)
 
     def _release(self, blocks: list[int]) -> None:
-        """Drop a reference to each, last first; of equal blocks the last in the cache stays."""
+        """Drop a reference to each, last first. Of equal cached blocks only one stays free."""
         for block in reversed(blocks):
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:

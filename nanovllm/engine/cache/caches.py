@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 class CacheLayout(NamedTuple):
-    """What a model's layers keep: for each group of KV blocks its window, and states if any."""
+    """What a model's layers keep: the windows of the groups of KV blocks, and states if any."""
 
     windows: tuple[Window, ...] = (None,)
     states: "StateLayout | None" = None
 
 
 class Caches:
-    """The KV blocks of all sequences, for a model that keeps no states.
+    """The KV blocks of all sequences, for a model without states.
 
-    `CachesWithStates` is for other models.
+    `CachesWithStates` is for models with states.
     """
 
     states: "StateSlots | None" = None
@@ -36,7 +36,7 @@ class Caches:
         enable_prefix_caching: bool = True,
     ) -> None:
         manager = block_manager_for(layout.windows)
-        self.blocks = manager(  # no block is ever given where no group takes any
+        self.blocks = manager(  # without groups no sequence takes a block
             num_blocks if layout.windows else 0, block_size, enable_prefix_caching, layout.windows,
             has_states=layout.states is not None,
         )  # fmt: skip
@@ -55,16 +55,16 @@ class Caches:
         return self.blocks.allocate(seq, in_progress, admits)
 
     def in_progress(self, seq: Sequence) -> list[int]:
-        """The hashes of those blocks of `seq`, computed or not, after which others could begin."""
+        """The hashes of the blocks of `seq`, computed or not, that other sequences could reuse."""
         return self.blocks.full_block_hashes(seq)
 
     def free_blocks(self) -> FreeBlocks:
-        """What sequences may take now."""
+        """The blocks that sequences may take now."""
         blocks = self.blocks
         return FreeBlocks(blocks.num_free_blocks, blocks.block_size, blocks.most_kept)
 
     def can_grow(self, seqs: list[Sequence]) -> bool:
-        """Whether all of these, which have no room for their last token, can get it."""
+        """Whether all of these sequences can get room for their last token, which they lack."""
         return self.blocks.num_needed(seqs) <= self.blocks.num_free_blocks
 
     def any_can_grow(self, num_seqs: int, num_tokens: int) -> bool:
@@ -74,7 +74,7 @@ class Caches:
         return num_seqs * blocks_each * blocks.num_groups <= blocks.num_free_blocks
 
     def grow(self, seq: Sequence, num_tokens: int) -> int:
-        """Make room for the first `num_tokens` of `seq`; returns for how many there is some."""
+        """Make room for the first `num_tokens` of `seq`; returns how many of them have room."""
         return self.blocks.grow(seq, num_tokens)
 
     def rewind(self, seq: Sequence, num_tokens: int) -> None:
@@ -89,14 +89,14 @@ class Caches:
         return self.blocks.fork(seq, sibling)
 
     def plan(self, batch: Batch) -> None:
-        """Complete a step that is scheduled."""
+        """Plan what a scheduled step must copy. Blocks need no copies here."""
 
     def publish(self, seq: Sequence, num_computed: int) -> None:
         """Enter the full blocks among the first `num_computed` tokens of `seq` in the cache."""
         self.blocks.publish(seq, num_computed)
 
     def pass_by(self, seq: Sequence) -> None:
-        """Free what `seq` has of tokens that no later one reads."""
+        """Free the blocks of `seq` with tokens that no later token attends to."""
         self.blocks.pass_by(seq)
 
     def release_ended(self, running: Iterable[Sequence]) -> None:
@@ -107,13 +107,13 @@ class Caches:
         self.blocks.free(seq)
 
     def clear(self, running: Iterable[Sequence]) -> None:
-        """Forget all prefixes. Running sequences keep what they have, which enters none either."""
+        """Forget all prefixes. Running sequences keep their blocks, and do not publish them."""
         self.blocks.clear()
-        for seq in running:  # a block is not entered where the one before has left the cache
+        for seq in running:  # the block after one that has left the cache is not published
             seq.num_published_blocks = max(1, seq.num_published_blocks)
 
     def counts(self) -> dict[str, int]:
-        """How much is used of what there is, by the names that `EngineStats` has for them."""
+        """How many blocks there are and how many are used, by their names in `EngineStats`."""
         blocks = self.blocks
         return dict(
             blocks_used=blocks.num_blocks - blocks.num_free_blocks, num_blocks=blocks.num_blocks,

@@ -11,8 +11,8 @@ from nanovllm.engine.schedule.sequence import Sequence
 class CachesWithStates(Caches):
     """The KV blocks and the states of all sequences.
 
-    A sequence begins with the longest prefix that all of them can restore. If no layer has blocks,
-    the states decide alone.
+    A sequence begins with the longest prefix that has both its blocks and a checkpoint of the
+    states. If no layer has blocks, checkpoints alone decide.
     """
 
     states: StateSlots
@@ -35,7 +35,7 @@ class CachesWithStates(Caches):
         in_progress: Set[int] = frozenset(),
         admits: Callable[[Sequence, int], bool] | None = None,
     ) -> bool:
-        """Give `seq` room and slots; if False, nothing has changed."""
+        """Give `seq` blocks and slots for states; if False, nothing has changed."""
         if not super().admit(seq, in_progress, admits):
             return False
         self.states.begin(seq)
@@ -68,7 +68,7 @@ class CachesWithStates(Caches):
             self.states.publish(seq, num_computed)
 
     def pass_by(self, seq: Sequence) -> None:
-        """Free what `seq` has of tokens that no later one reads, once its prefixes are entered."""
+        """Publish what is computed, then free the blocks that no later token attends to."""
         self.publish(seq, min(seq.num_cached_tokens, seq.num_known_tokens))
         super().pass_by(seq)
 
@@ -89,7 +89,7 @@ class CachesWithStates(Caches):
         self.states.clear()
 
     def counts(self) -> dict[str, int]:
-        """How much is used of what there is, by the names that `EngineStats` has for them."""
+        """How many blocks and slots there are, and are used, by their names in `EngineStats`."""
         used, checkpoints, number = self.states.counts()
         of_states = dict(
             state_slots_used=used, checkpoints_used=checkpoints, num_state_slots=number

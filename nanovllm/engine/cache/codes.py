@@ -1,4 +1,4 @@
-"""What a KV cache in codes of 8 bits needs of a model's layers."""
+"""Checks and sizes for a KV cache in codes of 8 bits, with scales."""
 
 from nanovllm.engine.cache.groups import CacheGroups
 from nanovllm.layers.cache_spec import KeysAndValues
@@ -7,7 +7,7 @@ from nanovllm.models.config import ModelConfig
 
 
 def check_codes(model_config: ModelConfig) -> None:
-    """Raise a ValueError if layers keep something else than keys and values."""
+    """Raise a ValueError if some layers do not keep keys and values."""
     kinds = {type(layer.cache) for layer in model_config.layers}
     if Latent in kinds or KeysAndValues not in kinds:
         kept = "latent rows" if Latent in kinds else "states"

@@ -8,11 +8,11 @@ from nanovllm.engine.cache.groups import CacheGroup, CacheGroups
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.cache_spec import Heads
 
-WASTE = 1.1  # of memory, at most, for the sake of fewer block tables
+WASTE = 1.1  # the memory that groups may take, relative to the least, to have fewer block tables
 
 
 def divide(layers: Sequence[Attention], longest: int, reach: Window = 0) -> CacheGroups:
-    """The groups of these layers, for sequences of up to `longest` tokens.
+    """Divide these layers into groups, for sequences of up to `longest` tokens.
 
     Layers of other models may read the first group's blocks: `reach` is how far back they attend.
     """
@@ -48,14 +48,14 @@ def _limited(window: Window, longest: int) -> Window:
 
 
 def _num_slots(kinds: Sequence[tuple[int, int, int]]) -> int:
-    """The slots of a block. A kind is a number of layers, of tensors of each, and of parts.
+    """Choose the slots of a block. A kind is (layers, tensors of each layer, parts of a slot).
 
     With fewer slots a kind needs several groups, and with more slots some stay empty. Of all
     numbers that waste little, the largest makes the fewest groups.
     """
     of_a_layer = [-(-tensors // parts) for _, tensors, parts in kinds]
     in_one_group = [-(-layers * tensors // parts) for layers, tensors, parts in kinds]
-    costs = {}  # by the number of slots: what all groups together take for a token
+    costs = {}  # by number of slots: the slots that a token takes in all groups together
     for number in range(max(of_a_layer), max(in_one_group) + 1):
         each = [number * parts // tensors for _, tensors, parts in kinds]
         groups = [-(-layers // most) for (layers, *_), most in zip(kinds, each, strict=True)]

@@ -15,7 +15,7 @@ from nanovllm.layers.backend import AttentionBackend
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Layers with a block table: they attend equally far back, and keep the same.
+    """Layers that share block tables: they attend equally far back, and keep equal rows.
 
     A slot holds `parts` tensors of one layer's block: keys, values or latents. So block b of the
     pool is block b * `parts` of a layer's cache.
@@ -27,7 +27,7 @@ class CacheGroup:
 
     @property
     def attention(self) -> AttentionBackend:
-        """What plans a step for these layers, which are bound."""
+        """The attention backend of these layers, which plans their steps. The layers are bound."""
         return self.layers[0].attention_backend
 
 
@@ -37,7 +37,7 @@ class CacheGroups:
 
     groups: tuple[CacheGroup, ...]
     num_slots: int
-    slot_size: int  # numbers for each token of a block
+    slot_size: int  # elements for each token of a block
 
     @property
     def windows(self) -> tuple[Window, ...]:
@@ -46,12 +46,12 @@ class CacheGroups:
 
     @property
     def block_parts(self) -> tuple[int, ...]:
-        """By how much each group's block numbers are multiplied in its block tables."""
+        """The factor of each group by which block numbers are multiplied in its block tables."""
         return tuple(group.parts for group in self.groups)
 
 
 def are_alike(layers: Sequence[Attention]) -> bool:
-    """Whether there are layers, and all keep the same of all tokens."""
+    """Whether there are layers, without windows, and all keep the same for each token."""
     kinds = {(layer.kv.window, layer.cache) for layer in layers}
     return len(kinds) == 1 and layers[0].kv.window is None
 

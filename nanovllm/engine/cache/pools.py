@@ -1,4 +1,4 @@
-"""Pools: the memory of what layers keep of sequences on one rank. The KV of tokens is in blocks.
+"""Pools: the memory of one rank's caches. The KV of tokens is in blocks.
 
 They know the size of a block and which layers read it; `sizing` finds how many blocks fit.
 """
@@ -21,10 +21,10 @@ NewMemory = Callable[[int], torch.Tensor]  # zeroed memory of a number of bytes 
 
 
 class KVPool:
-    """One tensor with what all layers keep of tokens: `[slots, blocks, ...]`.
+    """The KV of all layers in one tensor `[slots, blocks, ...]`; quantized, a second has scales.
 
-    All groups share the blocks; a layer's keys and values have slots. A quantized pool also has a
-    tensor of scales, with the same slots. `linked` pools have blocks with the same numbers.
+    All groups share the blocks. A layer's keys and values have places in slots, and scales are in
+    the same slots. `linked` pools have blocks with the same numbers.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class KVPool:
 
     @property
     def block_bytes(self) -> int:
-        """The size of one block, all slots together, and those of the linked pools."""
+        """The size of one block in all slots, with the same block of the linked pools."""
         of_token = self.groups.slot_size * self.dtype.itemsize + self._scales_size * SCALES.itemsize
         own = self.groups.num_slots * self.block_size * of_token
         return own + sum(other.block_bytes for other in self.linked)
@@ -60,7 +60,7 @@ class KVPool:
             if self._scales_size:
                 shape = (*slots, self.block_size * self._scales_size)
                 self.tensors.append(zeros_of(shape, SCALES, self.device, new_memory))
-        except (MemoryError, RuntimeError, TypeError, ValueError) as error:  # each for a size
+        except (MemoryError, RuntimeError, TypeError, ValueError) as error:  # for too large a size
             size = memory_text(num_blocks * self.block_bytes)
             raise MemoryError(
                 f"a KV pool of {num_blocks} blocks takes {size}, more than {self.device} has free;"
@@ -84,7 +84,7 @@ class KVPool:
     def _part(
         self, tensor: torch.Tensor, place: int, parts: int, of_block: tuple[int, ...]
     ) -> torch.Tensor:
-        """One of the tensors of a group, [blocks * parts, ...]; a slot has `parts` of them."""
+        """The tensor [blocks * parts, ...] at a `place` of a group; a slot has `parts` places."""
         slot, index = divmod(place, parts)
         size = math.prod(of_block)
         return tensor[slot].flatten()[index * size :].view(-1, *of_block)
@@ -102,16 +102,16 @@ class KVPool:
 
 
 class CacheBytes(NamedTuple):
-    """What a block takes, with its share of checkpoints, and what is needed before the first."""
+    """The bytes of a block with its share of checkpoints, and the bytes needed before any block."""
 
     of_block: int  # 0 if the model has no KV and prefixes are not cached
     before: int
 
 
 class CachePools:
-    """The pools of a model that keeps no states. `layout` says what was made.
+    """The pools of a model without states. `layout` says what was made.
 
-    `PoolsWithStates` is for other models.
+    `PoolsWithStates` is for models with states.
     """
 
     slots_per_sequence = 0  # of a running sequence, for the states of its last tokens
@@ -128,22 +128,22 @@ class CachePools:
         return self.kv.groups
 
     def step_parts(self) -> list[StepPart]:
-        """What steps need of the caches besides block tables."""
+        """The parts of steps that the caches need, in addition to block tables."""
         return []
 
     def num_bytes(self, num_running: int) -> CacheBytes:  # noqa: ARG002
-        """Of a block with its share of checkpoints, and of the slots that sequences need."""
+        """The bytes of a block with its share of checkpoints, and of the slots of sequences."""
         return CacheBytes(self.kv.block_bytes, 0)
 
     def allocate(
         self, num_blocks: int, num_running: int, new_memory: NewMemory | None = None
     ) -> None:
-        """Make a KV pool of `num_blocks`, and what `num_running` sequences need in addition."""
+        """Make a KV pool of `num_blocks`, and the slots that `num_running` sequences need."""
         self.size = num_blocks, num_running
         self.kv.allocate(num_blocks, new_memory)
 
     def log(self) -> None:
-        """Log what there is in addition to KV."""
+        """Log the memory that is not for KV."""
 
     def release(self) -> None:
         """Free all memory until the next `allocate`."""
@@ -157,7 +157,7 @@ class CachePools:
             self.release()
 
     def wake_up(self) -> None:
-        """Have as much as before `sleep`; nothing happens if that has not run."""
+        """Allocate as much as before `sleep`; without a `sleep` before, do nothing."""
         if self._asleep is not None:
             self.allocate(*self._asleep)
             self._asleep = None

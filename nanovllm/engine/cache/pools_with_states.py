@@ -32,7 +32,7 @@ class PoolsWithStates(CachePools):
         self._num_groups = max(1, len(kv.groups.groups))
 
     def step_parts(self) -> list[StepPart]:
-        """The slots that layers read and write, and those that are copied."""
+        """The part with the slots that layers read and write, and that steps copy."""
         return [StatePart(self.states)]
 
     def _state_layout(self, num_blocks: int) -> StateLayout:
@@ -40,10 +40,10 @@ class PoolsWithStates(CachePools):
         return self.states.layout(num_blocks // number, self.kv.block_size, size)
 
     def num_bytes(self, num_running: int) -> CacheBytes:
-        """Of a block with its share of checkpoints, and of the slots that sequences need."""
+        """The bytes of a block with its share of checkpoints, and of the slots of sequences."""
         of_block, layout = self.kv.block_bytes, self._state_layout(0)
         if layout.interval:
-            num_tokens = layout.interval * self._num_groups  # of blocks, for each checkpoint
+            num_tokens = layout.interval * self._num_groups  # in blocks, for each checkpoint
             of_block += -(-self.states.slot_bytes * self.kv.block_size // num_tokens)
         return CacheBytes(of_block, layout.num_slots(num_running) * self.states.slot_bytes)
 

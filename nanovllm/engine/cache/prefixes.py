@@ -1,6 +1,6 @@
 """Prefixes: the tree of token blocks that have been computed, each found by a chained hash.
 
-It knows token ids and hashes. Which KV blocks hold a prefix, it keeps for the block manager.
+It knows token ids and hashes, and records for the block manager which KV blocks hold a prefix.
 """
 
 from array import array
@@ -34,9 +34,9 @@ class Prefix:
     """A block of tokens and all tokens before it.
 
     `blocks` has for each cache group the published KV blocks of these tokens, oldest first, and
-    `checkpoint` is the slot with the states after them, if there is one. `num_uses` counts these
-    and the prefixes that continue this one. Those with equal hashes are linked by `next`. (Tuples
-    of numbers cost Python's garbage collector nothing.)
+    `checkpoint` is the slot with the states after them, if there is one. `num_uses` counts blocks,
+    checkpoint and the prefixes that continue this one. Prefixes with equal hashes are linked by
+    `next`. (Tuples of numbers cost Python's garbage collector nothing.)
     """
 
     __slots__ = ("blocks", "checkpoint", "hash", "next", "num_uses", "parent", "token_ids")
@@ -62,7 +62,7 @@ class Prefix:
 
 
 class Prefixes:
-    """All prefixes in use. Equal prefixes are one object, whatever their hashes collide with.
+    """All prefixes in use. Equal prefixes are one object, even if hashes collide.
 
     A sequence's first block continues a root: 0, or a number below it for an adapter.
     """
@@ -79,7 +79,7 @@ class Prefixes:
                 prefix = prefix.next
 
     def root(self, number: int) -> Prefix:
-        """The prefix without tokens of this number."""
+        """The prefix without tokens for an adapter's number, or for 0."""
         if (root := self.roots.get(number)) is None:
             root = self.roots[number] = Prefix(None, number, (), [])
         return root
@@ -98,8 +98,8 @@ class Prefixes:
     ) -> Prefix:
         """The prefix that continues `parent` with these tokens, made if there is none.
 
-        `column` has for each group a block that holds it now. It stays until its last use is given
-        up.
+        `column` has for each group a block that holds it now. The prefix stays until its last use
+        is given up.
         """
         first = self.by_hash.get(value)
         prefix = first and self.find(parent, value, token_ids)

@@ -17,8 +17,7 @@ from nanovllm.layers.state_step import StateStep
 
 
 class StatePart(StepPart):
-    """Copies slots before and after a step, and gives the layers the slots that they read and
-    write.
+    """Copies slots around a step, and gives the layers the slots that they read and write.
 
     Pairs of slots (from, to) are in `copied_before` and `copied_after`.
     """
@@ -50,7 +49,7 @@ class StatePart(StepPart):
             self._pool.copy(pairs)
 
     def in_prefill(self, inputs: StepInputs, tokens: Array | None = None) -> StateStep | None:
-        """Where a prefill finds and leaves states; a warm-up's leaves none. The head has none."""
+        """Where a prefill finds and leaves states; a warm-up leaves none. None for the head."""
         if tokens is not None or inputs.prefill is None:
             return None
         ends = inputs.prefill.cu_seqlens_q
@@ -68,8 +67,7 @@ class StatePart(StepPart):
 def states_before_and_after(batch: Batch, q_ends: Array) -> dict[str, Array]:
     """The slots in which a prefill finds states, and leaves them.
 
-    It leaves the states after a prompt's last token here and after its checkpoints, and in a
-    sequence with drafts those after each token.
+    It leaves the states after the last scheduled token, after each draft, and at checkpoints.
     """
     before = np.zeros(len(batch.seqs), np.int64)
     after = np.full(int(q_ends[-1]), -1, np.int64)

@@ -19,7 +19,7 @@ from nanovllm.utils.resources import memory_text
 logger = logging.getLogger("nanovllm")
 
 ALIGNMENT = 256  # bytes
-# Bytes of KV for each byte of checkpoints, which so get a quarter of the memory that both share.
+# Bytes of KV for each byte of checkpoints: checkpoints get a quarter of the memory of both.
 KV_PER_CHECKPOINT_BYTE = 3
 NO_KV_INTERVAL = 256  # tokens between checkpoints, if there is no KV to compare with
 
@@ -32,9 +32,9 @@ class _Place(NamedTuple):
 
 
 class StatePool:
-    """`[slots, bytes]`. Each layer's states are a part of all slots.
+    """One tensor `[slots, bytes]`. Each slot has the states of all layers.
 
-    A running sequence has `slots_per_sequence` slots. With `checkpoints`, prefixes have some, too.
+    A running sequence has `slots_per_sequence` slots. With `checkpoints` there are slots for these.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class StatePool:
         shape = (num_slots, self.slot_bytes)
         try:
             self.slots = zeros_of(shape, torch.uint8, self.device, new_memory)
-        except (MemoryError, RuntimeError, TypeError, ValueError) as error:  # each for a size
+        except (MemoryError, RuntimeError, TypeError, ValueError) as error:  # for too large a size
             share = "cpu_kvcache_gib" if self.device.type == "cpu" else "gpu_memory_utilization"
             raise MemoryError(
                 f"states in {num_slots} slots take {memory_text(num_slots * self.slot_bytes)}, more"

@@ -1,4 +1,4 @@
-"""StateSlots: which slots have the states of running sequences, and which have those of prefixes.
+"""StateSlots: which slots have the states of running sequences, and which have checkpoints.
 
 It knows slot numbers and prefixes, and no tensors.
 """
@@ -22,7 +22,7 @@ class StateLayout(NamedTuple):
     interval: int  # tokens from one checkpoint of a sequence to the next
 
     def num_slots(self, num_running: int) -> int:
-        """All slots, with those that no sequence has."""
+        """All slots, including the reserved ones."""
         return NUM_RESERVED + self.slots_per_sequence * num_running + self.num_checkpoints
 
 
@@ -30,17 +30,17 @@ class StateSlots:
     """The slots of a model's states. A slot has the states of all layers after one token.
 
     The state after the token at position p is in slot p % `slots_per_sequence` of the sequence's
-    own. So a draft's state does not replace that of the token before the drafts, and the states
-    after a wrong draft are replaced by those of the right token. The first slot stays zeroed,
-    for sequences that begin, and the last one is written where a state is not kept.
+    own slots. So a draft's state does not overwrite the state of the token before the drafts, and
+    the state after a wrong draft is overwritten by that of the right token. The first slot stays
+    zeroed, for sequences that begin; states that are not kept are written to the last slot.
 
-    Slots that no running sequence has hold checkpoints: copies of the states after a prefix, which
-    restore a sequence that begins with it. They are made every `interval` tokens, and at the end of
-    a prompt's last full block. If no slot is free, the least recently used checkpoint goes. So a
+    Other slots have checkpoints: copies of the states after a prefix, which restore a sequence that
+    begins with this prefix. They are made every `interval` tokens, and at the end of a prompt's
+    last full block. If no slot is free, the least recently used checkpoint is dropped. So a
     running sequence always gets its own slots.
 
-    The prefix of a checkpoint is that of a published block. Without KV blocks, nothing else keeps
-    the prefixes of running sequences: `_tips` has the last one that each has entered.
+    With KV blocks, a checkpoint's prefix is that of a published block. Without, `_tips` has the
+    last prefix that each running sequence has entered, and so keeps it in use.
     """
 
     def __init__(self, layout: StateLayout, num_running: int, blocks: BlockManager) -> None:
@@ -48,21 +48,21 @@ class StateSlots:
         self.blocks = blocks
         self.block_size = blocks.block_size
         self.prefixes = blocks.prefixes
-        self._tips: dict[int, tuple[Prefix, int]] = {}  # and its number of blocks, by `seq_id`
+        self._tips: dict[int, tuple[Prefix, int]] = {}  # with numbers of blocks, by `seq_id`
         self.free_slots = [*range(1, layout.num_slots(num_running) - 1)][::-1]
         self.num_slots = len(self.free_slots)
         self.checkpoints: OrderedDict[int, Prefix] = OrderedDict()  # by slot, oldest use first
-        self.num_planned = 0  # checkpoints of steps that are not known to be computed
+        self.num_planned = 0  # checkpoints of steps that may not be computed yet
         self._restores: list[tuple[int, int]] = []
         self._saves: list[tuple[int, int]] = []
 
     def counts(self) -> tuple[int, int, int]:
-        """How many slots running sequences have, checkpoints have, and how many there are."""
+        """How many slots running sequences have, how many have checkpoints, and how many exist."""
         num_free = len(self.free_slots) + len(self.checkpoints) + self.num_planned
         return self.num_slots - num_free, len(self.checkpoints), self.num_slots
 
     def begin(self, seq: Sequence) -> None:
-        """Give `seq` slots, and in the next step the states of the prefix that it begins with."""
+        """Give `seq` slots; before the step, the states of its cached prefix are copied to them."""
         prefix = self._begun_prefix(seq)
         checkpoint = None if prefix is None else prefix.checkpoint
         if checkpoint is not None:
@@ -72,7 +72,7 @@ class StateSlots:
             self._restores.append((checkpoint, self._slot(seq, seq.num_cached_tokens)))
 
     def fork(self, seq: Sequence, sibling: Sequence) -> None:
-        """Give `sibling`, which has the same tokens, slots; they get the states after a step."""
+        """Give slots to `sibling`, with equal tokens; after the step, states are copied to them."""
         if seq.seq_id in self._tips:
             self._set_tip(sibling, *self._tips[seq.seq_id])
         sibling.state_slots = self._take_own()
@@ -80,10 +80,10 @@ class StateSlots:
         self._saves.append((self._slot(seq, length), self._slot(sibling, length)))
 
     def plan(self, batch: Batch) -> None:
-        """Plan the checkpoints of a step, and let it copy slots for those and for new sequences.
+        """Plan the checkpoints of a step, and the copies for them and for new sequences.
 
-        Those of drafts count if the drafts are right. If the device guesses, nothing is planned, as
-        it is not known which tokens the step computes.
+        Checkpoints after drafts are kept if the drafts are right. If the device guesses, none is
+        planned, as it is not known which tokens the step computes.
         """
         if self.layout.num_checkpoints and not batch.num_drafts:
             for seq in batch.seqs:
@@ -94,7 +94,7 @@ class StateSlots:
     def _plan(self, seq: Sequence, num_drafts: int) -> None:
         start = seq.num_cached_tokens
         end = start + seq.num_scheduled_tokens
-        # The last one first, if there are not enough: the next turn of a conversation begins there.
+        # The last one first, if slots are short: the next turn of a conversation begins there.
         for length in reversed(self.boundaries(seq, start, end + num_drafts)):
             if self.num_planned == self.layout.num_checkpoints:
                 return
@@ -139,24 +139,24 @@ class StateSlots:
             self.checkpoints[slot] = prefix
 
     def rewind(self, seq: Sequence, num_tokens: int) -> None:
-        """Drop what was planned for tokens after the first `num_tokens`."""
+        """Drop the checkpoints that were planned after the first `num_tokens`."""
         for length in [length for length in seq.checkpoints if length > num_tokens]:
             self.free_slots.append(seq.checkpoints.pop(length))
             self.num_planned -= 1
 
     def release(self, seq: Sequence) -> None:
-        """Take the slots of a sequence for which no later step computes anything."""
+        """Take back the slots of a sequence that no later step computes."""
         self.free_slots += seq.state_slots
         seq.state_slots = []
 
     def free(self, seq: Sequence) -> None:
-        """Take back all that `seq` has."""
+        """Take back the slots and planned checkpoints of `seq`."""
         self.release(seq)
         self.rewind(seq, 0)
         self._drop_tip(seq.seq_id)
 
     def clear(self) -> None:
-        """Remove all checkpoints. Running sequences enter no prefix any more."""
+        """Remove all checkpoints. Sequences that run now enter no prefixes later."""
         while self.checkpoints:
             self.free_slots.append(self._evict())
         for seq_id in [*self._tips]:
@@ -172,17 +172,17 @@ class StateSlots:
         return prefix
 
     def _prefix(self, seq: Sequence, length: int) -> Prefix | None:
-        """The prefix of a length; None if it has left the cache."""
+        """The prefix of the first `length` tokens; None if it has left the cache."""
         if self.blocks.num_groups:
             return self._published(seq, length)
         return self._enter(seq, length)
 
     def _published(self, seq: Sequence, length: int) -> Prefix | None:
-        """The prefix of a length, by the block that `seq` has published."""
+        """The prefix of the first `length` tokens, by the block that `seq` has published."""
         return self.blocks.published[seq.block_tables[0][length // self.block_size - 1]]
 
     def _enter(self, seq: Sequence, length: int) -> Prefix | None:
-        """The prefix of a length, made if there is none; the next one continues it."""
+        """The prefix of the first `length` tokens, made if there is none. It becomes the tip."""
         if seq.seq_id not in self._tips:
             return None
         prefix, start = self._tips[seq.seq_id]

@@ -11,7 +11,7 @@ from nanovllm.engine.schedule.sequence import Sequence
 def kept_window(window: int, block_size: int) -> int:
     """How many tokens back a sequence keeps its blocks, if no layer attends further than `window`.
 
-    At least a little more than a block: the last published block is the next one's parent.
+    More than a block, as the last published block is the parent of the next one.
     """
     return max(window, block_size + 2)
 
@@ -19,8 +19,8 @@ def kept_window(window: int, block_size: int) -> int:
 class WindowedBlocks(BlockManager):
     """Sequences free the blocks behind the windows, and a long prompt gets its blocks in parts.
 
-    The blocks behind a window stay cached until others take them. A group with a window can restore
-    a prefix with the blocks that the next token attends to, and no others.
+    The blocks behind a window stay cached until other sequences take them. To restore a prefix, a
+    group with a window needs only the blocks that the next token attends to.
     """
 
     has_windows = True
@@ -35,8 +35,8 @@ class WindowedBlocks(BlockManager):
     ) -> None:
         super().__init__(num_blocks, block_size, enable_prefix_caching, windows, has_states)
         self._kept = [sys.maxsize if w is None else kept_window(w, block_size) for w in windows]
-        # What a long prompt gets at once: with a window the blocks of two windows, or of one if
-        # there are no more. `grow` adds the others.
+        # The most blocks that a long prompt gets at first: in a group with a window those of two
+        # windows, or of one if the pool is small. `grow` adds the others.
         self._most_at_once = [
             limit if window is None else self.most_held(2 * kept, block_size)
             for window, limit, kept in zip(windows, self.most_kept, self._kept, strict=True)
@@ -52,8 +52,8 @@ class WindowedBlocks(BlockManager):
     def free(self, seq: Sequence) -> None:
         """Free all blocks of `seq`, last first, so that its tail is evicted before its prefix.
 
-        The blocks behind its windows are part of that prefix: those that are still cached are moved
-        behind the others in the queue.
+        The blocks behind its windows belong to that prefix: if they are still cached, they are
+        moved to the end of the queue.
         """
         passed = seq.num_passed_blocks
         super().free(seq)
@@ -65,8 +65,8 @@ class WindowedBlocks(BlockManager):
         """Free the blocks of `seq` that are behind the window of the next token to compute.
 
         Called before a step's tokens are appended: tokens in flight come after these blocks.
-        Those of a prompt may be found again; those of generated tokens are reused first, so that a
-        long answer takes the place of its own beginning.
+        A prompt's blocks stay cached; blocks of generated tokens are reused first, so that a long
+        answer overwrites its own beginning.
         """
         num_passed = self._num_passed(seq.num_cached_tokens)
         if num_passed == seq.num_passed_blocks:
@@ -82,7 +82,7 @@ class WindowedBlocks(BlockManager):
     def _forget_generated(self, seq: Sequence, group: int, start: int) -> None:
         """Unpublish the generated blocks behind the window, from the one before `start` on.
 
-        Except the last one: a request that continues the last full block reads it.
+        The last one stays: a request that continues the last full block reads it.
         """
         end = seq.num_passed_blocks[group]
         of_prompt = -(-seq.num_prompt_tokens // self.block_size)
@@ -115,7 +115,7 @@ class WindowedBlocks(BlockManager):
             if window is None:
                 gap = (index for index, prefix in enumerate(path) if not prefix.blocks[group])
                 path = path[: next(gap, len(path))]
-        runs = [0] * self.num_groups  # how many blocks before the end each group has cached
+        runs = [0] * self.num_groups  # for each group, how many cached blocks the path ends with
         longest = 0
         for length, prefix in enumerate(path, start=1):
             for group, blocks in enumerate(prefix.blocks):

@@ -1,4 +1,4 @@
-"""Answers: what the ranks return from a command, each through a socket of its own to rank 0."""
+"""Answers: the ranks' results of a command. Each rank has its own socket to rank 0."""
 
 import socket
 import threading
@@ -11,13 +11,13 @@ from nanovllm.engine.ranks.frames import frame, receive, sendable
 from nanovllm.engine.run.other_ranks import Command, run_command
 from nanovllm.engine.run.shard import Shard
 
-# How long other ranks may take to answer after one has raised. It may have left them alone in an
+# How long other ranks may take to answer after one has raised. They may wait for that rank in an
 # exchange, which would never end.
 LOST_SECONDS = 30.0
 
 
 class Outcome(NamedTuple):
-    """What a rank's part of a command returned, or the error that it raised."""
+    """The result of a rank's part of a command, or the error that it raised."""
 
     value: Any = None
     error: Exception | None = None
@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
 
 
 def attempt(command: Command, shard: Shard) -> Outcome:
-    """Run a rank's part of a command. An error of an exchange is no outcome: it ends the rank."""
+    """Run a rank's part of a command. An error of an exchange is raised, and ends the rank."""
     try:
         return Outcome(run_command(command, shard))
     except (ExchangeError, RankError):
@@ -35,7 +35,7 @@ def attempt(command: Command, shard: Shard) -> Outcome:
 
 
 def send(link: socket.socket, outcome: Outcome) -> None:
-    """Send rank 0 an outcome; of what cannot be pickled, an error that says so."""
+    """Send rank 0 an outcome; in place of one that cannot be pickled, an error that says so."""
     if outcome.error is not None:
         outcome = outcome._replace(error=sendable(outcome.error))
     try:
@@ -50,7 +50,7 @@ class Answers:
     """Collects the outcomes of a command while rank 0 runs its own part.
 
     When a rank has raised, the others have LOST_SECONDS to answer. Then `lose` is called with the
-    reason why they cannot go on together; it ends the ranks, and so all waits for them.
+    reason why they cannot go on together. It ends the ranks, so that no thread waits for them.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Answers:
             self._await_others(self._names[index], outcome.error)
 
     def _await_others(self, name: str, error: Exception) -> None:
-        """Give the other ranks some time, if they are not done."""
+        """Start the time that the other ranks have to answer, unless it has started."""
         reason = f"{name} raised {type(error).__name__} in a command, and others waited for it"
         with self._lock:
             if self._timer is None:

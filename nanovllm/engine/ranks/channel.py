@@ -1,8 +1,7 @@
 """The channel from rank 0 to the other ranks: byte messages through a ring in shared memory.
 
 There is one writer. Each message is written once, is read by every reader, and may have any length.
-The ring is an unnamed file that the readers' processes inherit, so nothing is left behind when the
-processes end in any way.
+The ring is an unnamed file that the readers' processes inherit: however they end, nothing remains.
 """
 
 import contextlib
@@ -66,8 +65,8 @@ class Ring:
 class Writer:
     """Rank 0's end. Reader i's process inherits `fd` and `bells[i][0]`.
 
-    A bell is a pipe that wakes a sleeping reader: its reading and its writing end. `check` is
-    called while the ring is full; it raises if a reader has ended.
+    A bell is a pipe that wakes a sleeping reader: a pair, its reading end and its writing end.
+    `check` is called while the ring is full; it raises if a reader has ended.
     """
 
     def __init__(self, num_readers: int, check: Callable[[], None]) -> None:
@@ -126,7 +125,7 @@ class Writer:
         fence()
         for asleep, (_, bell) in zip(self.ring.asleep.tolist(), self.bells, strict=True):
             if asleep:
-                with contextlib.suppress(BlockingIOError):  # a full pipe wakes the reader too
+                with contextlib.suppress(BlockingIOError):  # a full pipe also wakes the reader
                     os.write(bell, b"!")
 
 

@@ -1,7 +1,7 @@
-"""The bytes of a step or a command, as rank 0 sends them; the first ones say which it is.
+"""Encodes steps and commands as bytes for the other ranks. The first bytes say which one it is.
 
-Of a step its arrays one after the other, as pickling is slower. A prompt's tokens are sent once,
-when they are computed, and each block of a sequence once; sampled tokens go from device to device.
+A step is sent as its arrays, one after another, as pickling is slower. A prompt's tokens are sent
+once, when they are computed, and each block once; sampled tokens go from device to device.
 
     header: the numbers of the step, the number of arrays, the length of the names
     for each array: its length, and the bytes of an element
@@ -24,14 +24,14 @@ FLAGS = ("whole_logits", "is_marked", "catches_up", "keeps_hidden")
 NUMBERS = ("num_seqs", "width", "num_queries", *FLAGS)
 PREFILL = tuple(field.name for field in dataclasses.fields(PrefillInputs))
 CHANGES = TableChanges._fields
-OWN_NAMES = {*PREFILL, *CHANGES}  # the other arrays are those of step parts
+OWN_NAMES = {*PREFILL, *CHANGES}  # other names are those of step parts' arrays
 HEADER = struct.Struct(f"{len(NUMBERS) + 2}q")
 TYPES: dict[int, Any] = {8: np.int64, 4: np.int32}  # by the bytes of an element
-MARK = struct.pack("<q", -2)  # of a command; no step begins with it, as its first number is a count
+MARK = struct.pack("<q", -2)  # begins a command; a step begins with a count
 
 
 def encode(inputs: StepInputs) -> bytes:
-    """A step as bytes."""
+    """Encode a step as bytes."""
     assert inputs.arrays.keys().isdisjoint(OWN_NAMES), "a step part has the name of another array"
     arrays: dict[str, Any] = {**inputs.arrays, **inputs.changes._asdict()}
     if inputs.prefill is not None:
@@ -50,7 +50,7 @@ def encode(inputs: StepInputs) -> bytes:
 
 
 def decode(message: bytearray) -> StepInputs:
-    """The step; its arrays share the message's memory."""
+    """Decode a step; its arrays share the message's memory."""
     *numbers, count, length = HEADER.unpack_from(message)
     shapes = struct.unpack_from(f"{2 * count}q", message, HEADER.size)
     offset = HEADER.size + 16 * count
@@ -72,12 +72,12 @@ def decode(message: bytearray) -> StepInputs:
 
 
 def pack(command: Command) -> bytes:
-    """A command as bytes."""
+    """Encode a command as bytes."""
     return MARK + by_value(command)
 
 
 def unpack(message: bytearray) -> Command | None:
-    """The command in a message; None if that is a step."""
+    """The command in a message; None if the message is a step."""
     if not message.startswith(MARK):
         return None
     command: Command = pickle.loads(memoryview(message)[len(MARK) :])

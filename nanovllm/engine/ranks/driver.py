@@ -1,4 +1,4 @@
-"""CUDA's driver by ctypes, for memory that PyTorch has no public calls for."""
+"""Calls CUDA's driver by ctypes, for memory that PyTorch has no public functions for."""
 
 import ctypes
 import functools

@@ -1,4 +1,4 @@
-"""Frames: pickled messages between processes, each after its length.
+"""Frames: pickled messages between processes, each with its length before it.
 
 Imported without PyTorch.
 """
@@ -14,7 +14,7 @@ HEAD = struct.Struct("<Q")
 
 
 def frame(message: Any) -> bytes:
-    """A message as it goes through a socket."""
+    """The bytes of a message for a socket: length and pickle."""
     data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return HEAD.pack(len(data)) + data
 
@@ -23,7 +23,7 @@ def by_value(value: Any) -> bytes:
     """Pickle for a process that does not run the caller's script.
 
     With the package cloudpickle, functions of that script are pickled by value. Without it, only
-    those of importable modules can be.
+    functions of importable modules can be pickled.
     """
     data: bytes = _pickler().dumps(value, pickle.HIGHEST_PROTOCOL)
     return data
@@ -31,7 +31,7 @@ def by_value(value: Any) -> bytes:
 
 @functools.cache
 def _pickler() -> Any:
-    """The module that pickles; looking for one that is missing takes long."""
+    """The module that pickles. The result is kept, as the search for a missing one takes long."""
     try:
         import cloudpickle
     except ImportError:
@@ -40,7 +40,7 @@ def _pickler() -> Any:
 
 
 def sendable(error: BaseException) -> Exception:
-    """The error, or one with its text if it cannot be pickled, or would end a process."""
+    """The error; or one with its text, if it cannot be pickled or would end a process."""
     if isinstance(error, Exception):
         with suppress(Exception):
             pickle.loads(pickle.dumps(error))
@@ -69,19 +69,19 @@ def _receive_bytes(connection: socket.socket, length: int) -> bytes:
 
 
 class Outbox:
-    """Sends messages without waiting for a slow reader; what does not fit now is sent later."""
+    """Sends messages without waiting for a slow reader; it sends later what has no room now."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._unsent = bytearray()
 
     def send(self, message: Any) -> None:
-        """Send a message, or keep what there is no room for."""
+        """Send a message; keep the bytes that the socket has no room for."""
         self._unsent += frame(message)
         self.flush()
 
     def flush(self) -> bool:
-        """Send what was kept, as far as there is room; whether nothing is left."""
+        """Send kept bytes, as far as there is room. Returns whether none are left."""
         while self._unsent:
             try:
                 sent = self._connection.send(self._unsent, socket.MSG_DONTWAIT)

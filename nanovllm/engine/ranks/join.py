@@ -1,4 +1,4 @@
-"""Joining the ranks: through NCCL between GPUs, through shared memory on the CPU."""
+"""Joins the ranks: through NCCL between GPUs, through shared memory on the CPU."""
 
 from nanovllm.engine.ranks.process_ranks import Check, ProcessRanks, no_check
 from nanovllm.engine.start.placement import resolve_device
@@ -8,7 +8,7 @@ from nanovllm.layers.ranks import Ranks
 def join(
     rank: int, size: int, device: str, address: int | None = None, check: Check = no_check
 ) -> ProcessRanks:
-    """Join as a rank on `device`, as `Config` names it.
+    """Join as a rank on `device`, the option of `Config`.
 
     Rank 0 creates the address; the other ranks get it as an argument.
     """

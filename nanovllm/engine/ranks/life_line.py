@@ -1,4 +1,4 @@
-"""Processes that end with their caller: how they are started, and how they notice its end.
+"""Starts processes that end with their caller, and lets them notice the caller's end.
 
 A life line is a socket pair; the caller has its other end. Imported without PyTorch.
 """
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 CHECK_SECONDS = 1.0  # between checks that the parent is still the caller
-END_SECONDS = 30.0  # for a process to be gone after its line: a driver frees the GPU's memory first
+END_SECONDS = 30.0  # to end after the line is cut: the driver frees the GPU's memory first
 HOME = str(Path(__file__).resolve().parents[3])  # the directory of this package
 
 # What Python runs in a new process: the caller's own nanovllm, with the caller's module path.
@@ -33,7 +33,7 @@ def start_process(
 ) -> "subprocess.Popen[bytes]":
     """Run `main` of a module in a new process, which inherits `fds`.
 
-    It runs nothing of the caller's script, which therefore needs no `if __name__ == "__main__":`.
+    The caller's script is not run, and therefore needs no `if __name__ == "__main__":`.
     """
     modules = [str(Path(entry).absolute()) for entry in sys.path]
     command = [sys.executable, "-c", BOOT, module, str(len(arguments)), *map(str, arguments)]
@@ -46,15 +46,15 @@ def start_process(
 def end_with(caller: int, line: int) -> None:
     """End this process when `caller` ends, or cuts the line.
 
-    A line that other processes have inherited is not cut by the caller's end, so the parent is
-    looked at, too.
+    The caller's end does not cut a line that other processes have inherited. So a thread also
+    checks who the parent is.
     """
     _die_with(line)
     threading.Thread(target=_watch_parent, args=(caller,), daemon=True).start()
 
 
 def _die_with(line: int) -> None:
-    """Let the kernel kill this process when the line is cut, whatever it is doing then."""
+    """Let the kernel kill this process when the line is cut, whatever it does."""
     fcntl.fcntl(line, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(line, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(line, fcntl.F_SETFL, fcntl.fcntl(line, fcntl.F_GETFL) | os.O_ASYNC)
@@ -69,7 +69,7 @@ def _watch_parent(caller: int) -> None:
 
 
 def ending(process: "subprocess.Popen[bytes]") -> str:
-    """How a process that has cut its line ended, in a line."""
+    """How a process ended that has cut its line, in one line of text."""
     try:
         code = process.wait(END_SECONDS)
     except subprocess.TimeoutExpired:

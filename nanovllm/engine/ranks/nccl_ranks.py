@@ -1,8 +1,8 @@
-"""Ranks on GPUs, which exchange tensors through NCCL, and sum few rows by kernels of our own.
+"""Ranks on GPUs, which exchange tensors through NCCL, and sum few rows with our own kernels.
 
-Each engine has a process group of its own. PyTorch's default group is left to the caller, and
-several engines do not interfere. The system chooses the ports. They are on the loopback device,
-except NCCL's own, which are on the device that NCCL_SOCKET_IFNAME names.
+Each engine has its own process group: PyTorch's default group is left to the caller, and several
+engines do not interfere. The system chooses the ports. They are on the loopback device, except
+NCCL's own ports, which are on the device that NCCL_SOCKET_IFNAME names.
 """
 
 import os
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from nanovllm.engine.ranks.peers import Peers
     from nanovllm.kernels.triton.ranks.all_reduce import PeerKernels
 
-dist: Any = torch.distributed  # its bindings have no types
+dist: Any = torch.distributed  # the bindings have no types
 
 LOOPBACK = "127.0.0.1"
 # Ranks connect when all have loaded: usually in milliseconds, but a busy machine may need more.
 CONNECT_TIMEOUT = timedelta(minutes=2)
-LEAVE_TIMEOUT = timedelta(seconds=5)  # for NCCL to end; then it is abandoned
+LEAVE_TIMEOUT = timedelta(seconds=5)  # for NCCL to end; after that it is abandoned
 CHECK_SECONDS = 0.01  # between rank 0's checks that all ranks live, while they connect
 # A stopped process may continue. A dead one is noticed by its life line, not by this timeout.
 EXCHANGE_TIMEOUT = timedelta(days=7)
 
 
 class NcclRanks(ProcessRanks):
-    """One process of `size`, on a GPU of its own. All of them call `connect` together.
+    """One process of `size`, with its own GPU. All of them call `connect` together.
 
     `address` is the port of the store through which they find each other.
     """
@@ -94,7 +94,7 @@ class NcclRanks(ProcessRanks):
         x = torch.zeros(1, device=self._device)
         self._exchange(group.allreduce, [x], self._sum)  # NCCL connects in the first exchange
         x.item()
-        self._group = group  # only now can it be aborted
+        self._group = group  # from now on it can be aborted
 
     def connect_peers(self, kind: "type[PeerKernels] | None") -> None:
         if kind is None or os.environ.get("NCCL_P2P_DISABLE") == "1":
@@ -159,7 +159,7 @@ class NcclRanks(ProcessRanks):
 
 
 def open_store(size: int) -> Any:
-    """Open the store of rank 0. Its port stays bound from the moment that it is chosen."""
+    """Open the store of rank 0. Its port is bound as soon as it is chosen."""
     listener = socket.socket()
     listener.bind((LOOPBACK, 0))
     listener.listen()

@@ -1,7 +1,7 @@
 """Memory of a rank's GPU that the GPUs of other processes write to.
 
-These are the driver's calls: PyTorch has no public ones that need no default group. Nothing named
-is left behind: a mapping ends with its process.
+It calls CUDA's driver: PyTorch's public functions need the default group. The memory has no name,
+and a mapping ends with its process, so nothing remains.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ Address = ctypes.c_uint64
 
 
 class Handle(ctypes.Structure):
-    """What another process needs to map the memory."""
+    """The handle by which another process maps the memory."""
 
     _fields_ = [("bytes", ctypes.c_ubyte * HANDLE_BYTES)]
 
@@ -40,7 +40,7 @@ class PeerMemory:
             torch.cuda.synchronize()
 
     def handle(self) -> bytes:
-        """What the other ranks need to map the buffer."""
+        """The handle by which the other ranks map the buffer."""
         handle = Handle()
         with torch.cuda.device(self.device):
             call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
@@ -61,14 +61,14 @@ class PeerMemory:
         return addresses
 
     def unmap(self) -> None:
-        """Unmap the other ranks' buffers, whatever the device's state. No kernel may use them."""
+        """Unmap the other ranks' buffers, in any state of the device. No kernel may use them."""
         with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):
             for address in self._others:
                 driver().cuIpcCloseMemHandle(address)
         self._others = []
 
     def close(self) -> None:
-        """Unmap and free all of it. The other ranks have unmapped this rank's buffer, or ended."""
+        """Unmap and free all memory. The other ranks have unmapped this rank's buffer, or ended."""
         self.unmap()
         with contextlib.suppress(RuntimeError), torch.cuda.device(self.device):
             if self._own is not None:

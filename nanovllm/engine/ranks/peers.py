@@ -1,6 +1,6 @@
-"""Peers: the GPUs of the other ranks, which write to a buffer of this rank's for sums of few rows.
+"""Peers: buffers through which the ranks' GPUs sum few rows by writing to each other.
 
-They are set up when the ranks have connected, and tried. If a rank cannot use them, none does.
+They are set up and tried when the ranks have connected. If a rank cannot use them, none does.
 """
 
 import logging
@@ -21,16 +21,16 @@ logger = logging.getLogger("nanovllm")
 PATIENCE_SECONDS = 120.0  # for the first sum: every rank compiles a kernel
 POLL_SECONDS = 1e-3
 TRIES = 20
-LEAST_BYTES = 1 << 16  # if NCCL sums these faster, kernels are not worth their memory
-ROW = REGION_BYTES // 2  # numbers of the longest row in 16 bits
-CALLS = 10  # that are timed together
-CLOCKS_FOR_LAUNCHES = 2_000_000  # about a millisecond, in which the host launches them
+LEAST_BYTES = 1 << 16  # if NCCL is faster with these, the kernels are not used
+ROW = REGION_BYTES // 2  # 16-bit numbers in the longest row
+CALLS = 10  # to time together
+CLOCKS_FOR_LAUNCHES = 2_000_000  # about a millisecond, in which the host launches the calls
 
 T = TypeVar("T")
 
 
 class Peers:
-    """The buffers of this rank and of the others. Kernels wait for the ranks until `end`."""
+    """The buffers of this rank and of the others. Kernels wait for other ranks, until `end`."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
@@ -39,7 +39,7 @@ class Peers:
 
     def allocate(self) -> torch.Tensor:
         """Allocate the buffer. Returns all ranks' handles [R, bytes], zeros except this rank's."""
-        self._ended = self._ended.pin_memory()  # kernels read it there
+        self._ended = self._ended.pin_memory()  # kernels read it in the host's memory
         self._memory.allocate(buffer_bytes(self.size), EMPTY_HALF)
         handles = torch.zeros(self.size, HANDLE_BYTES, dtype=torch.uint8)
         handles[self.rank] = torch.tensor(list(self._memory.handle()), dtype=torch.uint8)
@@ -61,12 +61,12 @@ class Peers:
         self._memory.unmap()
 
     def close(self) -> None:
-        """Free the memory, which no rank uses any more."""
+        """Free the memory. No rank may use it."""
         self._memory.close()
 
 
 def connect_peers(ranks: Ranks, peers: Peers, kind: type[PeerKernels]) -> PeerKernels | None:
-    """Set up the kernels, together with the other ranks. None where they do not help."""
+    """Set up the kernels, together with the other ranks. None if they do not help."""
     handles = _agreed(ranks, peers.allocate)
     if handles is None:
         return None
@@ -81,7 +81,7 @@ def connect_peers(ranks: Ranks, peers: Peers, kind: type[PeerKernels]) -> PeerKe
 
 
 def _agreed(ranks: Ranks, step: Callable[[], T]) -> T | None:
-    """What the step returns; None if it raises on any rank."""
+    """The result of the step; None if it raises on any rank."""
     result: T | None = None
     reason: Exception | str = "another rank cannot use them"
     try:
@@ -95,7 +95,7 @@ def _agreed(ranks: Ranks, step: Callable[[], T]) -> T | None:
 
 
 def _launched_alone(kernels: PeerKernels) -> torch.Tensor:
-    """A sum that waits for no rank: what raises for other reasons does so before others wait.
+    """Launch a sum without other ranks, so that a kernel that fails does so before ranks wait.
 
     A single rank reads no buffer, so any address will do.
     """
@@ -106,7 +106,7 @@ def _launched_alone(kernels: PeerKernels) -> torch.Tensor:
 
 
 def _tried(kernels: PeerKernels, end: Callable[[], None]) -> PeerKernels:
-    """Sum rows over the ranks a few times; a RuntimeError if that is wrong or takes too long."""
+    """Sum rows over the ranks a few times; a RuntimeError if a sum is wrong or takes too long."""
     device = kernels.places.device
     rows = torch.arange(float(ROW), device=device).remainder_(127).expand(REGIONS, -1)
     rows = rows.to(torch.bfloat16)
@@ -127,7 +127,7 @@ def _tried(kernels: PeerKernels, end: Callable[[], None]) -> PeerKernels:
 
 
 def _faster_bytes(ranks: Ranks, kernels: PeerKernels) -> int:
-    """The most bytes up to which the kernels are faster than NCCL, in steps of 4; 0 for none."""
+    """The most bytes with which the kernels are faster than NCCL, in steps of 4; 0 for none."""
     most = kernels.most_bytes
     while most >= LEAST_BYTES:
         num_rows = max(1, most // ((kernels.size - 1) * 2 * ROW))
@@ -142,7 +142,7 @@ def _faster_bytes(ranks: Ranks, kernels: PeerKernels) -> int:
 
 
 def _milliseconds(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> float:
-    """How long the device takes for one call, when it does not wait for the host."""
+    """How long one call takes on the device, without waiting for the host."""
     start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     call(x)

@@ -11,7 +11,7 @@ Check = Callable[[], None]
 
 
 def no_check() -> None:
-    """Rank 0 watches the ranks; the others end with it."""
+    """Do nothing: rank 0 watches the ranks, and the others end with it."""
 
 
 class ProcessRanks(Ranks):

@@ -25,7 +25,7 @@ from nanovllm.engine.ranks.channel import CACHE_LINE, fence
 from nanovllm.engine.ranks.process_ranks import Check, ProcessRanks, no_check
 
 SLOT_BYTES = 1 << 19  # with two ranks, both buffers take 2 MiB
-SPLIT_BYTES = 1 << 17  # from here on, if there are more than two ranks, each adds up a part
+SPLIT_BYTES = 1 << 17  # from here on, each of three or more ranks adds up a part
 SPIN_SECONDS = 2e-3  # how long to poll for another rank before sleeping
 NAP_SECONDS = 1e-4
 

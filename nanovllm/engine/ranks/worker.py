@@ -1,6 +1,6 @@
-"""A rank other than 0: a process that runs what rank 0 sends, steps and commands, and ends with it.
+"""A rank other than 0: a process that runs the steps and commands of rank 0, and ends with it.
 
-It runs nothing of the caller's script, which therefore needs no `if __name__ == "__main__":`.
+The caller's script is not run here, and therefore needs no `if __name__ == "__main__":`.
 PyTorch is imported late: the process must first be able to notice the end of its caller.
 """
 
@@ -43,7 +43,7 @@ def _serve(
 ) -> None:  # fmt: skip
     """Load this rank's part of the model, connect to the others, and compute step after step.
 
-    Between steps it runs commands, and sends what they return.
+    Between steps it runs commands, and sends their results.
     """
     import logging
 
@@ -64,7 +64,7 @@ def _serve(
     placement = resolve_placement(config, model_config, ranks)
     shard = load_shard(config, model_config, path, placement, parts=parts)
     _report(life_line, ready=True)
-    reader.receive()  # when all have loaded
+    reader.receive()  # comes when all have loaded
     ranks.connect()
     start_shard(shard, config)
     while message := reader.receive():

@@ -1,8 +1,7 @@
-"""Workers: the other ranks' processes, which rank 0 starts, sends steps and commands to, watches
-and ends.
+"""Workers: starts, drives, watches and ends the processes of the other ranks.
 
-A thread watches their life lines. When one ends, all are ended, and the caller gets one exception
-that names what went wrong first.
+A thread watches their life lines. When a process ends, all are ended, and the caller gets one
+exception that names the first failure.
 """
 
 import contextlib
@@ -55,7 +54,7 @@ class Failure:
 
 
 class Worker:
-    """One process, and our end of its life line."""
+    """One process, and rank 0's end of its life line."""
 
     def __init__(self, rank: int, ranks: ProcessRanks, writer: Writer) -> None:
         self.name = f"rank {rank} of {ranks.size}"
@@ -87,13 +86,13 @@ class Worker:
         return bool(heard)
 
     def ending(self) -> str:
-        """How the process ended, in a line."""
+        """How the process ended, in one line of text."""
         if self.report is not None:
             return f"raised {self.report.error}"
         return ending(self.process)
 
     def cut(self) -> None:
-        """Cut the line, including copies that others inherited: that ends the process."""
+        """Cut the line, also where others inherited it. This ends the process."""
         for end in (self.line, self.answers):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -150,9 +149,9 @@ class Workers(OtherRanks):
             yield
 
     def everywhere(self, command: Command, shard: Shard) -> list[Any]:
-        """All ranks' results, rank 0's first; what a rank raises has a note that names it.
+        """All ranks' results, rank 0's first; a rank's error has a note that names the rank.
 
-        The engine can go on after that, unless the others were left in an exchange.
+        After an error the engine can go on, unless other ranks wait in an exchange.
         """
         self.check()
         message = pack(command)
@@ -174,7 +173,7 @@ class Workers(OtherRanks):
             yield
         except BaseException as error:
             if isinstance(error, ExchangeError | RankError):
-                traceback.clear_frames(error.__traceback__)  # they hold the group, and tensors
+                traceback.clear_frames(error.__traceback__)  # frames refer to group and tensors
                 with self._changed:
                     self._changed.wait_for(lambda: self.failure, BLAME_SECONDS)
                 self.check()
@@ -206,7 +205,7 @@ class Workers(OtherRanks):
         self._fail(failure)
 
     def _fail(self, failure: str) -> None:
-        """Note why the engine cannot go on, and end all ranks. Called from any thread."""
+        """Record why the engine cannot go on, and end all ranks. Called from any thread."""
         with self._changed:
             self.failure = self.failure or failure
             self._changed.notify_all()
@@ -237,7 +236,7 @@ class Workers(OtherRanks):
         return self._who_was_first(cut)
 
     def _who_was_first(self, cut: list[Worker]) -> Worker:
-        """The worker to blame: the first that raised, or else one that ended without a report.
+        """The worker to blame: the first that raised, or else one that ended and reported nothing.
 
         A failed exchange counts last: another rank caused it.
         """

@@ -33,9 +33,9 @@ from nanovllm.utils.checks import check_int, shorten
 class AsyncEngine:
     """Queues requests of callers, and passes the engine's events to them.
 
-    Options are those of `AsyncLLM`. Prompts are read, and texts and stops are followed, in this
-    process; the engine's process, the `main` of the module `PROCESS`, only steps. It answers
-    questions between two steps.
+    Options are those of `AsyncLLM`. This process tokenizes prompts, decodes texts and finds stops;
+    the engine's process, the `main` of the module `PROCESS`, only steps, and answers questions
+    between two steps.
     """
 
     features: Features = NO_FEATURES
@@ -62,7 +62,7 @@ class AsyncEngine:
             self.connection.process.close()
             raise
         self.open_requests = RequestTable(self.connection, self.config.max_num_seqs, max_waiting)
-        # Adapters are the other process's.
+        # The engine's process has the adapters.
         self.intake = Intake(
             self.config, self.model_config, self.tokenizer, self.features, RequestAdapters()
         )
@@ -79,7 +79,7 @@ class AsyncEngine:
         lora_request: LoRARequest | None = None,
         is_whole: bool = False,
     ) -> AsyncIterator[OpenRequest]:
-        """Queue a request for the time of the block; if it has not finished then, it is aborted.
+        """Queue a request during the block; at the block's end it is aborted if not finished.
 
         If it `is_whole`, only the output at the end is used.
         """
@@ -102,7 +102,7 @@ class AsyncEngine:
     async def queued(
         self, accepted: Accepted, params: SamplingParams, is_whole: bool = True, **options: Any
     ) -> AsyncIterator[OpenRequest]:
-        """Queue an accepted request for the time of the block; options of `RequestTable.open`."""
+        """Queue an accepted request during the block; options are those of `RequestTable.open`."""
         await self.connection.open()
         copy = RequestCopy(self.intake.request(accepted, streams=not is_whole), self.tokenizer)
         request = self.open_requests.open(accepted, copy, params, is_whole=is_whole, **options)
@@ -182,7 +182,7 @@ class AsyncEngine:
         """End the engine after its step, and free what it used. Idempotent.
 
         Callers that still wait get a RuntimeError. It blocks for the time of a step or two. Call it
-        in the event loop's thread, or when that has ended.
+        in the event loop's thread, or when the loop has ended.
         """
         self._disconnect()
         self.connection.process.close()
@@ -205,7 +205,7 @@ class AsyncEngine:
 
 
 def params_of(given: Any, priority: int | None) -> SamplingParams:
-    """The parameters that a caller gave, with another priority if that is given too."""
+    """The caller's parameters, with `priority` in place of theirs if it is given."""
     params = SamplingParams() if given is None else given
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params must be a SamplingParams, got {shorten(params)}")
@@ -213,7 +213,7 @@ def params_of(given: Any, priority: int | None) -> SamplingParams:
 
 
 def _unconstrained(params: SamplingParams) -> SamplingParams:
-    """The parameters without their constraint, which only the engine's process compiles."""
+    """The parameters without a constraint; only the engine's process compiles constraints."""
     if params.structured_outputs is None:
         return params
     return dataclasses.replace(params, structured_outputs=None)

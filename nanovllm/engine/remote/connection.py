@@ -1,4 +1,4 @@
-"""EngineConnection: an engine's process, for an event loop. It knows no requests and no text."""
+"""EngineConnection: an event loop's link to an engine's process. It knows no requests or text."""
 
 import asyncio
 import contextlib
@@ -22,18 +22,18 @@ from nanovllm.engine.remote.messages import (
 )
 from nanovllm.engine.remote.process import EngineProcess
 
-# Send at most this many commands, or handle this many ended requests, before others get a turn: the
+# Send at most this many commands, or handle this many ended requests, before other tasks run: the
 # engine computes the first requests while later ones are read. Smaller values are not faster: the
-# prefill of a few prompts takes as long as that of many.
+# prefill of a few prompts takes as long as the prefill of many.
 TOGETHER = 32
 
 
 class EngineConnection:
     """Sends commands to an engine's process and passes on its events, until either side closes.
 
-    When the process has ended, `failure` says why: a RankError or an EngineEndedError. `on_end` is
-    called with it, and later calls of `send` and `ask` raise it. A connection belongs to the event
-    loop of the first `open`. `module` has the process's `main`.
+    When the process has ended, `failure` is the reason: a RankError or an EngineEndedError. It is
+    passed to `on_end`, and later calls of `send` and `ask` raise it. A connection belongs to the
+    event loop of the first `open`. `module` has the process's `main`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class EngineConnection:
         self._numbers = itertools.count()
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._ping: asyncio.Task[Any] | None = None
-        self._ping_time = 0.0  # when it was sent
+        self._ping_time = 0.0  # when the last ping was sent
         self._loop: asyncio.AbstractEventLoop | None = None
         self._listening: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -74,12 +74,12 @@ class EngineConnection:
         self.check()
 
     def check(self) -> None:
-        """Raise if the process has ended, or this was closed."""
+        """Raise if the process has ended, or the connection was closed."""
         if self.failure is not None:
             raise self.failure.with_traceback(None)  # many callers may raise the same one
 
     def send(self, command: Command) -> None:
-        """Send a command; `open` has returned before."""
+        """Send a command. Call `open` first."""
         self.check()
         assert self._loop is not None
         self._unsent += frame(command)
@@ -90,14 +90,14 @@ class EngineConnection:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Send the collected commands: what the socket accepts now, the rest by the writer."""
+        """Send the collected commands: now, as far as the socket accepts, then by the writer."""
         data = memoryview(self._unsent)  # slices are no copies: weights are large
         self._unsent, self._num_unsent = b"", 0
         if not data or self.failure is not None:
             return
         assert self._writer is not None
         if self._writer.transport.get_write_buffer_size() == 0:
-            with contextlib.suppress(OSError):  # it is full, or closed: the writer notices that
+            with contextlib.suppress(OSError):  # the socket is full or closed: the writer notices
                 data = data[self.process.link.send(data, socket.MSG_DONTWAIT) :]
         if data:
             self._writer.write(data)
@@ -127,7 +127,7 @@ class EngineConnection:
     async def ping(self, seconds: float) -> None:
         """Raise an asyncio.TimeoutError if the process does not answer a question for this long.
 
-        All callers wait for the same question, so that there is at most one.
+        Callers at the same time share one question.
         """
         loop = asyncio.get_running_loop()
         if self._ping is None or self._ping.done():
@@ -143,7 +143,7 @@ class EngineConnection:
         return self.failure
 
     def disconnect(self, reason: BaseException) -> None:
-        """Stop listening; `reason` becomes the failure, if there was none before."""
+        """Stop listening; `reason` becomes the failure, unless there was one before."""
         self._end(reason)
         if self._listening is not None and self._loop is not None and not self._loop.is_closed():
             self._listening.cancel()
@@ -182,7 +182,7 @@ class EngineConnection:
             if error is None:
                 try:
                     value = pickle.loads(event.value)
-                except Exception as failed:  # the class may be known to the engine's process alone
+                except Exception as failed:  # this process may lack the error's class
                     error = TypeError(f"a result cannot be read: {type(failed).__name__}: {failed}")
             if error is not None:
                 answer.set_exception(error)
@@ -190,7 +190,7 @@ class EngineConnection:
                 answer.set_result(value)
 
     def _end(self, failure: BaseException) -> None:
-        """Record why no more messages come from the process, and end all that wait for them."""
+        """Record why the process sends no more messages, and end all calls that wait for some."""
         if self.failure is None:
             self.failure = failure
             if not isinstance(failure, RankError | EngineEndedError):

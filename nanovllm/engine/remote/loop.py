@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.requests.request import Request
 
 COMPILERS = 2  # threads that compile constraints, while steps go on
-RETRY_SECONDS = 0.001  # until messages are sent again that a slow caller had no room for
+RETRY_SECONDS = 0.001  # until messages that a slow caller had no room for are sent again
 
 
 class CheckedRequest(NamedTuple):
@@ -86,7 +86,7 @@ class ReportedRequest:
 
 
 def _whole_params(command: SubmitRequest) -> SamplingParams:
-    """The parameters with their callables."""
+    """The command's parameters with their callables."""
     if command.processors is None:
         return command.params
     try:
@@ -135,7 +135,7 @@ class EngineLoop:
         self._engine, self._answers = engine, answers
         self._commands, self._outbox = commands, outbox
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="nanovllm-compile")
-        self._compiling: set[int] = set()  # numbers, without those that were dropped
+        self._compiling: set[int] = set()  # numbers of requests that were not dropped
         self._followed: dict[int, ReportedRequest] = {}  # by the caller's number
         self._numbers: dict[int, int] = {}  # the caller's number by the engine's id
 
@@ -152,7 +152,7 @@ class EngineLoop:
         return bool(self._engine.requests.unfinished) and self._engine.refusal is None
 
     def _take_commands(self) -> bool:
-        """Run the commands; if there are no requests to compute, wait for one. False: quit."""
+        """Run the commands; without requests to compute, wait for a command. False: quit."""
         while True:
             all_sent = self._outbox.flush()
             try:
@@ -188,7 +188,7 @@ class EngineLoop:
             self._compilers.submit(self._answer_in_thread, command)
         elif isinstance(command, Ask):
             self._outbox.send([self._answer(command)])
-            self._report()  # it may have ended requests
+            self._report()  # the failure may have ended requests
 
     def _answer(self, command: Ask) -> EngineAnswer:
         """Answer a question. An error ends the engine only if a rank has ended."""
@@ -201,7 +201,7 @@ class EngineLoop:
             return EngineAnswer(command.number, error=sendable(error))
 
     def _answer_in_thread(self, command: Ask) -> None:
-        """Answer in a thread: the answer, or an engine's fatal error, goes to the commands."""
+        """Answer in a thread, which puts the answer, or a fatal error, into the commands."""
         try:
             self._commands.put(self._answer(command))
         except BaseException as error:
@@ -217,7 +217,7 @@ class EngineLoop:
         self._compilers.submit(self._compile, command)
 
     def _compile(self, command: SubmitRequest) -> None:
-        """Check a request in a thread; the result goes to the commands."""
+        """Check a request in a thread, which puts the result into the commands."""
         self._commands.put(CheckedRequest(command.number, self._compiled(command)))
 
     def _compiled(self, command: SubmitRequest) -> "Accepted | Exception":

@@ -19,7 +19,7 @@ NOTHING = pickle.dumps(None)
 class SubmitRequest(NamedTuple):
     """Queue a request, with the caller's `number` for it. The caller finds its stop strings itself.
 
-    `token_ids` are 32-bit integers, which are sent faster than a list. `wanted` is that of
+    `token_ids` are 32-bit integers, which are sent faster than a list. `wanted` is an argument of
     `Intake.accept`. `processors` are `logits_processors`, pickled: loading them may fail.
     """
 
@@ -32,13 +32,13 @@ class SubmitRequest(NamedTuple):
 
 
 class DropRequest(NamedTuple):
-    """End a request: its caller has left."""
+    """End a request, as its caller has left."""
 
     number: int
 
 
 class StopSample(NamedTuple):
-    """End one sample: the caller has found a stop in its text."""
+    """End one sample, as the caller has found a stop in its text."""
 
     number: int
     sample: int
@@ -66,7 +66,7 @@ class Ask(NamedTuple):
 
 
 class Quit(NamedTuple):
-    """End the process: the caller has closed its end of the socket."""
+    """End the process, as the caller has closed its end of the socket."""
 
 
 class EngineReady(NamedTuple):
@@ -84,9 +84,9 @@ class EngineFailed(NamedTuple):
 
 
 class NewTokens(NamedTuple):
-    """One new token for each of these samples, which are given by request number and sample number.
+    """One new token for each of these samples, which have request numbers and sample numbers.
 
-    These samples have nothing else new. Most events are of this kind.
+    Nothing else is new about these samples. Most events are of this kind.
     """
 
     numbers: list[int]
@@ -106,7 +106,7 @@ class SampleProgress(NamedTuple):
 
 
 class RequestEnd(NamedTuple):
-    """All samples of a request have ended. This has the results of the request as a whole.
+    """All samples of a request have ended. It has the results for the whole request.
 
     `keepers` are the keepers of its sequences, if it asked for hidden states.
     """

@@ -10,7 +10,7 @@ from nanovllm.outputs import RequestOutput, StreamEvent
 
 
 class OpenRequest:
-    """A request that a caller waits for: by `events`, or by `output` if it `is_whole`."""
+    """A request that a caller waits for, by `events` or, if it `is_whole`, by `output`."""
 
     def __init__(
         self, number: int, name: Any, copy: RequestCopy, is_whole: bool, num_open: int
@@ -23,7 +23,7 @@ class OpenRequest:
         self.num_open = num_open  # unfinished samples
 
     async def events(self) -> AsyncIterator[StreamEvent]:
-        """Yield what is new when the caller asks for the next event, until the end."""
+        """Yield the new part whenever the caller asks for the next event, until the end."""
         is_over = False
         while not is_over:
             await self._wait()
@@ -71,7 +71,7 @@ class OpenRequest:
             self._changed.set()
 
     async def _wait(self) -> None:
-        """Wait for progress, or the end; raises the error that has ended the request."""
+        """Wait for progress or the end; raise the error that has ended the request, if any."""
         await self._changed.wait()
         self._changed.clear()
         if self.error is not None:

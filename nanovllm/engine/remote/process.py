@@ -15,7 +15,7 @@ from nanovllm.engine.ranks.life_line import ending, start_process
 from nanovllm.engine.remote.messages import EngineFailed, EngineReady
 from nanovllm.models.outside import registered_families
 
-END_SECONDS = 10.0  # for the process to end by itself
+END_SECONDS = 10.0  # after which a process that has not ended is killed
 
 
 class EngineProcess:
@@ -39,7 +39,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """The process id."""
         return self._process.pid
 
     def wait_until_ready(self) -> EngineReady:
@@ -57,7 +57,7 @@ class EngineProcess:
         return message
 
     def failure(self) -> RankError:
-        """Why the process ended without a message."""
+        """The error that says why the process ended without a message."""
         return RankError(f"rank 0, the engine's process, {ending(self._process)}")
 
     def close(self) -> None:

@@ -9,9 +9,9 @@ from nanovllm.sampling_params import SamplingParams
 
 T = TypeVar("T")
 NUM_THREADS = 2
-# Characters or token ids of a prompt. A prompt below SMALL is read on the event loop, because
-# changing threads would take longer. Prompts from LARGE on share one thread, so that they do not
-# delay others.
+# Characters or token ids of a prompt. A prompt below SMALL is read on the event loop, because a
+# change of threads would take longer. Prompts of LARGE or more share one thread, so that they do
+# not delay others.
 SMALL, LARGE = 1 << 11, 1 << 17
 MESSAGE, PROMPT = 64, 8  # added to the text's size for a message, or for a prompt of several
 
@@ -31,7 +31,7 @@ class Readers:
         return await asyncio.get_running_loop().run_in_executor(threads, read)
 
     def close(self) -> None:
-        """End the threads after the prompts that they read now."""
+        """End the threads, when they have read their current prompts."""
         for threads in (self._threads, self._large):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -58,7 +58,7 @@ def all_size(prompts: Any) -> int:
 
 
 def params_size(params: SamplingParams) -> int:
-    """The size of the parameters to check. Bad words must be tokenized, so they are never small."""
+    """The size of the parameters to check. Bad words are never small, as they are tokenized."""
     lists: tuple[Any, ...] = (
         params.allowed_token_ids, params.logit_bias, params.stop, params.stop_token_ids,
     )  # fmt: skip

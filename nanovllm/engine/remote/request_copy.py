@@ -28,7 +28,7 @@ class RequestCopy:
         return not self.request.unfinished
 
     def add(self, sample: int, token_id: int) -> bool:
-        """Add a token. True if the sample has ended here, and not yet in the engine."""
+        """Add a token. True if a stop has ended the sample here, and not yet in the engine."""
         seq = self.request.seqs[sample]
         if seq.status is SequenceStatus.FINISHED:
             return False
@@ -39,7 +39,7 @@ class RequestCopy:
         return True
 
     def apply(self, progress: SampleProgress) -> bool:
-        """Add new tokens. True if the sample has ended here, and not yet in the engine."""
+        """Add new tokens. True if a stop has ended the sample here, and not yet in the engine."""
         seq = self.request.seqs[progress.sample]
         if seq.status is SequenceStatus.FINISHED:
             return False
@@ -66,7 +66,7 @@ class RequestCopy:
             seq.parts.keeper = keeper
 
     def events(self) -> Iterable[StreamEvent]:
-        """What is new since the last call, of all samples."""
+        """The new parts of all samples since the last call."""
         return self._stream.events(0, self.request)
 
     def output(self) -> RequestOutput:

@@ -55,7 +55,7 @@ class RequestTable:
 
     @contextlib.contextmanager
     def room(self, num_samples: int) -> Iterator[None]:
-        """Keep room during the block, for requests that are opened without being counted."""
+        """Reserve room during the block, for requests that `open` does not count."""
         self.check_room(num_samples)
         self.num_open += num_samples
         try:
@@ -134,7 +134,7 @@ class RequestTable:
                         if request.copy.add(sample, token_id):
                             self._stop(request, sample)
                         request.wake()
-                    except Exception as error:  # such as that of a tokenizer for an unknown id
+                    except Exception as error:  # such as a tokenizer's for an unknown id
                         self.drop(request, error)
         elif (request := self._waiting(event.number)) is not None:
             try:
@@ -167,7 +167,7 @@ class RequestTable:
         self._count(request, len(request.copy.request.unfinished))
 
     def _count(self, request: OpenRequest, num_open: int) -> None:
-        """Count the samples that have ended: at most `num_open` of the request are left."""
+        """Count samples as ended, until `num_open` of the request are left."""
         left = min(num_open, request.num_open)
         self.num_open += left - request.num_open
         request.num_open = left

@@ -47,7 +47,7 @@ class Detokenizer:
         self._finished = False
         self._window: list[int] = []
         self._num_emitted = 0  # characters at the start of the window's text
-        self._pending = ""  # the characters after those, when it was last decoded
+        self._pending = ""  # the characters after the emitted ones, when last decoded
         self._run = codecs.getincrementaldecoder("utf-8")()  # of trailing byte-fallback tokens
         self._run_is_broken = False
         self._is_in_run = False  # the last shown token is a byte-fallback token
@@ -57,7 +57,7 @@ class Detokenizer:
         return self.add_all([token_id])
 
     def add_all(self, token_ids: list[int]) -> str:
-        """The same for several tokens."""
+        """Take the next tokens; return the text that is now final, as `add`."""
         if self._finished:
             raise RuntimeError("this Detokenizer is finished: make a new one for each sequence")
         self._token_ids += token_ids
@@ -79,7 +79,7 @@ class Detokenizer:
         return bool(self._window) and not self._pending and not self._is_in_run
 
     def _look_up(self, token_ids: list[int], start: int, texts: list[str]) -> int:
-        """Add the tokens from `start` on that always have the same text; returns their number."""
+        """Add tokens from `start` on while their texts need no neighbours; returns their number."""
         pieces, piece, end = self._token_pieces, None, start
         for token_id in islice(token_ids, start, None):
             found = pieces[token_id]
@@ -92,10 +92,9 @@ class Detokenizer:
         return end - start
 
     def _add_to_window(self, token_id: int) -> str:
-        """Add a token with text that may depend on its neighbours; return the text that is now
-        final.
+        """Add a token with text that may depend on its neighbours; return new final text.
 
-        Such a token may also be the first one, or come after half a character.
+        Also used for the first token, and for a token after half a character.
         """
         twice = self._decode([token_id, token_id])  # twice: a space alone may decode to "" too
         if not twice:  # a skipped id, or one outside the vocabulary
@@ -115,10 +114,10 @@ class Detokenizer:
         return "" if is_open else self._advance()
 
     def finish(self) -> str:
-        """Return the rest of the text: `decode` of all ids without what was emitted.
+        """Return the rest of the text: `decode` of all ids without the emitted text.
 
-        If an unknown kind of decoder has changed text after it was emitted, there is no exact rest;
-        then it is that of the last window. No token may be added afterwards.
+        If an unknown kind of decoder has changed emitted text, there is no exact rest; then the
+        rest of the last window is returned. No token may be added afterwards.
         """
         if self._finished:
             return ""

@@ -1,4 +1,4 @@
-"""EngineRequests: those of an engine, from the queue until outputs are returned."""
+"""EngineRequests: an engine's requests, from the queue until outputs are returned."""
 
 import time
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from nanovllm.outputs import RequestOutput
 class EngineRequests:
     """Requests by id: in `unfinished`, and then in `finished` until their output is returned.
 
-    The samples of unfinished ones are in the `scheduler`. What ends is counted.
+    The samples of unfinished requests are in the `scheduler`. Requests that end are counted.
     """
 
     def __init__(self, scheduler: Scheduler, counter: StepCounter) -> None:
@@ -25,17 +25,17 @@ class EngineRequests:
         self.meter = RequestMeter()
         self._scheduler = scheduler
         self._begun: dict[int, Request] = {}  # scheduled, without a first token yet
-        self._streaming: set[int] = set()  # an iterator returns their output
+        self._streaming: set[int] = set()  # requests with outputs that an iterator returns
         self._discarded: set[int] = set()
 
     @property
     def all(self) -> list[Request]:
-        """Unfinished and finished ones."""
+        """Unfinished and finished requests."""
         return [*self.unfinished.values(), *self.finished.values()]
 
     @property
     def are_done(self) -> bool:
-        """Whether all have finished, and only iterators have outputs to return."""
+        """Whether all requests have finished, and only iterators have outputs to return."""
         return not self.unfinished and self.finished.keys() <= self._streaming
 
     @property
@@ -44,13 +44,13 @@ class EngineRequests:
         return sum(sum(request.nums_generated) for request in self.unfinished.values())
 
     def add(self, request: Request, streams: bool) -> None:
-        """Add a new request. The output of one that `streams` is not for `step`."""
+        """Add a new request. If it `streams`, `step` does not return its output."""
         if streams:
             self._streaming.add(request.request_id)
         self.unfinished[request.request_id] = request
 
     def begin(self, batch: Batch, now: float) -> None:
-        """Note what a step schedules for the first time."""
+        """Record the requests that a step schedules for the first time."""
         for seq in batch.seqs:
             request = self.unfinished[seq.request_id]
             if request.times.first_token is None:
@@ -61,7 +61,7 @@ class EngineRequests:
                 self.counter.cache_hits += seq.num_hit_tokens or 0
 
     def complete(self, batch: Batch, ended: Iterable[Sequence], now: float) -> None:
-        """Note the first tokens of a step, and finish the requests of sequences that it ended."""
+        """Record first tokens of a step, and finish the requests of sequences that it ended."""
         if self._begun:
             for seq in batch.sampling_seqs:
                 if (request := self._begun.pop(seq.request_id, None)) is not None:
@@ -81,7 +81,7 @@ class EngineRequests:
             self._finish(request, time.perf_counter())
 
     def stop(self, request: Request, index: int) -> None:
-        """End a sample, in which a stop was found."""
+        """End a sample, as a stop was found in its text."""
         seq = request.seqs[index]
         self._scheduler.abort(seq)
         seq.finish_reason = "stop"
@@ -114,7 +114,7 @@ class EngineRequests:
         self._discarded.update(request_ids)
 
     def drop_discarded(self) -> None:
-        """Do what `discard` was asked for."""
+        """End the discarded requests and drop their outputs."""
         while self._discarded:
             request_id = self._discarded.pop()
             if (request := self.unfinished.get(request_id)) is not None:
@@ -122,7 +122,7 @@ class EngineRequests:
             self.drop_output(request_id)
 
     def drop_output(self, request_id: int) -> None:
-        """Drop the output of a finished request, which has been returned or is not wanted."""
+        """Drop the output of a finished request: it was returned, or is not wanted."""
         self.finished.pop(request_id, None)
         self._streaming.discard(request_id)
 
@@ -141,7 +141,7 @@ class EngineRequests:
         """Go on with these `requests` only, after an interrupt. Any may be half done.
 
         Aborted requests stay aborted, and those with an output to return stay finished. Others
-        are to start over: what follows their tokens is reset.
+        will start over: their followers are reset.
         """
         self._begun.clear()
         kept = {

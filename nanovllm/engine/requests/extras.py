@@ -1,4 +1,4 @@
-"""Extras: what some requests ask for beyond plain sampling. Imported when the first one does."""
+"""Extras: checks and makes what goes beyond plain sampling. Imported when first asked for."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 class Extras:
-    """Checks lists of tokens and words against the model, and makes what follows sequences."""
+    """Checks lists of tokens and words against the model, and makes parts of sequences."""
 
     def __init__(
         self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int], features: "Features"
     ) -> None:
         self.tokenizer, self._features = tokenizer, features
         self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
-        self._constraints: Constraints | None = None  # when one is first asked for
+        self._constraints: Constraints | None = None  # made when one is first asked for
 
     def check(self, params: SamplingParams) -> None:
-        """Check what depends on the model and its tokenizer."""
+        """Check the parameters that depend on the model and its tokenizer."""
         last = self.vocab_size - 1
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(params, name) is not None:
@@ -43,7 +43,7 @@ class Extras:
             self._check_allowed(params)
 
     def _check_allowed(self, params: SamplingParams) -> None:
-        """Refuse a list in which no token may come first."""
+        """Raise if no token of the list may come first."""
         left = set(params.allowed_token_ids or ())
         if params.min_tokens:
             left -= set() if params.ignore_eos else self.eos_token_ids
@@ -66,7 +66,7 @@ class Extras:
         return tuple(dict.fromkeys(ids for ids in encoded if ids and max(ids) < size))
 
     def constraint(self, params: SamplingParams) -> "Constraint | None":
-        """What `structured_outputs` ask for, if anything; raises if it is wrong."""
+        """The constraint for `structured_outputs`, if there are any; raises if they are wrong."""
         asked = params.structured_outputs
         if asked is None:
             return None
@@ -80,7 +80,7 @@ class Extras:
     def parts(
         self, params: SamplingParams, constraint: "Constraint | None", num_tokens: int, index: int
     ) -> SequenceParts:
-        """What a sample keeps of them; its prompt has `num_tokens`."""
+        """The parts that a sample keeps for its extras; its prompt has `num_tokens`."""
         parts = SequenceParts()
         if params.penalizes:
             parts.counts = TokenCounts()
@@ -89,7 +89,7 @@ class Extras:
         if params.logits_processors:
             parts.processors = Processors(params.logits_processors)
         if params.logprobs is not None or params.prompt_logprobs is not None:
-            of_prompt = params.prompt_logprobs is not None and index == 0  # one sample has these
+            of_prompt = params.prompt_logprobs is not None and index == 0  # one sample has them
             parts.logprobs = Logprobs(num_tokens if of_prompt else 0)
         if params.hidden_states:
             parts.keeper = self._features.keeper(num_tokens, keeps_prompt=index == 0)

@@ -1,6 +1,7 @@
-"""Generation: one call's requests are queued, stepped to their ends, and returned or streamed.
+"""Generation: queue one call's requests, step until they end, and return or stream outputs.
 
-These are functions, as a stream keeps its engine alive: it may be all that its caller has.
+These are functions of the engine, so that a stream keeps its engine alive: the caller may have no
+other reference to it.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -30,7 +31,7 @@ def accept_prompts(
 
 
 def params_list(params: Any, num_prompts: int) -> list[Any]:
-    """One SamplingParams for each prompt, from None, one for all, or a list with one for each."""
+    """One SamplingParams for each prompt; given are None, one for all, or a list of them."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
     if not isinstance(params, Sequence) or isinstance(params, str):
@@ -45,7 +46,7 @@ def params_list(params: Any, num_prompts: int) -> list[Any]:
 
 
 def complete(engine: LLMEngine, accepted: list[Accepted], use_tqdm: bool) -> list[RequestOutput]:
-    """Queue requests and step until all have finished; return their outputs, in order."""
+    """Queue requests and step until all have finished; return their outputs in order."""
     return engine.alone(_complete, engine, accepted, use_tqdm)
 
 
@@ -58,8 +59,8 @@ def _complete(engine: LLMEngine, accepted: list[Accepted], use_tqdm: bool) -> li
 def stream(engine: LLMEngine, accepted: list[Accepted]) -> Generator[StreamEvent, None, None]:
     """Yield the events of requests, which are queued when the first event is asked for.
 
-    Parameters that no stream can honour raise now. Closing the generator aborts what has not
-    finished.
+    Parameters that no stream can honour raise now. Closing the generator aborts requests that have
+    not finished.
     """
     for one in accepted:
         check_whole(one.params)
@@ -83,7 +84,7 @@ def _enqueue_all(engine: LLMEngine, accepted: list[Accepted]) -> list[int]:
 
 
 def _step(engine: LLMEngine, stream: Stream) -> list[StreamEvent]:
-    """Run a step and return its events. No step runs if another call's step ended a request."""
+    """Run a step, unless another call's step has ended a request; return the events."""
     requests = engine.requests
     if stream.open.keys() <= requests.unfinished.keys():
         engine.advance()
@@ -106,7 +107,7 @@ def run_until_done(
 ) -> None:
     """Step until all of `ids` are finished; other requests' outputs are kept for `step()`.
 
-    `when_done` is called with those that a step finished, while the device computes the next step.
+    `when_done` is called with the ids that a step finished, while the device computes the next.
     """
     pending = set(ids)
     with _bar(engine, len(ids), description) if use_tqdm and ids else nullcontext() as bar:

@@ -1,4 +1,4 @@
-"""Intake: checks what users ask for against the model, and makes requests of it."""
+"""Intake: checks prompts and parameters against the model, and makes requests of them."""
 
 import functools
 from collections.abc import Collection
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class Accepted:
     """A prompt as token ids, its text if it has one, and its parameters: all fit the model.
 
-    `constraint` is the compiled one of `structured_outputs`, which each sample has a copy of.
-    `bad_words` are token ids. With a `keeper`, hidden states are wanted instead of tokens. An
-    `adapter` changes the model's weights.
+    `constraint` is compiled from `structured_outputs`; each sample gets a copy. `bad_words` are
+    token ids. With a `keeper`, hidden states are wanted instead of tokens. An `adapter` changes
+    the model's weights.
     """
 
     token_ids: list[int]
@@ -42,12 +42,12 @@ class Accepted:
 
     @property
     def wanted(self) -> "Wanted | None":
-        """What the keeper is for, if there is one."""
+        """The results that the keeper was made for, if there is one."""
         return None if self.keeper is None else self.keeper.asked
 
 
 class Intake:
-    """Knows the model's vocabulary and length, its tokenizer if it has one, and its adapters."""
+    """Checks prompts and makes requests, by the model's limits, tokenizer and adapters."""
 
     def __init__(
         self,
@@ -76,9 +76,9 @@ class Intake:
         wanted: "Wanted | None" = None,
         lora_request: "LoRARequest | None" = None,
     ) -> Accepted:
-        """Encode the prompt, compile a constraint, read an adapter. What does not fit raises.
+        """Encode the prompt, compile a constraint, read an adapter; raise if one does not fit.
 
-        With `wanted`, the prompt is computed for that, and nothing is generated.
+        With `wanted`, the prompt is computed for these results, and nothing is generated.
         """
         return self.adapted(self._accept(prompt, params, wanted), lora_request)
 
@@ -102,9 +102,9 @@ class Intake:
         lora_request: "LoRARequest | None",
         known: "dict[LoRARequest, Any] | None" = None,
     ) -> Accepted:
-        """A prompt with the adapter that it is computed with, which is read and checked.
+        """The prompt with its adapter, which is read and checked.
 
-        `known` has the adapters of the call's prompts so far: files of each are read once.
+        `known` has the adapters of the call's earlier prompts: each adapter is read once.
         """
         if lora_request is None:
             return accepted
@@ -169,7 +169,7 @@ class Intake:
         return Request(seqs, accepted.text)
 
     def _parts(self, accepted: Accepted, index: int, streams: bool) -> SequenceParts:
-        """What the features of a request keep for a sample."""
+        """Make the parts that the features of a request keep for a sample."""
         params, parts = accepted.params, SequenceParts()
         if (extras := self._extras_of(params)) is not None:
             parts = extras.parts(params, accepted.constraint, len(accepted.token_ids), index)
@@ -181,7 +181,7 @@ class Intake:
         return parts
 
     def _text(self, params: SamplingParams) -> OutputText:
-        """What follows the text of a sample."""
+        """Make the follower with the text of a sample."""
         kind = OutputText
         if params.stop:
             from nanovllm.engine.requests.stop_text import TextUntilStop
@@ -190,7 +190,7 @@ class Intake:
         return kind(self.tokenizer if params.detokenize else None, params)
 
     def _extras_of(self, params: SamplingParams) -> "Extras | None":
-        """What checks and makes the extras of parameters; None if they ask for none."""
+        """The `Extras` if the parameters need them; None if they do not."""
         return self._extras if asks_more(params) else None
 
     @functools.cached_property
@@ -223,7 +223,7 @@ class Intake:
 
 
 def asks_more(params: SamplingParams) -> bool:
-    """Whether parameters have more than plain sampling needs: lists, words, reports, callables."""
+    """Whether parameters need `Extras`: for lists, words, reports or callables."""
     return (
         params.penalizes
         or params.logprobs is not None
@@ -237,7 +237,7 @@ def asks_more(params: SamplingParams) -> bool:
 
 
 def check_whole(params: SamplingParams) -> None:
-    """Raise if what is asked for is in whole outputs alone, and not in the events of a stream."""
+    """Raise if parameters ask for results that only whole outputs have, and no stream events."""
     if params.hidden_states:
         raise ValueError(
             "hidden_states must be False in a stream, whose events have none, got True"

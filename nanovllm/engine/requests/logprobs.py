@@ -11,10 +11,10 @@ LikelyToken = tuple[int, float, int]  # a token id, its log-probability, and its
 class Logprobs:
     """An entry for each token: the token itself, then the most likely others.
 
-    `prompt` holds those of the prompt's second token, third, ..., as far as they are computed:
-    `wanted` are the prompt's tokens after which they are asked for and have not arrived. They are
-    asked for if the prompt's length is given. A generated token that is taken back leaves its
-    entry, which is not read: the next token at its index replaces it.
+    `prompt` has the entries of the prompt's second token, third, ..., as far as they are computed.
+    `wanted` are the prompt tokens for which the entry of the next token is asked for and has not
+    arrived; there are some only if the prompt's length is given. If a generated token is taken
+    back, its entry is not read, and the next token at its index replaces it.
     """
 
     def __init__(self, num_prompt_tokens: int = 0) -> None:
@@ -35,12 +35,12 @@ class Logprobs:
         return [self._generated[index] for index in range(start, seq.num_known_tokens)]
 
     def since(self, seq: Sequence, start: int, tokenizer: Any) -> list[list[TokenLogprob]]:
-        """Those of the known tokens from index `start` on, as outputs have them."""
+        """The entries of the known tokens from index `start` on, in the outputs' form."""
         tokenizer = tokenizer if seq.params.detokenize else None
         return [_with_texts(entry, tokenizer) for entry in self.generated(seq, start)]
 
     def of_prompt(self, tokenizer: Any) -> list[list[TokenLogprob] | None]:
-        """Those of the prompt's tokens, as outputs have them; None for the first one."""
+        """The entries of the prompt's tokens, in the outputs' form; None for the first token."""
         return [None, *(_with_texts(entry, tokenizer) for entry in self.prompt)]
 
 

@@ -1,4 +1,4 @@
-"""Measures: times of requests, and what an engine's steps and requests add up to."""
+"""Measures: times of requests, and sums over an engine's steps and requests."""
 
 import time
 from bisect import bisect_left
@@ -57,7 +57,7 @@ class StepCounter:
     cache_hits: int = 0
 
     def add(self, batch: Batch, tokens: int, seconds: float) -> None:
-        """Count one step; a mixed step's time is divided by its tokens, drafts left out."""
+        """Count one step; a mixed step's time is divided in proportion to tokens without drafts."""
         decodes = batch.num_decodes
         self.drafted_tokens += batch.num_drafted
         self.accepted_tokens += batch.num_accepted
@@ -67,7 +67,7 @@ class StepCounter:
         self.prefill_seconds += seconds * (tokens - decodes) / tokens
 
     def tokens_per_step(self, before: "StepCounter") -> float:
-        """Tokens that a sequence got in a decode step, on average since `before`."""
+        """The mean number of tokens of a sequence in a decode step since `before`."""
         tokens = self.decode_tokens - before.decode_tokens
         accepted = self.accepted_tokens - before.accepted_tokens
         return tokens / max(1, tokens - accepted)
@@ -82,7 +82,7 @@ class Measured:
         self.sum = 0.0
 
     def add(self, value: float | None) -> None:
-        """Count a value; None, a value that a request lacks, is not counted."""
+        """Count a value; None, for a request without this value, is not counted."""
         if value is not None:
             self.counts[bisect_left(self.bounds, value)] += 1
             self.sum += value

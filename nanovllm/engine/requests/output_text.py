@@ -1,4 +1,4 @@
-"""OutputText: a sequence's text as its tokens come. `stop_text` ends it at strings."""
+"""OutputText: a sequence's text as its tokens come. `stop_text` has the one with stop strings."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from nanovllm.sampling_params import SamplingParams
 
 
 def text_end(seq: Sequence) -> int:
-    """The index behind the last token that the text is made of.
+    """The index after the last token that is in the text.
 
     A token that stopped the sequence is left out, unless the request includes stops.
     """
@@ -29,7 +29,7 @@ class OutputText:
         self.reset()
 
     def update(self, seq: Sequence) -> End | None:
-        """Add the tokens that are new; return the end that they bring, if any."""
+        """Add the new tokens to the text; return the end that is found in them, if any."""
         if self._num_tokens > seq.num_known_tokens - seq.num_prompt_tokens:  # one was taken back
             self.reset()
         new = range(seq.num_prompt_tokens + self._num_tokens, text_end(seq))
@@ -43,7 +43,7 @@ class OutputText:
         return None if self.stop is None else End("stop", self.stop)
 
     def finish(self, seq: Sequence) -> str:
-        """Add the tokens that are left, and return the whole text."""
+        """Add the remaining tokens, and return the whole text."""
         self.update(seq)
         try:
             if self._detokenizer is not None:

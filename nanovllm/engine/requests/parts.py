@@ -11,7 +11,7 @@ class Constraint(Follower, Protocol):
     """A follower that says which tokens may come next."""
 
     def copy(self) -> "Constraint":
-        """Another one at its start."""
+        """A copy, in the state before the first token."""
 
 
 class Constraints(Protocol):
@@ -20,7 +20,7 @@ class Constraints(Protocol):
     def constraint(
         self, asked: StructuredOutputs, eos_token_ids: Iterable[int] | None = None
     ) -> Constraint:
-        """A constraint at its start; a ValueError if what is asked for is wrong."""
+        """A constraint in the state before the first token; a ValueError if `asked` is wrong."""
 
 
 class Keeper(Protocol):
@@ -31,14 +31,14 @@ class Keeper(Protocol):
 
     @property
     def asked(self) -> "Wanted":
-        """What it was made for."""
+        """The results that it was made for."""
 
 
 class Wanted(Protocol):
-    """What a request that generates nothing is for."""
+    """The results for which a prompt is computed by a request that generates nothing."""
 
     @property
     def labels(self) -> tuple[int, ...]: ...
 
     def keeper(self, num_tokens: int) -> Keeper:
-        """What keeps it for a prompt of this length."""
+        """Make a keeper of these results for a prompt of this length."""

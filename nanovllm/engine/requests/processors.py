@@ -20,21 +20,21 @@ EMPTY = "left no token to draw: all logits are minus infinity, or some are NaN"
 class Processors:
     """A follower that ends a sequence with an "error" if one of its callables has failed.
 
-    Instead of a token from the failed logits, another token is drawn, which the end removes. It is
-    a token that does not stop the request, unless only such tokens are allowed.
+    Instead of a token from the failed logits, another token is drawn, and removed at the end. This
+    token does not stop the request, unless only such tokens are allowed.
     """
 
     def __init__(self, calls: Iterable[Callable[..., Any]]) -> None:
         self._calls = [(call, len(inspect.signature(call).parameters) == 3) for call in calls]
-        # By the index in `token_ids` of the token that was drawn: what failed, and whether no token
-        # was left, in flight.
+        # By the index in `token_ids` of the drawn token: the failure; and in flight, whether no
+        # token was left to draw.
         self._errors: dict[int, str] = {}
         self._empty: dict[int, torch.Tensor] = {}
 
     def apply(self, seq: Sequence, drafts: list[int], logits: torch.Tensor) -> torch.Tensor:
-        """The logits [V] for the token after the `drafts`, out of those of the model in float32.
+        """The logits [V] for the token after the `drafts`, from the model's `logits` in float32.
 
-        The callables may write into the latter. It does not wait for the device.
+        The callables may write into `logits`. This does not wait for the device.
         """
         index, size = len(seq.token_ids) + len(drafts), seq.num_prompt_tokens
         self._errors.pop(index, None)
@@ -63,13 +63,13 @@ class Processors:
         return None if error is None else End("error", error)
 
     def reset(self) -> None:
-        """Drop what was noted: the tokens that follow are drawn again."""
+        """Drop the recorded failures: these tokens are drawn again."""
         self._errors.clear()
         self._empty.clear()
 
 
 def _check(result: Any, logits: torch.Tensor) -> None:
-    """Raise if a callable has returned something else than logits."""
+    """Raise if the result of a callable is not logits."""
     if not isinstance(result, torch.Tensor):
         raise TypeError(f"it must return a tensor, got {type(result).__name__}")
     for name in ("shape", "dtype", "device"):
@@ -80,7 +80,7 @@ def _check(result: Any, logits: torch.Tensor) -> None:
 
 
 def _is_of_transformers(call: Callable[..., Any]) -> bool:
-    """Whether a callable is one of transformers', or takes what they take."""
+    """Whether a callable is one of transformers', or takes the same arguments."""
     names = list(inspect.signature(call).parameters)
     return type(call).__module__.startswith("transformers.") or names == ["input_ids", "scores"]
 
@@ -90,7 +90,7 @@ def _shown(error: Exception) -> str:
 
 
 def _fallback(seq: Sequence, logits: torch.Tensor) -> torch.Tensor:
-    """Logits that leave one token, which stops nothing."""
+    """Logits with which one token is drawn that does not stop the request, if possible."""
     left = torch.full_like(logits, -torch.inf)
     left[next(i for i in itertools.count() if i not in seq.stop_token_ids) % len(logits)] = 0.0
     return left

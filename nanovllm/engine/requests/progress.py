@@ -33,7 +33,7 @@ def progress_bar(
 ) -> Iterator[Bar]:
     """Show a bar on stderr during the block, which sets its `n`. `total` is None if unknown.
 
-    After the bar come `first_notes` and then what the engine does, as far as the line has room.
+    After the bar come `first_notes` and then the engine's activity, as far as the line has room.
     """
     layout, activity = LAYOUT if total else WITHOUT_TOTAL, Activity(engine)
     with make_bar(total=total, desc=description, bar_format=layout, dynamic_ncols=True) as bar:
@@ -49,15 +49,16 @@ def progress_bar(
 
 
 class Activity:
-    """What an engine does, in notes. Rates are measured over the last `WINDOW` drawings."""
+    """Describes what an engine does, in notes. Rates are over the last `WINDOW` drawings."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._seen = deque([dataclasses.replace(engine.counter)], maxlen=WINDOW)
 
     def notes(self) -> Iterator[str]:
-        """Rates of decode and prefill, with drafts the tokens of a sequence and step; running and
-        waiting sequences; how full the pool is.
+        """Rates of decode and prefill, running and waiting sequences, and how full the pool is.
+
+        With drafts also the tokens of a sequence in a step.
         """
         now, stats = dataclasses.replace(self._engine.counter), self._engine.stats()
         before = self._seen[0]
@@ -100,7 +101,7 @@ def _repeating(act: Callable[[], None]) -> Iterator[None]:
     ended = threading.Event()
 
     def repeat() -> None:
-        # A bar that cannot be drawn, as its terminal or notebook is gone, ends no call.
+        # If the bar cannot be drawn, as its terminal or notebook is gone, the call goes on.
         with contextlib.suppress(Exception):
             while not ended.wait(INTERVAL):
                 act()

@@ -1,4 +1,4 @@
-"""Request: the sequences of one prompt's samples, and the output made of them."""
+"""Request: the sequences of one prompt's samples, from which the output is made."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from nanovllm.outputs import CompletionOutput, FinishReason, RequestOutput
 
 @dataclass(slots=True)
 class Request:
-    """The samples of one prompt, in order; the first one's number is the request's."""
+    """The samples of one prompt, in order. The first sample's number is the request's id."""
 
     seqs: list[Sequence]
     prompt: str | None = None  # the prompt's text, for the output
@@ -19,7 +19,7 @@ class Request:
 
     @property
     def request_id(self) -> int:
-        """The number that its sequences have, too."""
+        """The request's number, which its sequences also have."""
         return self.seqs[0].request_id
 
     @property
@@ -38,7 +38,7 @@ class Request:
         return [seq.num_known_tokens - seq.num_prompt_tokens for seq in self.seqs]
 
     def measure(self, meter: RequestMeter) -> None:
-        """Count it in `meter`: it has ended."""
+        """Count this request, which has ended, in `meter`."""
         nums = self.nums_generated
         samples = zip(nums, (seq.finish_reason or "abort" for seq in self.seqs), strict=True)
         meter.add(self.times.metrics(max(nums)), self.seqs[0].num_prompt_tokens, samples)
@@ -102,7 +102,7 @@ def completion(seq: Sequence, tokenizer: Any) -> CompletionOutput:
 
 
 def ending(seq: Sequence, tokenizer: Any) -> tuple[str, FinishReason, int | str | None]:
-    """The text of a finished sequence, and why it ends there: `finish_reason`, `stop_reason`."""
+    """The text of a finished sequence, its `finish_reason` and its `stop_reason`."""
     assert seq.finish_reason is not None
     text, reason, stop = "", seq.finish_reason, seq.stop_reason
     if (followed := seq.parts.text) is not None:

@@ -1,4 +1,4 @@
-"""Statistics: what an engine reports of its counts, as `stats` and by vLLM's names."""
+"""Statistics: an engine's counts, as its `stats` and as metrics by vLLM's names."""
 
 from itertools import accumulate
 
@@ -73,7 +73,7 @@ def request_metrics(
 
 
 def histogram(measured: Measured, name: str, labels: dict[str, str]) -> Histogram:
-    """What was counted so far."""
+    """A histogram of the values that were counted so far."""
     keys = [*map(str, measured.bounds), "+Inf"]
     totals = list(accumulate(measured.counts))
     return Histogram(name, labels, totals[-1], measured.sum, dict(zip(keys, totals, strict=True)))

@@ -18,9 +18,9 @@ class TextUntilStop(OutputText):
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         self._stops = sorted(params.stop or ())
-        self._most_held = max(map(len, self._stops), default=1) - 1  # characters of a stop's start
+        self._most_held = max(map(len, self._stops), default=1) - 1  # of an incomplete stop
         self._includes_stop = params.include_stop_str_in_output
-        self._num_certain: int  # when it was last asked for
+        self._num_certain: int  # at the last call of `num_certain`
         super().__init__(tokenizer, params)
 
     def reset(self) -> None:
@@ -31,7 +31,7 @@ class TextUntilStop(OutputText):
         self._finished = False
 
     def finish(self, seq: Sequence) -> str:
-        """Add the tokens that are left, and return the whole text."""
+        """Add the remaining tokens, and return the whole text."""
         text = super().finish(seq)
         self._finished = True
         return text
@@ -40,7 +40,7 @@ class TextUntilStop(OutputText):
     def num_certain(self) -> int:
         """How many characters of `text` are final: the rest may become part of a stop.
 
-        A place where no stop begins is looked at once, as more text does not change that.
+        A place where no stop begins is tested once, as more text does not change the result.
         """
         if self._finished or self.stop is not None:
             return len(self.text)
@@ -51,7 +51,7 @@ class TextUntilStop(OutputText):
         return place
 
     def _may_stop(self, start: str) -> bool:
-        """Whether a stop begins with `start`: then the first one that is not before it does."""
+        """Whether a stop begins with `start`: in sorted order the first stop from there on does."""
         at = bisect.bisect_left(self._stops, start)
         return at < len(self._stops) and self._stops[at].startswith(start)
 

@@ -1,4 +1,4 @@
-"""Stream: the events of one call, and what they have reported so far."""
+"""Stream: makes the events of one call, and records how much they have reported."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ class Stream:
     def __init__(self, request_ids: list[int], num_samples: list[int], tokenizer: Any) -> None:
         self.open = {request_id: index for index, request_id in enumerate(request_ids)}
         self._tokenizer = tokenizer
-        # Characters and tokens of each sample that events have reported; None when it has ended.
+        # How many characters and tokens of each sample events have reported; None if it has ended.
         self._reported: list[list[tuple[int, int] | None]] = [[(0, 0)] * n for n in num_samples]
 
     def events(self, request_id: int, request: Request | None) -> list[StreamEvent]:
-        """What is new of an open request; None is a request that another call has aborted."""
+        """The new events of an open request. A request that another call has aborted is None."""
         index = self.open[request_id]
         if request is None:
             samples = enumerate(self._reported[index])
@@ -33,7 +33,7 @@ class Stream:
         return [event for event in events if event is not None]
 
     def _event(self, index: int, seq: Sequence) -> StreamEvent | None:
-        """What is new of a sample, if anything; counts it as reported."""
+        """An event with the new part of a sample, if there is one; counts it as reported."""
         reported = self._reported[index]
         place = reported[seq.index]
         if place is None:

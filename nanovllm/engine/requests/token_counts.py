@@ -9,7 +9,7 @@ from nanovllm.engine.schedule.sequence import Sequence
 class TokenCounts:
     """A follower with the distinct tokens of a sequence, and how often each is in the output."""
 
-    _num_tokens: int  # of the sequence, that are counted
+    _num_tokens: int  # how many of the sequence's tokens are counted
     _places: dict[int, int]
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class TokenCounts:
     def after(self, drafts: list[int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
         """The distinct tokens, and how often each would be in the output if `drafts` came next.
 
-        0 for a token that only the prompt has. These drafts may be wrong, so nothing changes here.
+        0 for a token that only the prompt has. Drafts may be wrong, so they are not counted here.
         """
         number = len(self._places)
         ids, counts = self._ids[:number], self._counts[:number]

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 
 REPLACEMENT = "\ufffd"  # how `decode` writes bytes that are not UTF-8, or not yet
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # the name of a byte-fallback token
-# The steps of decoders that give a token the same text behind any other token, unless it is part of
-# a character or of a run of byte-fallback tokens. A first token may have another text.
+# The steps of decoders with which a token has the same text after any other token, unless it is
+# part of a character or of a run of byte-fallback tokens. A first token may have another text.
 SEPARABLE = (
     ["ByteLevel"],
     ["Metaspace"],
@@ -23,7 +23,7 @@ SEPARABLE = (
 
 
 class Piece(NamedTuple):
-    """A token's text behind another token, and how many characters it has as the first token."""
+    """A token's text after another token, and how many characters it has as the first token."""
 
     text: str
     num_first: int
@@ -32,9 +32,9 @@ class Piece(NamedTuple):
 class TokenPieces(dict[int, "Piece | None"]):
     """The pieces of a tokenizer's tokens, by id; None for a token that needs its neighbours.
 
-    A lookup decodes a token once. `cleans_up`: whether `decode` rewrites spaces before punctuation;
-    then every token needs its neighbours. `are_known`: whether there are pieces at all, as the
-    decoder is of a kind that has some.
+    A token is decoded at its first lookup. `cleans_up`: whether `decode` rewrites spaces before
+    punctuation; then every token needs its neighbours. `are_known`: whether there are pieces, which
+    depends on the kind of decoder.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
@@ -66,7 +66,7 @@ _pieces: WeakKeyDictionary[Any, dict[bool, TokenPieces]] = WeakKeyDictionary()
 
 
 def token_pieces(tokenizer: Any, skip_special_tokens: bool) -> TokenPieces:
-    """The pieces of a tokenizer, which all its users share. Tokens may be added, but not change."""
+    """The pieces of a tokenizer, shared by all users. Tokens may be added, but not change."""
     pieces = _pieces.setdefault(tokenizer, {})
     if skip_special_tokens not in pieces:
         pieces[skip_special_tokens] = TokenPieces(tokenizer, skip_special_tokens)
@@ -76,14 +76,14 @@ def token_pieces(tokenizer: Any, skip_special_tokens: bool) -> TokenPieces:
 def byte_of(name: str, twice: str) -> bytes | None:
     """The byte of the byte-fallback token with this name; None for any other token.
 
-    `twice` is the text of two of them. A token may have this name and be no byte.
+    `twice` is the text of two such tokens. A token with such a name may not be a byte.
     """
     match = BYTE_TOKEN.fullmatch(name) if len(twice) <= 2 else None
     return bytes.fromhex(match[1]) if match else None
 
 
 def _is_separable(tokenizer: Any) -> bool:
-    """Whether the tokenizer decodes by `tokenizers` alone, with one of the SEPARABLE decoders."""
+    """Whether the tokenizer decodes by `tokenizers` alone, by steps that are SEPARABLE."""
     from transformers import PreTrainedTokenizerFast
 
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -94,7 +94,7 @@ def _is_separable(tokenizer: Any) -> bool:
     decoder = tokenizer.backend_tokenizer.decoder
     try:
         state = json.loads(decoder.__getstate__())
-    except Exception:  # there is none, or it is written in Python
+    except Exception:  # it has no decoder, or one in Python
         return False
     steps = state["decoders"] if state["type"] == "Sequence" else [state]
     strips = [step for step in steps if step["type"] == "Strip"]

@@ -1,4 +1,4 @@
-"""Loading a tokenizer: the one of the model directory, or another."""
+"""Loads a tokenizer: that of the model directory, or another."""
 
 import logging
 from pathlib import Path
@@ -12,7 +12,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 def has_tokenizer(tokenizer: str | None, model_path: Path) -> bool:
-    """Whether there is a tokenizer to load: another than the model's, or its own files."""
+    """Whether there is a tokenizer to load: the option names one, or the model has its files."""
     return tokenizer is not None or any((model_path / name).exists() for name in TOKENIZER_FILES)
 
 
@@ -45,7 +45,7 @@ def load_tokenizer(
 
 
 def _directory(source: str, download_dir: str | None) -> Path:
-    """A local directory, or a download of all files: transformers takes seconds for each file."""
+    """A local directory, or one to which all files are downloaded, as transformers is slow."""
     return find_directory("tokenizer", source, TOKENIZER_PATTERNS, download_dir=download_dir)
 
 

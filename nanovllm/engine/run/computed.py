@@ -8,16 +8,16 @@ import torch
 from nanovllm.engine.run.transfer import Array
 from nanovllm.kernels.plain.read_table import Decoding
 
-REPORTED = "reported_tokens"  # the array of the prompts' tokens that are reported
-# Computes the logits of hidden states [N, hidden], those of a prefill's tokens [N].
+REPORTED = "reported_tokens"  # the array of prompt tokens with log-probabilities to report
+# Computes the logits of hidden states [N, hidden], which are those of a prefill's tokens [N].
 ComputeLogits = Callable[[torch.Tensor, Array], torch.Tensor]
 
 
 class Computed(NamedTuple):
-    """The logits of a step's samples, and what the step has already drawn of them.
+    """The logits of a step's samples, and the tokens that the step has already drawn.
 
-    A decode graph's may be padded at the end. With several queries of each sequence, `decoding` is
-    what was read for them, and `outcome` what was accepted, if tokens were drawn.
+    The rows of a decode graph may be padded at the end. With several queries of each sequence,
+    `decoding` is what was read for them, and `outcome` the accepted tokens, if tokens were drawn.
     """
 
     logits: torch.Tensor  # [B, V] on rank 0; this rank's columns where ranks have drawn together
@@ -26,19 +26,19 @@ class Computed(NamedTuple):
     token_ids: torch.Tensor | None = None  # [B], if they were drawn in the graph
     num_queries: int = 1  # of each sequence in a decode step
     decoding: Decoding | None = None
-    outcome: torch.Tensor | None = None  # of `accept`
-    taken: Mapping[str, Any] = {}  # what step parts have made of a prefill's hidden states
-    hidden: torch.Tensor | None = None  # [B, hidden]: what the logits are made of, if it is wanted
+    outcome: torch.Tensor | None = None  # what `accept` returned
+    taken: Mapping[str, Any] = {}  # by step part, the results from a prefill's hidden states
+    hidden: torch.Tensor | None = None  # [B, hidden], from which logits are made; if wanted
 
     def results(self, num_samples: int) -> torch.Tensor:
-        """What the host is sent: the token ids, or with drafts what was accepted."""
+        """The results for the host: the token ids, or with drafts what `accept` returned."""
         if self.outcome is not None:
             return self.outcome[: num_samples // self.num_queries].flatten()
         assert self.token_ids is not None
         return self.token_ids[:num_samples]
 
     def first(self, number: int) -> "Computed":
-        """The first samples."""
+        """The first `number` samples."""
         return self._replace(
             logits=self.logits[:number],
             table_rows=self.table_rows[:number],

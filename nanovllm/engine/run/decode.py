@@ -1,4 +1,4 @@
-"""Decodes: computes the decode steps of one rank, from what the device table has."""
+"""Decodes: computes the decode steps of one rank, from the values in the device table."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from nanovllm.layers.context import Context
 
 
 class Decoded(NamedTuple):
-    """The hidden states of a decode step, what was read from the table, what the head reads."""
+    """The hidden states of a decode step, the values read from the table and those for the head."""
 
     hidden: torch.Tensor
     decoding: Decoding
@@ -26,7 +26,7 @@ class Decoded(NamedTuple):
 
 
 class Decodes:
-    """Computes the first sequences of the table's batch, a token of each and its drafts."""
+    """Computes the first sequences of the table's batch: the last token of each, and its drafts."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Decodes:
 
 
 def not_drawn(size: Size, decoding: Decoding, logits: torch.Tensor) -> Computed:
-    """What a decode step leaves before its tokens are drawn."""
+    """The `Computed` of a decode step before its tokens are drawn."""
     choices, queries = (decoding.temperatures, decoding.keys), size.num_queries
     drafted = decoding if queries > 1 else None
     return Computed(logits, decoding.rows, choices, num_queries=queries, decoding=drafted)

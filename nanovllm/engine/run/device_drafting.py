@@ -1,4 +1,4 @@
-"""DeviceDrafting: what a rank's device does about drafts. The base class does nothing."""
+"""DeviceDrafting: makes drafts on a rank's device. The base class makes none."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 class DeviceDrafting(StepPart):
     """Guesses drafts at the beginning of the step that verifies them, and writes them to the table.
 
-    `guess` and `keep` are in decode graphs, so they wait for nothing. All ranks call the same
-    methods in the same order, except the last ones, which are for rank 0.
+    `guess` and `keep` are captured in decode graphs, so they never wait for the device. All ranks
+    call the same methods in the same order, except `rows_ahead` and the later ones, for rank 0.
     """
 
     reads_history = False  # whether the table needs all tokens of a row
     most_in_step = 0  # the most drafts of a step
-    longest_window: int | None = 0  # how far back it attends; None for everything
-    pools: tuple[KVPool, ...] = ()  # its KV, in blocks with the numbers of the model's
+    longest_window: int | None = 0  # how far back the drafting attends; None for all tokens
+    pools: tuple[KVPool, ...] = ()  # of its KV, with the block numbers of the model's pool
     models: tuple[tuple[ModelConfig, CausalLM], ...] = ()  # draft models
 
     def check(self, groups: CacheGroups) -> None:
-        """Raise a ValueError if its pools cannot share the blocks of these groups."""
+        """Raise a ValueError if its pools cannot have the block numbers of these groups."""
 
     def make_rows(self, num_rows: int) -> None:
-        """Allocate what is kept for `num_rows` table rows."""
+        """Allocate the state of `num_rows` table rows."""
 
     def guess(self, table: TableState, size: Size) -> None:
-        """Write drafts for the batch's rows, if the decode step has some."""
+        """Write drafts to the batch's rows, if the decode step has drafts."""
 
     def keep(self, table: TableState, size: Size, residuals: list[torch.Tensor]) -> None:
-        """Keep what the model has computed of a decode step's queries [B * Q]."""
+        """Keep for later drafts what the model has computed for a decode step's queries [B * Q]."""
 
     def prefill(
         self,
@@ -55,10 +55,10 @@ class DeviceDrafting(StepPart):
         context: Context,
         residuals: list[torch.Tensor],
     ) -> None:
-        """Keep what the model has computed of a prefill's tokens."""
+        """Keep for later drafts what the model has computed for a prefill's tokens."""
 
     def catch_up(self, input_ids: torch.Tensor, positions: torch.Tensor, context: Context) -> None:
-        """Compute tokens of steps in which it did nothing."""
+        """Compute tokens of earlier steps, which the draft model has not seen."""
 
     def warm_up_steps(
         self,
@@ -68,14 +68,14 @@ class DeviceDrafting(StepPart):
         return []
 
     def measure(self, shard: Any) -> None:
-        """Measure the decode graphs of this rank's shard, if that decides about drafts."""
+        """Time this rank's decode graphs, if the number of drafts depends on that."""
 
     def rows_ahead(self, layout: TableLayout) -> "RowsAhead | None":  # noqa: ARG002
         """What the ledger of a table records for drafts; None if the device guesses none."""
         return None
 
     def steps(self, inputs: StepInputs, budget: int) -> list[StepInputs]:  # noqa: ARG002
-        """The step, and before it steps of up to `budget` tokens in which `catch_up` is called."""
+        """The step, after the steps of up to `budget` tokens that `catch_up` must compute first."""
         return [inputs]
 
     def known_drafts(

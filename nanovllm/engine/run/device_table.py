@@ -1,7 +1,7 @@
 """The device table: a row on the device for each running sequence.
 
-A row holds what a decode step needs: the sequence's last token, which the step before has left
-there, its length, which each step increases, and its block table. `Ledger` is the host's view.
+A row has what a decode step needs: the sequence's last token, which the previous step has stored,
+its length, which each step increases, and its block tables. `Ledger` is the host's view.
 """
 
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from nanovllm.engine.run.transfer import Array, upload_ahead
 from nanovllm.kernels.plain.read_table import UNUSED_LENGTH, DraftState, TableState
 from nanovllm.layers.ranks import ALONE, Ranks
 
-FEW = 1024  # changes that a device reads from the host's memory
+FEW = 1024  # the most changes that a device reads from the host's memory
 UNMARKED = -1
-BUFFERS = 3  # two steps are in flight at most, and one is launched
+BUFFERS = 3  # at most two steps are in flight while one is launched
 
 
 class TableLayout:
-    """Where each column starts in one memory of 32-bit words, so that one list names all changes.
+    """Where each column starts in one memory of 32-bit words: one list of offsets has all changes.
 
     At most `num_running` sequences run. The last row is unused: batches are padded with it. A row
     has room for `max_blocks` of `block_size` tokens in each cache group, for `most_drafts`, and for
     a history of `longest` tokens. Only if `has_marks` is there a column for the marks that a step
-    part reads. `block_parts` has for each group what its block numbers are multiplied by. A row has
-    `num_slots` of the caches that keep a fixed size of a sequence.
+    part reads. `block_parts` has for each group the factor of its block numbers. A row has
+    `num_slots` slots of states.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class TableLayout:
         self.max_blocks, self.most_drafts, self.longest = max_blocks, most_drafts, longest
         self.unused_row = num_rows - 1
         self.size = 0
-        # What ranks share: a step's results. Tokens have two words each, as have the seeds.
+        # The ranks share a step's results. A token has two words, and so has a seed.
         self.tokens = self._add(2)
         has_drafts = most_drafts > 0
         self.lengths = self._add(1)
@@ -59,7 +59,7 @@ class TableLayout:
         self.seeds = self._add(2)
         self.temperatures = self._add(1)
         self.batch = self._add(1)
-        # Those of one group after another. A model without blocks has a table that nothing reads.
+        # The tables of one group after another. A model without blocks has one that is not read.
         self.num_block_tables = max(1, len(block_parts))
         self.block_tables = self._add(self.num_block_tables * max_blocks)
         self.drafts = self._add(most_drafts)
@@ -99,8 +99,8 @@ NO_CHANGES = TableChanges(np.zeros(0, np.int64), np.zeros(0, np.int32))
 class DeviceTable:
     """The table on one rank's device.
 
-    With a kernel `write_words`, the device reads a step's changes from the host's memory, if they
-    are few: from one of several buffers, as the last steps may not have run yet.
+    With a kernel `write_words`, the device reads few changes of a step from the host's memory.
+    There are several buffers, as the steps before may not have run yet.
     """
 
     def __init__(
@@ -152,14 +152,14 @@ class DeviceTable:
                 chance=words[layout.chance :],
             ),
         )
-        # What a step leaves for the next one, in the ranks that have drawn its tokens.
+        # A step's results for the next step, on the ranks that have drawn its tokens.
         self.results = words[: layout.seeds] if most else self.columns.tokens
         self.marks = column(layout.marks, layout.has_marks)
         self.slots = matrix(layout.slots, layout.num_slots)
         self.clear()
 
     def clear(self) -> None:
-        """No row has an owner, and the batch is empty."""
+        """Empty the batch: no row has an owner."""
         self.columns.lengths.fill_(UNUSED_LENGTH)
         self.columns.batch.fill_(self.layout.unused_row)
         self.marks.fill_(UNMARKED)
@@ -181,7 +181,7 @@ class DeviceTable:
         self._words.index_copy_(0, uploaded[:size], uploaded[size:].view(torch.int32)[:size])
 
     def share(self) -> None:
-        """Let all ranks have the results of the last steps, if rank 0 alone has drawn some."""
+        """Send the results of the last steps to all ranks, if rank 0 alone has drawn some."""
         if self._ranks.size > 1 and not self._is_shared:
             self._ranks.broadcast(self.results)
         self._is_shared = True

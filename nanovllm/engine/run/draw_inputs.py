@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 COLDEST = 1e-30  # below it any difference of logits decides
 HOTTEST = 1e37  # above it the sampler's products overflow, and logits no longer matter
-NONE: list[int] = []  # of the tokens that a draw assumes
+NONE: list[int] = []  # no assumed tokens
 
 
 @dataclass(slots=True)
 class DrawInputs:
-    """B samples on the host: temperatures and keys [B], what narrows them, what is reported.
+    """B samples on the host: temperatures and keys [B], filters, and the rows to report.
 
     Temperatures and keys are None if all rows are greedy, or if the device has them. Rows with the
     same kinds of filters are in one part, and parts are small enough that copies of their logits
@@ -45,11 +45,11 @@ def draw_inputs(
     offsets: list[int] | None = None,
     assumed: Mapping[Sequence, list[int]] = {},
 ) -> DrawInputs:
-    """What the sampler needs for the next token of each of `seqs`, or one that comes later.
+    """What the sampler needs for the next token of each of `seqs`, or for a later one.
 
-    `offsets` say how many of a sequence's `assumed` tokens come before each, after its own ones:
-    the draw is as if these were right. What the step has `computed` is left out: temperatures and
-    keys that it read from the device table, or everything but the filters if it drew the tokens.
+    For each sample, `offsets` has the number of the sequence's `assumed` tokens that come before
+    it: the draw is as if these were right. Values in `computed` are left out: temperatures and
+    keys that the step read from the table, or all except the filters if it drew the tokens.
     """
     inputs = DrawInputs(len(seqs))
     if reporting := [row for row, seq in enumerate(seqs) if seq.reports]:
@@ -85,15 +85,15 @@ def needs_logits(seqs: list[Sequence]) -> bool:
 
 
 def temperature_of(seq: Sequence) -> float:
-    """Its temperature, bounded so that products and quotients with logits do not overflow."""
+    """A sequence's temperature, bounded so that products with logits do not overflow."""
     return min(max(seq.temperature, COLDEST), HOTTEST) if seq.temperature > 0 else 0.0
 
 
 def noise_key(seq: Sequence, offset: int = 0) -> int:
-    """The key of a sequence's next draw, from its seed and position alone: 64 bits, signed.
+    """The key of a sequence's draw after `offset` more tokens: 64 bits, signed.
 
-    Or of the draw after `offset` more tokens.
-    For rows of the device table `kernels/plain/noise.py` defines and computes the same.
+    It depends on seed and position alone. `kernels/plain/noise.py` defines it, and computes it for
+    rows of the device table.
     """
     num_tokens = seq.num_tokens + offset
     digest = xxhash.xxh64_intdigest(num_tokens.to_bytes(8, "little"), seed=seq.seed)

@@ -1,4 +1,4 @@
-"""Draws: draws the tokens of steps, and leaves them in the device table. On rank 0."""
+"""Draws: draws the tokens of steps, and stores them in the device table. On rank 0."""
 
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ Choices = tuple[torch.Tensor | None, torch.Tensor | None]  # temperatures and ke
 
 
 class Draws:
-    """Draws from the logits [B, V] of a step's samples; the logits of all `vocab_size` tokens."""
+    """Draws from the logits [B, V] of a step's samples, where V is `vocab_size`."""
 
     def __init__(
         self, table: DeviceTable, kernels: Kernels, device: torch.device, vocab_size: int
@@ -33,8 +33,8 @@ class Draws:
     ) -> "tuple[torch.Tensor, tuple[Columns, ...]]":
         """The token ids of a step's samples, and their reports.
 
-        If each sequence has several queries, it is what `accept` returns. `redraws` are those of
-        the decode graph that has computed the step.
+        If each sequence has several queries, the first are what `accept` returns. `redraws` belong
+        to the decode graph that has computed the step.
         """
         if not inputs.num_samples:
             return torch.empty(0, dtype=torch.long, device=self._device), ()
@@ -55,7 +55,7 @@ class Draws:
         return computed.results(inputs.num_samples), columns
 
     def draw_masked(self, computed: Computed, rows: torch.Tensor, masks: torch.Tensor) -> Computed:
-        """Draw these rows of a decode graph's step again, of what masks allow, and keep all."""
+        """Draw these rows of a decode graph's step again, under `masks`, and store all tokens."""
         assert computed.token_ids is not None and computed.choices is not None
         tokens = computed.token_ids
         self._kernels.sample_masked(computed.logits, *computed.choices, rows, masks, tokens)
@@ -72,7 +72,7 @@ class Draws:
         )
 
     def keep(self, computed: Computed, token_ids: torch.Tensor) -> Computed:
-        """Leave the tokens that were drawn in the table, and what was accepted in `computed`."""
+        """Store the drawn tokens in the table, and the accepted ones in `computed`."""
         if computed.decoding is None:
             self._table.keep_tokens(computed.table_rows, token_ids)
             return computed._replace(token_ids=token_ids)

@@ -1,6 +1,6 @@
-"""Entries: the logits that lists of token ids choose, as arrays of rows and ids.
+"""Entries: which logits the token ids of requests select, as arrays of rows and ids.
 
-A list of a request may have 100,000 ids: an array of it is made once for each SamplingParams, and a
+A list of a request may have 100,000 ids: it becomes an array once for each SamplingParams, and a
 step joins arrays.
 """
 
@@ -16,7 +16,7 @@ from nanovllm.engine.run.transfer import Array
 from nanovllm.layers.filters import Entries
 from nanovllm.sampling_params import SamplingParams
 
-IdsOfRows = list[tuple[int, Any]]  # rows, and token ids of each
+IdsOfRows = list[tuple[int, Any]]  # pairs of a row and its token ids
 ParamsOfRows = list[tuple[int, SamplingParams]]
 
 _kept: dict[int, tuple[Array, Array, Array]] = {}  # by the id() of living SamplingParams
@@ -44,8 +44,8 @@ def forbidden_entries(ids_of_rows: IdsOfRows) -> Entries:
 
 
 def _arrays(params: SamplingParams) -> tuple[Array, Array, Array]:
-    """The allowed ids, those with biases, and the biases: kept as long as `params` live."""
-    key = id(params)  # their hash would read all ids
+    """The allowed ids, the biased ids and the biases, kept as long as `params` live."""
+    key = id(params)  # the hash of `params` would read all ids
     if key not in _kept:
         bias = params.logit_bias or {}
         _kept[key] = (

@@ -1,4 +1,4 @@
-"""Forward: the model on one rank, with what its layers and its head read of a step."""
+"""Forward: calls the model on one rank, with the values that layers and head read of a step."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -25,9 +25,9 @@ class Forward:
         read: Mapping[str, Any],
         rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The hidden states of these tokens, or only of those at `rows`; the tapped residuals.
+        """The hidden states of these tokens, or only of the tokens at `rows`; tapped residuals.
 
-        `read` is what the layers read of step parts, by their names.
+        `read` has the values that layers read, by the names of step parts.
         """
         with attending(contexts, self.backends, read):
             out: tuple[torch.Tensor, list[torch.Tensor]] = self.model(input_ids, positions, rows)
@@ -38,7 +38,7 @@ class Forward:
     ) -> torch.Tensor:
         """The logits of hidden states [N, hidden], complete on rank 0; written to `out` if given.
 
-        `read` is what the head reads of these rows.
+        `read` has the values that the head reads for these rows.
         """
         with reading(read):
             return self.model.compute_logits(hidden, out)
@@ -46,7 +46,7 @@ class Forward:
     def part_of_logits(
         self, hidden: torch.Tensor, read: Mapping[str, Any], out: torch.Tensor
     ) -> torch.Tensor:
-        """The logits of this rank's tokens, written to `out`."""
+        """The logits of this rank's part of the vocabulary, written to `out`."""
         with reading(read):
             return self.model.lm_head.part(hidden, out)
 

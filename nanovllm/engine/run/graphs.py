@@ -1,6 +1,6 @@
 """Decode steps captured as CUDA graphs, once for each of a ladder of batch sizes.
 
-With speculation there are further ones, with several queries of each sequence.
+With speculation there are also graphs with several queries of each sequence.
 
 A graph is the whole step: reading the device table, the model, logits, the draw, and storing the
 tokens for the next step. Without CUDA, replaying a size calls the step, so that everything except
@@ -30,7 +30,7 @@ class DecodeGraphs:
     `step(size, out)` computes the batch's first sequences, and writes their logits to `out`. A
     batch runs in the next larger size, padded with unused queries, which write nothing (slot -1)
     and attend to nothing (context length 0). The caller runs batches that fit no size eagerly.
-    `redraws`, if this rank draws alone, may draw tokens again.
+    `redraws` may draw tokens again, if this rank draws alone.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DecodeGraphs:
         self._fitting: dict[Size, Size | None] = {}
 
     def fitting(self, batch: Size) -> Size | None:
-        """The smallest size that holds the batch, if there is one."""
+        """The smallest captured size that fits the batch, if there is one."""
         if batch not in self._fitting:
             self._fitting[batch] = next((size for size in self.sizes if size.holds(batch)), None)
         return self._fitting[batch]
@@ -82,7 +82,7 @@ class DecodeGraphs:
         self.graphs.clear()
 
     def replay(self, size: Size) -> Computed:
-        """Run the step of the table's batch. The next replay overwrites what it returns."""
+        """Run the step of the table's batch. The next replay overwrites the returned tensors."""
         if self.graphs:
             graph, computed = self.graphs[size]
             graph.replay()
@@ -96,10 +96,10 @@ class DecodeGraphs:
 
 
 class GraphStep:
-    """A graph's decode step: logits go to `out`, and the tokens are drawn and kept.
+    """A graph's decode step: writes logits to `out`, draws the tokens and stores them.
 
-    Ranks draw together if they have kernels for it, each from its part of the logits. Else rank 0
-    draws alone.
+    Ranks draw together if they have kernels for it, each from its part of the logits. Otherwise
+    rank 0 draws alone.
     """
 
     def __init__(self, decodes: Decodes, draws: Draws, ranks: Ranks) -> None:
@@ -125,7 +125,7 @@ class GraphStep:
 def graph_sizes(
     num_running: int, parts: Iterable[StepPart], placement: Placement
 ) -> tuple[list[Size], int]:
-    """The decode steps to capture, for up to `num_running` sequences; the most rows of one."""
+    """The decode steps to capture, for up to `num_running` sequences; the most rows in a step."""
     top = min(num_running, MAX_GRAPH_BATCH)
     of_parts: list[Size] = []
     for part in parts:
@@ -138,7 +138,7 @@ def batch_ladder(largest: int) -> list[int]:
     """Numbers of sequences to capture: 1, 2, 4, then every 4, and `largest` itself at the top.
 
     From 32 on it is every 16. From 128 to 256 it is every 8: there large layers become bound by
-    arithmetic, which padding adds to.
+    arithmetic, and padding adds arithmetic.
     """
     sizes = (
         1, 2, *range(4, 32, 4), *range(32, 128, 16), *range(128, 256, 8),

@@ -1,4 +1,4 @@
-"""HiddenReader: what takes hidden states from a step to the sequences that keep them."""
+"""HiddenReader: takes hidden states from a step to the sequences that keep them."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -10,13 +10,13 @@ from nanovllm.engine.schedule.sequence import Sequence
 
 
 class HiddenReader(Protocol):
-    """Made when a request first keeps hidden states; on rank 0 alone."""
+    """Takes hidden states to sequences. Made on rank 0 when a request first keeps them."""
 
     def asked(self, batch: Batch) -> list[Any]:
-        """What sequences want of a prefill's tokens; empty if they want nothing."""
+        """The hidden states that sequences want of a prefill, in the reader's own form."""
 
     def tokens(self, batch: Batch, asked: list[Any], q_ends: Array) -> Array:
-        """The tokens of the step that some sequence wants the hidden states of."""
+        """The step's tokens with hidden states that some sequence wants."""
 
     def keeps_drawn(self, seqs: list[Sequence]) -> bool:
         """Whether some sequences keep the hidden states that their next tokens are drawn from."""
@@ -24,4 +24,4 @@ class HiddenReader(Protocol):
     def launch(
         self, asked: list[Any], seqs: list[Sequence], offsets: list[int], computed: Computed
     ) -> Callable[[], None]:
-        """Start the copies to the host. What is returned is called when they have arrived."""
+        """Start the copies to the host. Returns a function to call when they have arrived."""

@@ -14,20 +14,19 @@ if TYPE_CHECKING:
 
 
 class Begun(NamedTuple):
-    """A step with logits in computation on the device, and the reports of its prompts."""
+    """A step that computes logits on the device, and the reports of its prompts."""
 
     batch: Batch
     num_tokens: int
     computed: Computed
     prompts: "list[Report]"
-    asked: list[Any]  # of hidden states, by a `HiddenReader`
+    asked: list[Any]  # the hidden states that a `HiddenReader` asks for
 
 
 class Launched:
     """The token ids of `batch.sampling_seqs`, reports with their columns, and states, in flight.
 
-    It is made in the order of the device's work, and `wait` waits for an event: work that is
-    launched later goes on meanwhile.
+    `wait` waits for an event on the stream; work that is launched later goes on meanwhile.
     """
 
     def __init__(

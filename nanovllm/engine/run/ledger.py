@@ -19,19 +19,19 @@ from nanovllm.engine.schedule.sequence import PENDING, Sequence, SequenceStatus
 if TYPE_CHECKING:
     from nanovllm.engine.run.rows_ahead import RowsAhead
 
-UNKNOWN = -2  # in arrays: differs from every length and every row
+UNKNOWN = -2  # in arrays; differs from every length and every row
 
 
 class Ledger:
     """Rows by sequence, and the values that the devices have.
 
-    It relies on how sequences keep block tables: lists that grow, in a list that is a new one when
-    a table is replaced or the sequence starts over. A token in flight stays in its row until a
-    later step or the host has read it. So only running sequences need rows, and those that end in
-    flight do not.
+    It relies on how sequences keep block tables: a table is a list that only grows, and a new list
+    when the table is replaced or the sequence starts over. A token in flight stays in its row until
+    a later step or the host has read it. So only running sequences need rows, and those that end
+    in flight do not.
 
     With drafts some rows are `ahead`. Their last tokens and lengths are not sent until a step
-    without drafts: by then the host knows them.
+    without drafts, when the host knows them.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Ledger:
         self.reset()
 
     def reset(self) -> None:
-        """Trust nothing: all sequences start over, and get rows that are written again."""
+        """Forget all rows: all sequences start over, and their rows are written again."""
         num_rows = self.layout.num_rows
         if self.ahead is not None:
             self.ahead.reset()
@@ -59,7 +59,7 @@ class Ledger:
         self._lengths = np.full(num_rows, UNKNOWN)
         self._num_tokens = np.full(num_rows, UNKNOWN)  # counting the row's last token
         self._batch: Array = np.full(num_rows, UNKNOWN)
-        self._batch_rows: Array | None = None  # the rows from which it was made
+        self._batch_rows: Array | None = None  # the rows from which `_batch` was made
         self._marks = np.full(num_rows, UNMARKED)
         self._last_tables: list[list[list[int]]] = []  # by sequence, and by group
         self._last_of_groups: list[list[list[int]]] = []
@@ -68,8 +68,8 @@ class Ledger:
     def decode(self, seqs: list[Sequence], num_drafts: int = 0) -> tuple[int, TableChanges]:
         """The width of the block tables of a decode step, and the changes to send.
 
-        The rows hold the sequences' last tokens, except for a prompt that was cached up to its last
-        token. In a step with `num_drafts` the device guesses up to that number for each.
+        The rows have the sequences' last tokens already, except for a prompt that was cached up to
+        its last token. The device guesses up to `num_drafts` tokens for each sequence.
         """
         layout = self.layout
         rows, width = self._change_blocks(seqs)
@@ -98,10 +98,10 @@ class Ledger:
         sampling_seqs: list[Sequence],
         drafted: Container[Sequence] = (),
     ) -> tuple[Array, Array, int, TableChanges]:
-        """The rows of a prefill's sequences, those of its samples, the width, the changes.
+        """The rows of a prefill's sequences and of its samples, the width, and the changes.
 
-        Only the host knows which sample of a `drafted` sequence will be its last token: they go to
-        the unused row, and the next decode step writes the token.
+        Only the host can find out which sample of a `drafted` sequence is its last token: such
+        samples go to the unused row, and the next decode step writes the token.
         """
         rows, width = self._change_blocks(seqs)
         self._stop(seqs, rows)
@@ -125,7 +125,7 @@ class Ledger:
         return np.fromiter(map(self._mark_of, seqs), np.int32, len(seqs))
 
     def _change_blocks(self, seqs: list[Sequence]) -> tuple[Array, int]:
-        """Add the blocks that are new. Returns the rows, and the length of the longest table."""
+        """Add new blocks to the changes. Returns the rows, and the length of the longest table."""
         tables, last = [seq.block_tables for seq in seqs], self._last_tables
         if len(tables) != len(last) or not all(map(operator.is_, tables, last)):
             self._last_rows = self._rows_of(seqs)
@@ -133,7 +133,7 @@ class Ledger:
             self._last_tables = tables
         rows, layout = self._last_rows, self.layout
         width = 0 if layout.block_parts else layout.max_blocks
-        changed: set[int] = set()  # of these sequences, those with new blocks
+        changed: set[int] = set()  # indices of sequences with new blocks
         for group, of_group in enumerate(self._last_of_groups):
             known = self._num_blocks[group]
             sizes = np.fromiter(map(len, of_group), np.int64, len(of_group))
@@ -150,9 +150,9 @@ class Ledger:
         return rows, width
 
     def _of_groups(self, seqs: list[Sequence]) -> Iterator[list[list[int]]]:
-        """For each cache group the sequences' tables, and their slots after those.
+        """The sequences' tables in each cache group, then their slots of states.
 
-        A table that is not the row's last one is sent as a whole.
+        A table that is not the list which the row had last is sent as a whole.
         """
         for group in range(self.layout.num_tables):
             if group < len(self.layout.block_parts):
@@ -165,7 +165,7 @@ class Ledger:
             yield tables
 
     def _append(self, seq: Sequence, row: int, group: int, table: list[int]) -> None:
-        """Send the blocks of a table that are new, or the slots after all groups' tables."""
+        """Send the new blocks of a table, or new slots of states."""
         start = int(self._num_blocks[group][row])
         blocks = table[start:]
         if group == len(self.layout.block_parts):
@@ -185,7 +185,7 @@ class Ledger:
         self._batch, self._batch_rows = batch, rows
 
     def _change_table(self, seq: Sequence, row: int, group: int, table: list[int]) -> None:
-        """Send a new table: of a sequence that starts over, or has given back some blocks."""
+        """Send a whole table, as the sequence has started over or given back some blocks."""
         self._tables[group][row] = table
         self._num_blocks[group][row] = 0
         if self._mark_of is not None:
@@ -207,7 +207,7 @@ class Ledger:
         return np.array([rows[seq.seq_id] for seq in seqs], np.int64)
 
     def _take_row(self, seq: Sequence) -> int:
-        """A row for a sequence without one; if none is free, first free those not needed."""
+        """Give a row to a sequence. If no row is free, first free the rows that are not needed."""
         if not self._free:
             for seq_id, row in list(self._rows.items()):
                 owner = self._owners[row]()

@@ -1,6 +1,6 @@
-"""Log-probabilities of the model's logits, in float32: of the drawn tokens and of prompts' tokens.
+"""Log-probabilities by the model's logits, in float32: of the drawn tokens and of prompts' tokens.
 
-The device computes columns of them, which are copied to the host while it goes on.
+The device computes columns of log-probabilities, which are copied to the host while it goes on.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from nanovllm.engine.run.reports import Columns, ReportInputs
 from nanovllm.engine.run.transfer import Array, download, upload
 from nanovllm.kernels.plain.ranking import most_likely
 
-MAX_LOGITS = 1 << 23  # at a time: each takes some 50 bytes
+MAX_LOGITS = 1 << 23  # at a time; each takes about 50 bytes
 
 
 def rows_at_a_time(vocab_size: int) -> int:
@@ -22,7 +22,7 @@ def rows_at_a_time(vocab_size: int) -> int:
 
 
 def warm_up_logprobs(logits: torch.Tensor) -> None:
-    """Take the most device memory that reports on logits [B, V] take: all tokens in order."""
+    """Use the most device memory that reports on logits [B, V] need: all tokens are sorted."""
     likely_columns(logits, logits.new_zeros(len(logits), dtype=torch.long), logits.shape[1])
 
 
@@ -62,7 +62,7 @@ def prompt_columns(
 
 
 def download_columns(columns: Columns) -> Columns:
-    """Copies on the host, in flight."""
+    """Start copies of the columns to the host; returns them in flight."""
     return Columns(*map(download, columns))
 
 

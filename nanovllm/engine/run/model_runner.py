@@ -1,6 +1,6 @@
 """ModelRunner: rank 0's driver. It turns scheduled batches into token ids, on all ranks.
 
-Its own shard computes the same steps as those of the other ranks, which `OtherRanks` stands for.
+Rank 0's shard computes the same steps as the other ranks, which `OtherRanks` represents.
 """
 
 import os
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class ModelRunner:
     """Drives the started shard, and the workers: the other ranks, if there are any.
 
-    They belong to the process `owner`: a forked one has copies of handles, and must not use them.
+    They belong to the process `owner`. A forked process has copies of handles, and must not use
+    them.
     """
 
     def __init__(self, shard: Shard, config: EngineConfig, workers: OtherRanks) -> None:
@@ -39,7 +40,7 @@ class ModelRunner:
         self.hidden_reader: HiddenReader | None = None  # from `read_hidden` on
 
     def read_hidden(self, reader: "HiddenReader") -> None:
-        """Let this reader take hidden states from steps: a request is the first to keep some."""
+        """Let this reader take hidden states from steps from now on."""
         self.hidden_reader = reader
 
     def begin(self, batch: Batch) -> Begun:
@@ -66,7 +67,7 @@ class ModelRunner:
             return Begun(batch, num_tokens, shard.compute(inputs), prompts, asked)
 
     def _ask(self, reader: "HiddenReader", step: StepInputs, batch: Batch) -> list[Any]:
-        """Let a step keep the hidden states that the reader asks for. Returns what it asks for."""
+        """Let a step keep the hidden states that the reader asks for. Returns what was asked."""
         step.keeps_hidden = reader.keeps_drawn(batch.sampling_seqs)
         if step.prefill is None or not (asked := reader.asked(batch)):
             return []
@@ -74,9 +75,9 @@ class ModelRunner:
         return asked
 
     def draw(self, begun: Begun) -> Launched:
-        """Draw a step's tokens. What that needs is prepared while the device computes the logits.
+        """Draw a step's tokens. The draw's inputs are made while the device computes the logits.
 
-        No sequence may be in flight if its draw reads tokens.
+        If a sequence's draw reads its tokens, none of them may be in flight.
         """
         (batch, _, computed, prompts, asked), shard = begun, self.shard
         reader, keep = self.hidden_reader, None
@@ -131,10 +132,7 @@ class ModelRunner:
 
 
 def close_ranks(shard: Shard | None, workers: OtherRanks) -> None:
-    """Free rank 0's shard, if there is one, and end the other ranks.
-
-    Even if the device has failed.
-    """
+    """Free rank 0's shard, if there is one, and end the other ranks, even if the device failed."""
     try:
         if shard is not None:
             shard.close(device_works=workers.failure is None)

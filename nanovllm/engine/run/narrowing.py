@@ -1,4 +1,4 @@
-"""What narrows the draws of a step's samples, as filters. It is loaded when a request has some."""
+"""Makes the filters of narrowed samples of a step. Loaded when a request first has some."""
 
 import functools
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from nanovllm.kernels.operands.cuts import Cuts, are_few
 from nanovllm.layers.filters import Filters, Penalties
 from nanovllm.sampling_params import SamplingParams
 
-NARROWED_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 26}  # at most, at a time: copied in float32
+NARROWED_LOGITS = {"cpu": 1 << 23, "cuda": 1 << 26}  # the most that are copied in float32 at a time
 UNCUT = False, False, False, False  # what `_kind` returns without cuts
 
 Draw = tuple[Sequence, list[int]]  # a sequence, and the tokens assumed before the drawn one
@@ -22,7 +22,7 @@ Draw = tuple[Sequence, list[int]]  # a sequence, and the tokens assumed before t
 def filters_of(
     rows: list[int], draws: list[Draw], vocab_size: int, device_type: str
 ) -> list[Filters]:
-    """The filters of narrowed rows, rows with the same kinds together."""
+    """The filters of narrowed rows. Rows with the same kinds of filters are in one part."""
     if all(seq.parts.constraint is not None and not seq.has_filters for seq, _ in draws):
         return [_filters(rows, draws, vocab_size, device_type)]  # masks alone copy nothing
     alike: dict[tuple[bool, ...], tuple[list[int], list[Draw]]] = {}
@@ -54,7 +54,7 @@ def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: s
             (row, functools.partial(seq.parts.processors.apply, seq, assumed))
             for row, (seq, assumed) in enumerate(draws)
         ]
-    listed = [  # most constraints are alone
+    listed = [  # most rows with a constraint have no other filter
         (row, seq, assumed)
         for row, (seq, assumed) in enumerate(draws)
         if seq.has_filters or len(seq.token_ids) < seq.min_num_tokens
@@ -84,15 +84,15 @@ def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: s
 
 
 def may_forbid(seq: Sequence) -> bool:
-    """Whether `forbidden_token_ids` has to be asked: else it is empty."""
+    """Whether `forbidden_token_ids` may return tokens; otherwise it need not be called."""
     return bool(seq.parts.bad_words) or len(seq.token_ids) < seq.min_num_tokens
 
 
 def forbidden_token_ids(seq: Sequence, assumed: list[int]) -> set[int]:
-    """Tokens that may not come after the `assumed` ones, or next if there are none.
+    """The tokens that may not come after the `assumed` ones, or next if there are none.
 
-    The last ones of bad words; before `min_tokens` all stops. Bad words are looked for in the
-    output: the prompt's last tokens are no part of one.
+    They are the last tokens of bad words, and all stop tokens before `min_tokens`. Bad words are
+    looked for in the output alone, not in the prompt.
     """
     num_tokens, bad_words = len(seq.token_ids) + len(assumed), seq.parts.bad_words
     forbidden = set(seq.stop_token_ids) if num_tokens < seq.min_num_tokens else set()
@@ -107,13 +107,13 @@ def forbidden_token_ids(seq: Sequence, assumed: list[int]) -> set[int]:
 
 
 def _forbidden(seq: Sequence, assumed: list[int]) -> set[int]:
-    """Its forbidden tokens; none if they would leave nothing of the allowed ones."""
+    """A sequence's forbidden tokens; none if all of the allowed ones would be forbidden."""
     forbidden, allowed = forbidden_token_ids(seq, assumed), seq.params.allowed_token_ids
     return set() if allowed and all(map(forbidden.__contains__, allowed)) else forbidden
 
 
 def _penalties(draws: list[Draw]) -> Penalties:
-    """Each row's distinct tokens and their counts, filled up with its first token."""
+    """Each row's distinct tokens and their counts, padded with the row's first token."""
     counted: dict[int, tuple[Array, Array]] = {}
     for row, (seq, assumed) in enumerate(draws):
         if seq.params.penalizes:
@@ -131,7 +131,7 @@ def _penalties(draws: list[Draw]) -> Penalties:
 
 
 def _kind(params: SamplingParams, vocab_size: int) -> tuple[bool, ...]:
-    """How a row is drawn: whether it is cut, from candidates, from few of them, by a top_k."""
+    """How a row is drawn: whether with cuts, from candidates, from few candidates, with top_k."""
     cuts = params.cuts
     has_k = cuts and 0 < params.top_k < vocab_size
     few = has_k and are_few(params.top_k, vocab_size)

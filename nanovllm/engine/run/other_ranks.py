@@ -1,7 +1,7 @@
-"""OtherRanks: what startup and the runner of rank 0 ask of the other ranks.
+"""OtherRanks: what startup and rank 0's runner ask of the other ranks.
 
-The base class is for an engine of one rank, which has no others. With several it is
-`nanovllm.engine.ranks.workers.Workers`, which startup imports.
+The base class is for an engine of one rank. With several ranks, startup imports the subclass
+`nanovllm.engine.ranks.workers.Workers`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -18,11 +18,11 @@ from nanovllm.models.config import ModelConfig
 
 
 class Command(Protocol):
-    """What every rank does with its own shard between two steps, such as changing weights.
+    """A task that every rank does with its own shard between two steps, such as changing weights.
 
-    It can be pickled. Ranks exchange tensors in `run` only if all of them do, in the same order.
-    What it returns is pickled, except on rank 0. The device's work is waited for, too, unless the
-    command has a false `waits_for_device`: then the steps that follow come after it.
+    Commands are pickled. Ranks exchange tensors in `run` only if all of them do, in the same order.
+    The result is pickled, except on rank 0. After `run` the rank waits for its device, unless
+    `waits_for_device` is false: then later steps are only queued after the command's work.
     """
 
     def run(self, shard: Shard) -> Any:
@@ -49,17 +49,17 @@ class OtherRanks:
     def start(
         self, config: Config, model_config: ModelConfig, path: Path, parts: ShardParts
     ) -> None:
-        """Make each load its part of the model, with what features add to it."""
+        """Let each rank load its part of the model, with the parts that features add."""
 
     def connect(self) -> None:
-        """Wait until each has loaded its part, and connect to them."""
+        """Wait until each rank has loaded its part, and connect to all."""
 
     def step(self, inputs: StepInputs) -> AbstractContextManager[None]:  # noqa: ARG002
-        """A block in which they compute the step, which rank 0 computes in it."""
+        """A block in which rank 0 computes the step; the other ranks compute it, too."""
         return nullcontext()
 
     def everywhere(self, command: Command, shard: Shard) -> list[Any]:
-        """Run a command on all ranks, on rank 0 with `shard`. The results, rank 0's first.
+        """Run a command on all ranks, on rank 0 with `shard`. Returns the results, rank 0's first.
 
         What a rank raises is raised here.
         """
@@ -77,4 +77,4 @@ class OtherRanks:
         """Raise RankError if a rank has ended."""
 
     def close(self) -> None:
-        """End them. Decode graphs must be gone."""
+        """End the ranks. Decode graphs must be freed before."""

@@ -76,12 +76,12 @@ class Prefills:
         return hidden
 
     def catch_up(self, inputs: StepInputs) -> None:
-        """Let the device's drafting compute tokens. All ranks have them."""
+        """Let the device's drafting compute these tokens, which all ranks know."""
         input_ids, positions, contexts = self._upload(inputs)
         self.drafting.catch_up(input_ids, positions, contexts[0])
 
     def _read(self, inputs: StepInputs, tokens: Array | None = None) -> dict[str, Any]:
-        """What layers read of the parts; with `tokens`, what the head reads for these."""
+        """The values that layers read of step parts; with `tokens`, those for the head."""
         return {
             part.name: value
             for part in self.parts

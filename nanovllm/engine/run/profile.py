@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.run.shard import Shard
 
-_running: dict[int, profile] = {}  # of this process, by the id of a shard; one at most
+_running: dict[int, profile] = {}  # by the id of a shard of this process; at most one
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class CancelProfile:
     """Drop the recording of a rank, if it has begun one."""
 
     def run(self, shard: Shard) -> None:
-        """Stop to record; nothing is written."""
+        """Stop recording; nothing is written."""
         shard.synchronize()
         if (profiler := _running.pop(id(shard), None)) is not None:
             profiler.stop()
@@ -123,6 +123,6 @@ class Profiles:
         if self._is_profiling:
             self._is_profiling = False
             if torch.cuda.is_available():
-                with suppress(RuntimeError):  # of a device that has failed
+                with suppress(RuntimeError):  # the device has failed
                     torch.cuda.synchronize()
             _running.pop(id(self.engine.model_runner.shard)).stop()

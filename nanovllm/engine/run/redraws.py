@@ -14,10 +14,10 @@ Captured = tuple[torch.cuda.CUDAGraph, Computed]
 
 
 class Redraws(Protocol):
-    """What draws the tokens of a graph's step again, where a feature narrows the draw."""
+    """Draws the tokens of a graph's step again, where a feature narrows the draw."""
 
     def takes(self, filters: "list[Filters]") -> bool:
-        """Whether it draws with these filters."""
+        """Whether it can draw with these filters."""
 
     def capture(
         self, computed: Computed, capture: Callable[[Callable[[], Computed]], Captured]

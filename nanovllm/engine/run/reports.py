@@ -24,7 +24,7 @@ class Report(NamedTuple):
     """A sequence that waits for log-probabilities of a token and of `number` others."""
 
     seq: Sequence
-    position: int  # in `token_ids`, or in its keeper's labels
+    position: int  # of the token in `token_ids`, or of the label in the keeper's labels
     number: int
 
 
@@ -33,13 +33,13 @@ class ReportInputs:
     """The samples of a step with reports, on the host."""
 
     rows: Array
-    numbers: list[int]  # of the most likely tokens, for each row
+    numbers: list[int]  # how many of the most likely tokens, for each row
 
 
 def unreported_indices(seq: Sequence) -> Iterable[int]:
     """Scheduled tokens with logits that give log-probabilities of the prompt's next tokens.
 
-    If it generates nothing: the last one, once for each label.
+    If the sequence generates nothing: the last token, once for each label.
     """
     logprobs, keeper = seq.parts.logprobs, seq.parts.keeper
     if not seq.generates:
@@ -57,7 +57,7 @@ def prompt_reports(seqs: list[Sequence]) -> list[Report]:
 
 
 def report_arrays(seqs: list[Sequence], starts: Array) -> dict[str, Array]:
-    """Which tokens of a prefill have reports, their ids, and how many others each has.
+    """The tokens of a prefill with reports, the ids to report, and how many others of each.
 
     The tokens of each sequence begin at `starts`.
     """
@@ -81,7 +81,7 @@ def drawn_report_inputs(seqs: list[Sequence], rows: list[int]) -> ReportInputs:
 
 
 def drawn_reports(seqs: list[Sequence], offsets: list[int], inputs: ReportInputs) -> list[Report]:
-    """The sequences that wait for these rows; their next tokens are not yet appended."""
+    """The reports of these rows, on the sequences' next tokens, which are not yet appended."""
     rows = zip(inputs.rows.tolist(), inputs.numbers, strict=True)
     return [Report(seqs[row], seqs[row].num_tokens + offsets[row], number) for row, number in rows]
 

@@ -1,4 +1,4 @@
-"""RowsAhead: what the ledger asks about rows of which the device knows more than the host."""
+"""RowsAhead: what the ledger asks about table rows that are ahead of the host."""
 
 from typing import Protocol
 
@@ -8,10 +8,10 @@ from nanovllm.engine.schedule.sequence import Sequence
 
 
 class RowsAhead(Protocol):
-    """Rows that are ahead: the device knows more tokens than the host, as it has guessed some."""
+    """Rows that are ahead: after drafts, the device knows more tokens than the host."""
 
     def reset(self) -> None:
-        """Trust nothing: all sequences start over."""
+        """Forget all rows: all sequences start over."""
 
     def give(self, row: int) -> bool:
         """Give a row to another sequence. Returns whether it was ahead."""
@@ -23,7 +23,7 @@ class RowsAhead(Protocol):
         """Record that a sequence has new blocks, from `start` in its first table."""
 
     def limit(self, seqs: list[Sequence], rows: Array, indices: list[int]) -> None:
-        """Let the device know for how many tokens the sequences at `indices` have room."""
+        """Send the device the number of tokens that the sequences at `indices` have room for."""
 
     def decode(self, seqs: list[Sequence], rows: Array, lengths: Array, num_drafts: int) -> Array:
         """Record a decode step. Returns which rows were not ahead before it."""

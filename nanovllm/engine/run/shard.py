@@ -1,7 +1,7 @@
 """Shard: one rank's part of the model, with its caches, its device table and its decode graphs.
 
-Every rank has one and computes the same steps. Rank 0's draws the tokens, except in decode graphs
-of ranks that draw together. It decides nothing about which sequences run, and knows no text.
+Every rank has a shard and computes the same steps. Rank 0's shard draws the tokens, except where
+ranks draw together in decode graphs. A shard knows no text, and does not decide who runs.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ Part = TypeVar("Part", bound=StepPart)
 
 
 class Shard:
-    """What all ranks do alike. Startup makes it: `make_table`, `caches.allocate`, `capture_graphs`.
+    """One rank's part. Startup calls `make_table`, `caches.allocate` and `capture_graphs`.
 
     Steps run within `computing`, which also limits the CPU threads to `num_threads`, if given.
     `parts` are what features add to each step.
@@ -74,7 +74,7 @@ class Shard:
         self.graphs: DecodeGraphs | None = None
         self._num_threads = num_threads
         self._make_redraws = make_redraws
-        self.memory = memory  # of weights and caches, if they can be freed and regained
+        self.memory = memory  # of weights and caches, if sleep can free it
         self.at_close: list[Callable[[], object]] = []
 
     @property
@@ -89,7 +89,7 @@ class Shard:
 
     @property
     def models(self) -> list[tuple[ModelConfig, CausalLM]]:
-        """The model, and those that the drafting has."""
+        """The model, and the draft models."""
         return [(self.model_config, self.model), *self.drafting.models]
 
     def part(self, kind: type[Part]) -> Part:
@@ -99,7 +99,7 @@ class Shard:
         return found
 
     def computing(self) -> AbstractContextManager[None]:
-        """What holds while this rank computes."""
+        """A context in which this rank computes."""
         return computing_on(self.device, self._num_threads)
 
     def make_table(self, num_running: int, max_model_len: int) -> None:
@@ -145,8 +145,8 @@ class Shard:
     def _decode(self, inputs: StepInputs) -> Computed:
         """A decode step, as a graph if one fits.
 
-        If ranks draw together, rank 0 has all logits where it needs them: then it may replace
-        tokens that the ranks have drawn.
+        If ranks draw together, rank 0 gathers the logits only where it needs them: then it may
+        replace tokens that the ranks have drawn.
         """
         self.table.share()
         batch = Size(inputs.num_seqs, inputs.num_queries, inputs.is_marked)
@@ -168,12 +168,12 @@ class Shard:
         return self.draws.draw(computed, inputs, of_graph.redraws if of_graph else None)
 
     def catch_up(self, inputs: StepInputs) -> None:
-        """Let the device's drafting compute tokens. All ranks have them."""
+        """Let the device's drafting compute these tokens, which all ranks know."""
         self.table.write(inputs.changes)
         self.prefills.catch_up(inputs)
 
     def decode_graphs(self, num_running: int) -> "DecodeGraphs":
-        """The decode steps of a ladder, not captured; they run on any device."""
+        """The decode steps of all sizes, not captured; they run on any device."""
         from nanovllm.engine.run.graphs import DecodeGraphs, GraphStep, graph_sizes
 
         sizes, num_rows = graph_sizes(num_running, self.parts, self.placement)
@@ -205,7 +205,7 @@ class Shard:
             torch.cuda.synchronize(self.device)
 
     def close(self, device_works: bool = True) -> None:
-        """Free what it has; the shard cannot be used afterwards.
+        """Free the device's memory; the shard cannot be used afterwards.
 
         Graphs go first: they use exchanges with other ranks. `return_memory` comes last, when the
         other ranks have ended.

@@ -1,4 +1,4 @@
-"""StepInputs: from a batch's sequences to host arrays with all that a rank must know of a step."""
+"""StepInputs: host arrays with all that a rank must know of a step, made from a batch."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,9 +20,9 @@ class PrefillInputs:
 
     `slot_mapping` has T slots for each cache group, one group after another.
 
-    `table_rows` are the sequences' rows in the device table, and `sample_table_rows` those that the
-    samples go to. `sampled_tokens` are the tokens to sample from; where forks share them,
-    `shared_samples` says which of them each sample takes. `copied_blocks` are pairs (from, to),
+    `table_rows` are the sequences' rows in the device table, and `sample_table_rows` the rows that
+    the samples go to. `sampled_tokens` are the tokens to sample after; if forks share one,
+    `shared_samples` has the index of each sample's token. `copied_blocks` are pairs (from, to),
     copied after the T tokens are computed.
     """
 
@@ -58,9 +58,9 @@ class StepInputs:
     `num_queries` tokens, the last one and guessed ones. `width` is the number of columns of its
     block tables, 0 for a prefill that reads none. `whole_logits`: whether rank 0 needs the logits
     of a decode step, and not only the tokens that the ranks draw together. `keeps_hidden`: whether
-    it needs the hidden states that tokens are drawn from, which decode graphs do not leave.
+    rank 0 needs the hidden states that tokens are drawn from, which decode graphs do not keep.
     `is_marked`: whether some sequences have marks. If a step `catches_up`, only the device's
-    drafting computes the prefill's tokens. `arrays` are those of the step's parts, by name.
+    drafting computes the prefill's tokens. `arrays` has the arrays of step parts, by name.
     """
 
     num_seqs: int
@@ -78,7 +78,7 @@ class StepInputs:
 def step_inputs(
     batch: Batch, block_size: int, ledger: Ledger, whole_logits: bool = True
 ) -> StepInputs:
-    """The inputs of a batch's step; the ledger counts its changes as sent."""
+    """Make the inputs of a batch's step; the ledger records their changes as sent."""
     if batch.is_prefill or (batch.drafts and not batch.num_drafts):
         return _prefill_inputs(batch, block_size, ledger)
     width, changes = ledger.decode(batch.seqs, batch.num_drafts)
@@ -123,7 +123,7 @@ def token_arrays(
 ) -> tuple[Array, Array, Array, Array, Array]:
     """Ids, positions and slots of tokens and then drafts; where queries and keys end.
 
-    Slots are those of the first cache groups, with block numbers multiplied by `block_parts`.
+    There are slots for each of the `block_parts`, the factors of the cache groups' block numbers.
     """
     token_ids: list[int] = []
     positions: list[Array] = []
@@ -151,12 +151,12 @@ def token_arrays(
 
 
 def _joined(parts: Iterable[Array]) -> Array:
-    """Concatenate these arrays; there may be none."""
+    """Concatenate these arrays, or none."""
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
 def _samples(batch: Batch, q_ends: Array) -> tuple[Array, Array | None]:
-    """The tokens to sample from, and which of them each sample takes, if there are forks."""
+    """The tokens to sample after; if there are forks, also the index of each sample's token."""
     sampled: list[int] = []
     index_of: dict[int, int] = {}  # in `sampled`, by seq_id
     for seq, end in zip(batch.seqs, q_ends[1:].tolist(), strict=True):

@@ -21,21 +21,21 @@ TAKEN = "taken_tokens"  # the array of the tokens that a `HiddenReader` asks for
 
 
 class StepPart:
-    """A feature's part of every step: host arrays, what layers read, and what it takes.
+    """A feature's part of every step: host arrays, values for layers, results from hidden states.
 
-    Rank 0 adds arrays, which travel to all ranks under their names. There the part makes from them
-    what the model's layers read under the part's `name`. It may take hidden states of a prefill.
-    All ranks have equal parts, and call the same methods in the same order.
+    Rank 0 adds arrays, which travel to all ranks under their names. On every rank the part makes
+    from them the values that layers read under the part's `name`. It may take hidden states of a
+    prefill. All ranks have equal parts, and call the same methods in the same order.
     """
 
     name = ""
-    marks_rows = False  # whether it reads the marks of sequences; one part at most
+    marks_rows = False  # whether the part reads the marks of sequences; at most one does
 
     def add_arrays(self, inputs: StepInputs, batch: Batch) -> None:
         """Add host arrays to the inputs of a batch's step. On rank 0."""
 
     def mark_of(self, seq: Sequence) -> int:  # noqa: ARG002
-        """The mark of a running sequence, which its row in the device table has. On rank 0."""
+        """The mark of a running sequence, for its row in the device table. On rank 0."""
         return UNMARKED
 
     def sizes(
@@ -48,13 +48,13 @@ class StepPart:
         return []
 
     def before(self, inputs: StepInputs) -> None:
-        """Launch what comes before a step."""
+        """Launch the part's work before a step."""
 
     def after(self, inputs: StepInputs) -> None:
-        """Launch what comes after a step."""
+        """Launch the part's work after a step."""
 
     def in_prefill(self, inputs: StepInputs, tokens: Array | None = None) -> Any:  # noqa: ARG002
-        """What layers read in a prefill; with `tokens`, what the head reads for these."""
+        """The values that layers read in a prefill; with `tokens`, those for the head."""
         return None
 
     def in_decode(
@@ -63,11 +63,11 @@ class StepPart:
         size: Size,  # noqa: ARG002
         decoding: Decoding,  # noqa: ARG002
     ) -> Any:
-        """What layers read of a decode step; None for nothing. Decode graphs capture it."""
+        """The values that layers read in a decode step, or None. Decode graphs capture this."""
         return None
 
     def tokens(self, inputs: StepInputs) -> Array | None:  # noqa: ARG002
-        """The tokens of a prefill that it takes the hidden states of; None for no token."""
+        """The tokens of a prefill for which `take` gets hidden states; None for no token."""
         return None
 
     def take(
@@ -76,15 +76,15 @@ class StepPart:
         inputs: StepInputs,  # noqa: ARG002
         compute_logits: ComputeLogits,  # noqa: ARG002
     ) -> Any:
-        """What it makes of the hidden states [N, hidden] of its tokens."""
+        """Make a result from the hidden states [N, hidden] of the part's tokens."""
         return hidden
 
     def close(self) -> None:
-        """Free what it has; it is not used again."""
+        """Free the part's memory; the part is not used again."""
 
 
 def own_methods(parts: Iterable[StepPart], name: str) -> list[Callable[..., None]]:
-    """The methods of this name that parts define themselves: the others do nothing."""
+    """The methods of this name that parts override; the base class's do nothing."""
     nothing = getattr(StepPart, name)
     return [getattr(part, name) for part in parts if getattr(type(part), name) is not nothing]
 
@@ -102,7 +102,7 @@ class TakenHidden(StepPart):
 class PromptReports(StepPart):
     """Reports the log-probabilities of prompts' tokens that sequences wait for.
 
-    All ranks compute the logits; rank 0 `is_first`, and reports.
+    All ranks compute the logits; the rank that `is_first`, rank 0, makes the reports.
     """
 
     name = "prompt_reports"
@@ -111,7 +111,7 @@ class PromptReports(StepPart):
         self._vocab_size, self._is_first = vocab_size, is_first
 
     def add_arrays(self, inputs: StepInputs, batch: Batch) -> None:
-        """Add which tokens of a prefill have reports, and what is reported of each."""
+        """Add the tokens of a prefill with reports, and the ids to report for each."""
         if inputs.prefill is not None and any(seq.parts.first_wanted for seq in batch.seqs):
             from nanovllm.engine.run.reports import report_arrays
 
@@ -124,7 +124,7 @@ class PromptReports(StepPart):
     def take(
         self, hidden: torch.Tensor, inputs: StepInputs, compute_logits: ComputeLogits
     ) -> "tuple[Columns, ...]":
-        """The columns of the reports, in flight; on other ranks than the first there are none."""
+        """The columns of the reports, in flight; none on other ranks than the first."""
         from nanovllm.engine.run.logprobs import prompt_columns
 
         arrays = inputs.arrays

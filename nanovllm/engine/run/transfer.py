@@ -1,4 +1,4 @@
-"""Copies between host and device that do not wait. On the CPU nothing is copied."""
+"""Copies between host and device that do not block. On the CPU nothing is copied."""
 
 from typing import Any, TypeVar
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def upload(array: Array, device: torch.device) -> torch.Tensor:
-    """A copy on the device, made in the order of its work."""
+    """A copy on the device, made in the order of the device's work."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
@@ -18,7 +18,7 @@ def upload(array: Array, device: torch.device) -> torch.Tensor:
 def upload_all(value: T, device: torch.device) -> T:
     """A dataclass, a tuple or a list (of these), with its CPU tensors uploaded.
 
-    They are copied while the device still computes what was launched before.
+    The copies run while the device still computes steps that were launched before.
     """
     if device.type == "cpu":
         return value
@@ -33,7 +33,7 @@ def upload_ahead(device: torch.device, *arrays: Array) -> list[torch.Tensor]:
 
 
 def download(x: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, complete when the device has come to it; the tensor itself on the CPU."""
+    """A copy on the host, complete when the device has run it; the tensor itself on the CPU."""
     if x.device.type == "cpu":
         return x
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)

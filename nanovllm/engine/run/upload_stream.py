@@ -1,4 +1,4 @@
-"""Uploads to a GPU on a stream of their own, while it still computes what was launched before."""
+"""Uploads to a GPU on a separate stream, while it still computes earlier steps."""
 
 import dataclasses
 import functools
@@ -31,10 +31,10 @@ def upload_ahead_of_work(value: T, device: torch.device) -> T:
 
 @contextmanager
 def uploading(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
-    """A block that uploads while the device still computes what was launched before.
+    """A block that uploads while the device still computes steps that were launched before.
 
-    Its copies use a stream of their own, for which the current stream waits before it goes on. They
-    begin after the work before the event `after`.
+    The copies run on a separate stream, and the current stream waits for them at the block's end.
+    They begin after the event `after`.
     """
     if device.type == "cpu":
         yield

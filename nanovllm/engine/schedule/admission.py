@@ -1,4 +1,4 @@
-"""Admission: which sequences begin to run, from the waiting ones and as forks of others."""
+"""Admission: decides which waiting sequences and which forks begin to run."""
 
 import bisect
 from collections import deque
@@ -11,20 +11,20 @@ from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 
 
 class AdmissionFilter(Protocol):
-    """Says which waiting sequences may run now. It is asked before some are admitted."""
+    """Says which waiting sequences may run now. `Admission` asks it in each `admit`."""
 
     def admissible(
         self, waiting: Iterable[Sequence], running: Iterable[Sequence]
     ) -> Iterator[Sequence]:
-        """The waiting sequences that may run, in order, given those that run when it is asked."""
+        """The waiting sequences that may run, in order; `running` may grow between two of them."""
 
 
 class Admission:
-    """Moves sequences from `waiting` to `running`, up to the places, the budget and the blocks.
+    """Moves sequences from `waiting` to `running`, as far as places, budget and blocks allow.
 
-    Both queues are sorted by `order`. A sequence that is refused when nothing else can run is not
-    tried again before another one has ended. A sequence that the `admission_filter` leaves out lets
-    others pass.
+    Both queues are sorted by `order`. A sequence that is refused when no other prompt runs is not
+    tried again until `retry`. Sequences that the `admission_filter` leaves out stay in the queue,
+    and later ones may be admitted before them.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Admission:
         self.refused: Sequence | None = None
 
     def num_places_left(self, running: Iterable[Sequence]) -> int:
-        """How many more may run. Those that end in flight have left their places."""
+        """How many more sequences may run. Those that end in flight have left their places."""
         return self.num_places - sum(not seq.ends_in_flight for seq in running)
 
     def may_admit(self, running: Iterable[Sequence]) -> bool:
@@ -51,15 +51,15 @@ class Admission:
         return self.num_places_left(running) > 0
 
     def retry(self) -> None:
-        """Try the refused sequence again: there may be room now, or another first in line."""
+        """Try the refused sequence again: there may be room now, or another one may be first."""
         self.refused = None
 
     def admit(self, running: deque[Sequence], prompts: list[Sequence], budget: int) -> None:
         """Admit waiting sequences in order, with as many tokens as the budget allows.
 
-        They are added to `prompts`, the sequences with prompts in this step. A sequence whose next
-        block is being computed by another waits until it is cached. Room is kept for the siblings
-        of running sequences.
+        They are added to `prompts`, the sequences with prompts in this step. If another sequence
+        is computing the next block of a waiting one, that one waits until the block is cached.
+        Places are kept for the siblings of running sequences.
         """
         if self.waiting[0] is self.refused:
             return
@@ -87,7 +87,7 @@ class Admission:
             self.waiting.remove(admitted)
 
     def _candidates(self, running: Iterable[Sequence]) -> Iterator[Sequence]:
-        """The sequences to admit, in order; each is asked for when the one before runs."""
+        """The sequences to admit, in order. Each is taken when the one before it runs."""
         if self.admission_filter is None:
             return iter(self.waiting)
         return self.admission_filter.admissible(self.waiting, running)
@@ -97,7 +97,7 @@ class Admission:
     ) -> list[tuple[Sequence, Sequence]]:
         """Fork the siblings of sequences that complete their prompts in this step.
 
-        A sibling without room waits on its own, and finds the cached blocks when it is admitted.
+        A sibling without room is queued, and finds the cached blocks when it is admitted.
         """
         forks: list[tuple[Sequence, Sequence]] = []
         parents = [seq for seq in prompts if seq.siblings and seq.samples]
@@ -139,7 +139,7 @@ def begin(seq: Sequence, running: deque[Sequence]) -> None:
 
 
 def schedule_tokens(seq: Sequence, budget: int, caches: Caches) -> int:
-    """Schedule as many of its tokens as budget and blocks allow; returns their number."""
+    """Schedule as many tokens of `seq` as budget and blocks allow; returns their number."""
     start = seq.num_cached_tokens
     end = start + min(seq.num_uncached_tokens, budget)
     seq.num_scheduled_tokens = caches.grow(seq, end) - start

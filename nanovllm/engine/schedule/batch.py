@@ -21,7 +21,7 @@ NO_COPIES = SlotCopies([], [])
 
 
 class Size(NamedTuple):
-    """A decode step's sequences, and queries of each: its last token, and guessed ones.
+    """The numbers of a decode step's sequences, and of queries of each: last token and drafts.
 
     If it `is_marked`, some sequences may have marks, which a step part reads.
     """
@@ -50,16 +50,16 @@ class Batch:
     computes nothing, and samples from the logits of the sequence.
 
     `drafts` are guesses of the tokens after a decoding sequence's last one. The step computes them
-    after the scheduled tokens, and draws the token after each: those after right guesses count.
+    after the scheduled tokens, and draws the token after each; tokens after right guesses count.
     Where the device guesses, each sequence has up to `num_drafts`, and `drafts` is empty. `copies`
-    are those of cache slots, if a cache group has some.
+    are those of cache slots, if a cache group has slots.
 
-    `sampling_seqs` has the sequence of each token that the step draws, and `offsets` how many
-    tokens come between that and the sequence's last one: 0, and after guesses 1, 2, .... Silent
-    sequences generate nothing: their keepers want something of their prompts.
+    `sampling_seqs` has the sequence of each token that the step draws, and `offsets` the number of
+    guesses between the sequence's last token and that one: 0, 1, 2, .... Silent sequences generate
+    nothing: their keepers want results for their prompts.
 
-    When the step is launched, the scheduler notes in `ends` up to which token each of `all_seqs` is
-    computed by it; when its tokens are known, how many guesses there were and how many were right.
+    When the step is launched, the scheduler records in `ends` the length up to which it computes
+    each of `all_seqs`; when its tokens are known, how many guesses there were and were right.
     """
 
     seqs: list[Sequence]
@@ -97,7 +97,7 @@ class Batch:
             ]
 
     def await_tokens(self) -> None:
-        """Add a pending token to the sequences for each that is certain to come."""
+        """Add a pending token to the sequences for each token that the step is sure to draw."""
         number = self.num_drafts
         for seq in self.seqs if number else self.sampling_seqs:
             if seq.status is not FINISHED:
@@ -107,7 +107,7 @@ class Batch:
                     seq.num_possible_tokens += number
 
     def append_tokens(self, tokens: Iterable[tuple[Sequence, int]]) -> list[Sequence]:
-        """Put the step's tokens in the places of pending ones. Returns the sequences that ended.
+        """Replace pending tokens by the step's tokens. Returns the sequences that ended.
 
         The token of a sequence that has finished is dropped; a sequence that was preempted
         meanwhile keeps its token. A silent sequence ends when its keeper wants no more.
@@ -140,4 +140,4 @@ class Batch:
     def draws_wait(self) -> bool:
         """Whether a draw or a report depends on tokens in flight, or on their number."""
         doubtful = (seq for seq in self.all_seqs if seq.reads_tokens or seq.num_possible_tokens)
-        return any(seq.draw_waits for seq in doubtful)  # most steps have none: nothing is called
+        return any(seq.draw_waits for seq in doubtful)  # most steps have none, and call nothing

@@ -1,6 +1,6 @@
-"""Drafting: what the scheduler asks about drafts, tokens that a step computes on a guess.
+"""Drafting: what the scheduler asks about drafts, which are guessed tokens that a step verifies.
 
-The base class guesses nothing: it is the core's. The classes that do are in `nanovllm.drafting`.
+The base class is the core's, and guesses nothing. Its subclasses are in `nanovllm.drafting`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -27,8 +27,8 @@ NO_DRAFTS = Drafts({})
 class Drafting:
     """Plans the drafts of a step, and collects the tokens that count.
 
-    Drafts take what a step leaves of budget and blocks: no sequence waits for them, and wrong ones
-    leave nothing behind.
+    Drafts use the budget and the blocks that a step leaves: no sequence waits for drafts. Wrong
+    drafts keep no blocks.
     """
 
     def plan(
@@ -40,7 +40,7 @@ class Drafting:
     ) -> Drafts | None:
         """Drafts for decoding `seqs`, in a step of `budget` tokens that also computes `prompts`.
 
-        None if the step must wait until the tokens in flight are known.
+        Returns None if the step must wait until the tokens in flight are known.
         """
         return NO_DRAFTS
 
@@ -66,9 +66,9 @@ class Drafting:
         results: list[int],
         caches: Caches,  # noqa: ARG002
     ) -> Iterable[tuple[Sequence, int]]:
-        """The tokens that count, from what the device returned for a step.
+        """The tokens that count, from the `results` that the device returned for a step.
 
-        When all have been taken, nothing is left of wrong drafts.
+        After the last one, the blocks of wrong drafts are free.
         """
         return zip(batch.sampling_seqs, results, strict=True)
 
@@ -76,5 +76,5 @@ class Drafting:
         """Drop what an interrupt may have left half done."""
 
     def metrics(self, model: str) -> "list[Metric]":  # noqa: ARG002
-        """Counts by vLLM's names."""
+        """Metrics of the drafts, by vLLM's names."""
         return []

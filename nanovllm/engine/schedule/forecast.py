@@ -1,8 +1,8 @@
 """Forecast: whether a sequence that is admitted now gets far enough before the KV pool is full.
 
 Running sequences grow, and free their blocks when they end. The end is known for a sequence that
-only its length can end, and estimated from past sequences for the others. This file knows lengths
-and numbers of blocks, and nothing else. `growth` finds the step at which the pool is full.
+only its length can end, and estimated from past sequences for the others. This file knows only
+lengths and numbers of blocks. `growth` finds the step at which the pool is full.
 """
 
 import bisect
@@ -13,11 +13,11 @@ from itertools import accumulate
 from nanovllm.engine.cache.block_manager import FreeBlocks
 from nanovllm.engine.schedule.sequence import Sequence
 
-# The number of steps before a preemption that are worth each token that it would compute again, by
+# The least steps before a preemption, for each token that would be computed again after it, by
 # whether the end is known or estimated. benchmarks/scheduler.py compares other values.
 WORTHWHILE = {True: 0.3, False: 0.05}
 MIN_ENDED = 16  # with fewer, sequences are assumed to end at once
-MAX_ENDED = 1024  # the latest ones are kept
+MAX_ENDED = 1024  # the latest ones count
 
 
 class Lengths:
@@ -26,7 +26,7 @@ class Lengths:
     def __init__(self) -> None:
         self._ended: deque[int] = deque(maxlen=MAX_ENDED)  # output lengths
         self._sorted: list[int] = []  # the same, sorted; empty when it is out of date
-        self._sums: list[int] = []  # of the sorted lengths from each index on
+        self._sums: list[int] = []  # at each index, of the sorted lengths from there on
 
     def learn(self, seq: Sequence) -> None:
         """Record the length of a finished sequence."""
@@ -35,11 +35,11 @@ class Lengths:
             self._sorted = []
 
     def steps_left(self, seq: Sequence) -> int:
-        """How many tokens are still to come: known, or the mean of the sequences that got as far.
+        """How many more tokens `seq` gets: known, or the mean of past sequences that got as far.
 
         A sequence longer than all recorded ones is expected to grow by half its length.
         """
-        most = seq.max_num_tokens - seq.num_tokens + (not seq.generates)  # a token at the end
+        most = seq.max_num_tokens - seq.num_tokens + (not seq.generates)  # at least one step
         if seq.ends_by_length:
             return most
         if len(self._ended) < MIN_ENDED:
@@ -57,18 +57,18 @@ class Lengths:
 class Forecast:
     """Finds the first future step at which the running sequences need more blocks than exist.
 
-    A sequence is admitted if there is no such step, or if it is so late that computing the
-    sequence's tokens again costs less than leaving its place in all steps until then empty. A block
-    that several sequences share counts as free when the first of them ends, which is too early. A
-    prompt chunk's extra blocks in groups with a window are ignored.
+    A sequence is admitted if there is no such step, or if this step is so late that computing the
+    sequence's tokens again costs less than an empty place in all steps until then. A block that
+    several sequences share counts as free when the first of them ends, which is too early. A prompt
+    chunk's extra blocks in groups with a window are ignored.
     """
 
     def __init__(self, lengths: Lengths, running: Iterable[Sequence], free: FreeBlocks) -> None:
         self.lengths = lengths
         self.block_size = free.block_size
-        self.limits = [*Counter(free.most_held).items()]  # and how many groups have them
+        self.limits = [*Counter(free.most_held).items()]  # and the numbers of groups with them
         self.room = free.number  # plus the blocks that the sequences hold
-        self.wanted = 0  # blocks needed if no sequence ended before the others
+        self.wanted = 0  # blocks needed if all sequences ended at the same time
         self.num_tokens: list[int] = []
         self.steps: list[int] = []
         for seq in running:
@@ -77,7 +77,7 @@ class Forecast:
     def admits(self, seq: Sequence, num_taken: int) -> bool:
         """Whether `seq`, which takes `num_taken` free blocks, may join; if so, it is counted.
 
-        The first sequence always may.
+        The first sequence may always join.
         """
         is_first = not self.num_tokens
         before = self.room, self.wanted, len(self.steps)

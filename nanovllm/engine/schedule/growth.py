@@ -9,12 +9,12 @@ def steps_until_full(
 ) -> float:
     """How many steps fit in `room` blocks; infinity if all do.
 
-    Sequences have these lengths and grow by a token a step until their ends. `limits` are the
-    most blocks of a sequence in a cache group, and how many groups have them.
+    Sequences have these lengths and grow by a token a step until their ends. `limits` are pairs:
+    the most blocks of a sequence in a cache group, and the number of groups with this limit.
     """
     growing: list[Growth] = []  # for each limit, the sequences that have not reached it
-    # For each sequence and limit: when it stops growing, in which of these, its length now if
-    # it is there, and the room that this frees.
+    # For each sequence and limit: the step at which it stops growing, the index in `growing`, its
+    # length now if it is in that Growth, and the room that this frees.
     events: list[tuple[int, int, int | None, int]] = []
     for index, (most, groups) in enumerate(limits):
         still: list[int] = []
@@ -53,8 +53,8 @@ def steps_until_full(
 class Growth:
     """The blocks of sequences that grow by one token a step, counted together for any step.
 
-    Sequences are sorted by how full their last block is: those that enter a new block within a
-    given number of steps are then found by bisection. They grow alike in `groups` cache groups.
+    Sequences are sorted by how full their last block is: bisection then finds those that enter a
+    new block within a given number of steps. They grow equally in `groups` cache groups.
     """
 
     def __init__(self, lengths: list[int], block_size: int, groups: int = 1) -> None:
@@ -64,13 +64,13 @@ class Growth:
         self._full = sum((length + block_size - 2) // block_size for length in lengths)
 
     def remove(self, length: int) -> None:
-        """Remove a sequence that had this length at the start."""
+        """Remove a sequence that had this length at step 0."""
         full, filled = divmod(length + self.block_size - 2, self.block_size)
         del self._filled[bisect.bisect_left(self._filled, filled)]
         self._full -= full
 
     def blocks(self, step: int) -> int:
-        """The blocks that all of them hold at that step."""
+        """The blocks that all the sequences hold at that step."""
         full, more = divmod(step, self.block_size)
         num_new = len(self._filled) - bisect.bisect_left(self._filled, self.block_size - more)
         return (self._full + len(self._filled) * full + num_new) * self.groups

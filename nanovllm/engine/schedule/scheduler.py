@@ -26,12 +26,12 @@ class Scheduler:
 
     Both queues are sorted by priority, then by age. Every admitted sequence finishes: the first in
     order gets blocks before all others, the last is preempted when blocks run out, and the engine
-    accepts only requests that all blocks can hold, so the first always advances. `layout` says what
+    accepts only requests that fit in all blocks, so the first always advances. `layout` says what
     the model's layers keep of a sequence.
 
-    `drafting` adds tokens to steps on a guess, and says which tokens of a step count.
+    `drafting` adds guessed tokens to steps, and says which tokens of a step count.
 
-    With an `admission_filter`, a sequence that may not run yet lets others pass.
+    With an `admission_filter`, sequences may be admitted before others that may not run yet.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Scheduler:
         return self.caches.blocks
 
     def draft_with(self, drafting: Drafting) -> None:
-        """Let this add drafts to the steps from now on."""
+        """Let `drafting` add guessed tokens to the steps from now on."""
         self.drafting = drafting
 
     def add(self, seq: Sequence) -> None:
@@ -118,7 +118,7 @@ class Scheduler:
         prompts: list[Sequence],
         forks: list[tuple[Sequence, Sequence]],
     ) -> Batch | None:
-        """A step with drafts where they pay; None if it must wait for tokens in flight."""
+        """Make a step, with drafts if they pay; None if it must wait for tokens in flight."""
         drafts = self.drafting.plan(decodes, prompts, self.max_num_batched_tokens, self.caches)
         if drafts is None:
             for seq in decodes:
@@ -161,12 +161,12 @@ class Scheduler:
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
         """Append a step's tokens, one for each of `batch.sampling_seqs`.
 
-        Where the device guesses, `token_ids` are what it returns, for `drafting` to read. At most
-        one later step may be in flight. Returns the sequences that finished; their blocks are free.
+        Where the device guesses, `token_ids` are its results, which `drafting` reads. At most one
+        later step may be in flight. Returns the sequences that finished; their blocks are free.
         """
         if not batch.ends:
             self.advance(batch)
-        if not batch.num_drafts:  # else it is known with the tokens what was computed
+        if not batch.num_drafts:  # else the tokens show how many were computed
             self._publish(batch)
         finished = batch.append_tokens(self.drafting.collect(batch, token_ids, self.caches))
         if finished:
@@ -203,14 +203,14 @@ class Scheduler:
         self._remove_finished(running)
 
     def clear_cache(self) -> None:
-        """Empty the prefix cache; what running sequences have computed does not enter it either."""
+        """Empty the prefix cache. Running sequences do not publish their blocks later."""
         self.caches.clear(self.running)
 
     def _schedule_prefill(self, budget: int, decodes: list[Sequence]) -> tuple[list[Sequence], int]:
         """Continue the prompts that have begun, in order; returns them and the budget left.
 
-        Where blocks run out, preempt from the tail of `running`; a preempted sequence leaves
-        `decodes` too.
+        If blocks run out, preempt from the tail of `running`; a preempted sequence is also removed
+        from `decodes`.
         """
         seqs: list[Sequence] = []
         for seq in [seq for seq in self.running if seq.is_prefilling]:

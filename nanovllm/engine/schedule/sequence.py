@@ -1,4 +1,4 @@
-"""Sequence: one sample's tokens and progress. It knows no block's owner, and no tensors."""
+"""Sequence: one sample's tokens and progress. It knows no tensors, and no owners of blocks."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -14,7 +14,7 @@ PENDING = -1  # a token in flight, in `token_ids`; an int, because its values go
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is in its life; preemption takes it from RUNNING back to WAITING."""
+    """The phase of a sequence; preemption takes it from RUNNING back to WAITING."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -25,7 +25,7 @@ FINISHED = SequenceStatus.FINISHED  # looked up once: a member of an Enum takes 
 
 
 class End(NamedTuple):
-    """How a follower ends a sequence. An "error" is a last token that may not be there."""
+    """How a follower ends a sequence. With the reason "error" the last token is removed."""
 
     reason: FinishReason
     stop_reason: str | None = None
@@ -35,7 +35,7 @@ class Follower(Protocol):
     """Follows a sequence's tokens as they become known: a text, counts, a grammar."""
 
     def update(self, seq: "Sequence") -> End | None:
-        """Catch up with the known tokens. Returns the end that they bring, if any."""
+        """Catch up with the known tokens. Returns the end that is found in them, if any."""
 
     def reset(self) -> None:
         """Drop what an interrupt may have left half done; the next `update` restores it."""
@@ -43,25 +43,25 @@ class Follower(Protocol):
 
 @dataclass(slots=True, eq=False)
 class SequenceParts:
-    """What the features of a request keep for one sequence. Each knows its own part.
+    """What the features of a request keep for one sequence: a part for each feature.
 
     The scheduler reads what the parts declare, and calls those that are followers. A part with
-    `wanted` waits for what the model computes of these tokens of the prompt.
+    `wanted` waits until the model has computed these tokens of the prompt.
     """
 
     text: Any = None  # a follower
-    counts: Any = None  # of its tokens: a follower
+    counts: Any = None  # how often each token occurs: a follower
     constraint: Any = None  # which tokens may come next: a follower
     processors: Any = None  # callables that change logits: a follower
-    bad_words: tuple[tuple[int, ...], ...] = ()  # as token ids, in every way that they are written
+    bad_words: tuple[tuple[int, ...], ...] = ()  # as token ids, in each spelling
     logprobs: Any = None  # with `wanted`
-    keeper: Any = None  # of what the model computes, with `wanted`; it says whether to generate
-    adapter: Any = None  # of the model's weights
+    keeper: Any = None  # keeps results of the model, with `wanted`; says whether to generate
+    adapter: Any = None  # changes the model's weights
     pace: Any = None  # how many guesses were right lately
 
     @property
     def followers(self) -> tuple[Follower, ...]:
-        """Those that follow the tokens; the first end that one of them finds counts."""
+        """The parts that follow the tokens, in order: the first end that is found counts."""
         found = (self.processors, self.constraint, self.text, self.counts)
         return tuple(part for part in found if part is not None)
 
@@ -77,12 +77,12 @@ class SequenceParts:
 
     @property
     def root(self) -> int:
-        """Where its prefixes begin: sequences with other weights share none."""
+        """The root of the sequence's prefixes: only sequences with equal weights share it."""
         return 0 if self.adapter is None else -int(self.adapter.number)
 
     @property
     def first_wanted(self) -> list[int]:
-        """The first token of the prompt that each part waits for, if it waits for some."""
+        """The first prompt token that each waiting part waits for."""
         waiting = (self.logprobs, self.keeper)
         return [part.wanted.start for part in waiting if part is not None and part.wanted]
 
@@ -92,17 +92,17 @@ class Sequence:
 
     Invariant: `0 <= num_cached_tokens <= num_cached_tokens + num_scheduled_tokens <= num_tokens`.
     The KV of the cached tokens is in the blocks of `block_tables`, one table for each cache group;
-    the first `room` tokens have blocks in all groups, and without `room` it holds nothing. A cache
-    group without blocks has slots: `state_slots` for its last tokens, and in `checkpoints`, by
-    prefix length, those that a step in flight fills.
+    the first `room` tokens have blocks in all groups, and with a `room` of 0 it holds nothing.
+    Layers that keep states have slots: `state_slots` for the last tokens, and in `checkpoints`, by
+    prefix length, the slots that a step in flight fills.
 
     The scheduled tokens are those that the step in progress computes. The last `num_pending_tokens`
     are in flight: the step that samples them has been launched, and `token_ids` holds `PENDING` in
-    their place. A step that guesses has one of these, as one token is sure to come, and at most
-    `num_possible_tokens` more may be accepted. Until then lengths are the least that they may be.
+    their place. A step that guesses has one pending token, as one token is sure to come, and at
+    most `num_possible_tokens` more may be accepted. Until then lengths are the least possible.
 
-    `siblings` are the other samples of its prompt, until the prompt is computed. `parts` is what
-    features keep for it. A sequence that `generates` nothing samples no token, and ends when its
+    `siblings` are the other samples of its prompt, until the prompt is computed. `parts` has what
+    features keep for it. A sequence that does not generate samples no token, and ends when its
     keeper wants no more.
     """
 
@@ -113,7 +113,7 @@ class Sequence:
         "token_ids", "num_prompt_tokens", "num_cached_tokens", "num_scheduled_tokens",
         "num_pending_tokens", "num_possible_tokens", "num_hit_tokens",
         "min_num_tokens", "max_num_tokens", "eos_token_ids", "stop_token_ids",
-        # What caches have of it.
+        # What caches keep of the sequence.
         "room", "block_tables", "block_hashes", "num_published_blocks", "num_passed_blocks",
         "state_slots", "checkpoints",
         # How its tokens are drawn and reported.
@@ -151,7 +151,7 @@ class Sequence:
     def _set_tokens(
         self, prompt: list[int], max_model_len: int, eos_token_ids: frozenset[int]
     ) -> None:
-        """Start from the prompt, with nothing cached, and set what bounds and ends the output."""
+        """Start from the prompt, with nothing cached; set the output's bounds and stop tokens."""
         params = self.params
         self.token_ids = list(prompt)
         self.num_prompt_tokens = len(self.token_ids)
@@ -170,7 +170,7 @@ class Sequence:
         self.stop_token_ids = self.eos_token_ids.union(params.stop_token_ids or ())
 
     def _set_draws(self, default_seed: int) -> None:
-        """Set how tokens are drawn, and what a draw must know."""
+        """Set how tokens are drawn, and whether draws read the tokens."""
         params, parts = self.params, self.parts
         self.seed = default_seed if params.seed is None else params.seed
         if self.index:  # each sample draws from a stream of its own
@@ -181,7 +181,7 @@ class Sequence:
         self.narrows = self.has_filters or is_constrained
         self.reads_tokens = params.penalizes or parts.filters or is_constrained  # before a draw
         self.reports = parts.logprobs is not None and params.logprobs is not None
-        # Whether draws, or what is kept of its tokens, are prepared for its position.
+        # Whether draws, reports or kept results depend on its position.
         self.must_be_known = self.reads_tokens or self.reports or parts.keeper is not None
 
     def __repr__(self) -> str:
@@ -207,7 +207,7 @@ class Sequence:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether a prefill computes its next tokens: several, or for siblings or a keeper."""
+        """Whether a prefill computes its next tokens: several, or one for siblings or a keeper."""
         left = len(self.token_ids) - self.num_cached_tokens
         if left > 1 or self.siblings:
             return True
@@ -215,9 +215,9 @@ class Sequence:
 
     @property
     def ends_in_flight(self) -> bool:
-        """Whether a step in flight computes its last token, or the last of what is kept.
+        """Whether a step in flight computes its last token, or the last that its keeper wants.
 
-        No later step computes it: another sequence may have its place and its table row.
+        No later step computes the sequence: another may get its place and its table row.
         """
         return len(self.token_ids) >= self.max_num_tokens and not self.is_prefilling
 
@@ -228,7 +228,7 @@ class Sequence:
 
     @property
     def held_blocks(self) -> list[int]:
-        """The blocks of its tables that it holds, alone or with others."""
+        """The blocks that it holds, alone or shared with others."""
         tables = zip(self.block_tables, self.num_passed_blocks, strict=True)
         return [block for table, start in tables for block in table[start:]]
 
@@ -258,20 +258,20 @@ class Sequence:
 
     @property
     def num_skippable_tokens(self) -> int:
-        """Leading tokens that need no computing where their KV is cached.
+        """How many leading tokens need not be computed if their KV is cached.
 
-        The last token's logits are needed, and what parts want of the prompt.
+        The last token's logits are needed, and the prompt tokens that parts want.
         """
         return min([len(self.token_ids) - 1, *self.parts.first_wanted])
 
     def scheduled_of(self, tokens: range) -> range:
-        """The ones of these tokens that the step in progress computes."""
+        """The part of `tokens` that the step in progress computes."""
         start, end = self.num_cached_tokens, self.num_cached_tokens + self.num_scheduled_tokens
         return range(max(start, tokens.start), min(end, tokens.stop))
 
     @property
     def is_narrowed(self) -> bool:
-        """Whether the next token is chosen otherwise than from the model's own distribution."""
+        """Whether filters change or restrict the distribution of the next token."""
         return self.narrows or len(self.token_ids) < self.min_num_tokens
 
     @property
@@ -297,7 +297,7 @@ class Sequence:
     def start_over(self) -> None:
         """Wait with nothing computed, after an interrupt that may have left anything half done.
 
-        A last token that was appended but did not yet end the sequence is sampled again.
+        If the last token ends the sequence, but this was not recorded, it is sampled again.
         """
         self.siblings = []  # each starts over itself
         self.drop_pending()
@@ -320,7 +320,7 @@ class Sequence:
         self.block_tables: list[list[int]] = []
         self.room = 0
         self.num_published_blocks = 0
-        # At the start of each table: freed, as no later token reads them.
+        # Freed blocks at the start of each table, which no later token reads.
         self.num_passed_blocks: list[int] = []
         self.state_slots: list[int] = []
         self.checkpoints: dict[int, int] = {}

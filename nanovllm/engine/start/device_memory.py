@@ -1,4 +1,4 @@
-"""The memory of a GPU: what the largest step leaves for the KV pool."""
+"""Measures the memory of a GPU that the largest step leaves for the KV pool."""
 
 import torch
 
@@ -10,10 +10,10 @@ from nanovllm.kernels.kv_layer import CODES
 
 
 def free_device_bytes(shard: Shard, config: Config) -> int:
-    """Device memory left for KV, its copies and states, after all else that steps need.
+    """Device memory for KV, its copies and states: what remains of the share that may be used.
 
     The largest prefill and the largest sampling batch are run, and all graphs are captured on a
-    placeholder cache, so that every amount that is subtracted was measured.
+    placeholder cache: all memory that is subtracted is measured.
     """
     device, num_running = shard.device, most_running(config)
     activations = _activation_bytes(shard, config, num_running)
@@ -25,9 +25,9 @@ def free_device_bytes(shard: Shard, config: Config) -> int:
 
 
 def _activation_bytes(shard: Shard, config: Config, num_running: int) -> int:
-    """The most memory that a step takes and gives back."""
+    """The most memory that a step takes temporarily."""
     shard.make_table(num_running, shard.placement.max_positions)
-    shard.caches.allocate(1, num_running)  # without any, steps have kernels that are not used later
+    shard.caches.allocate(1, num_running)  # without blocks, steps use other kernels
     torch.cuda.reset_peak_memory_stats(shard.device)
     resident = torch.cuda.memory_allocated(shard.device)
     warm_up(shard, config, num_running)
@@ -37,19 +37,19 @@ def _activation_bytes(shard: Shard, config: Config, num_running: int) -> int:
 
 
 def copies_of_cache(shard: Shard) -> float:
-    """The memory of the copies that attention makes of KV, in sizes of the pool."""
+    """The memory of attention's copies of KV, as a multiple of the pool's size."""
     groups = shard.caches.groups.groups
     if not groups:
         return 0.0
-    of_layer = max(group.layers[0].cache.num_tensors / group.parts for group in groups)  # slots
+    of_layer = max(group.layers[0].cache.num_tensors / group.parts for group in groups)  # in slots
     copied = of_layer * shard.backend.attention.copied_layers / shard.caches.groups.num_slots
-    if shard.placement.kv_dtype == CODES:  # copied with their values, before and after the scale
+    if shard.placement.kv_dtype == CODES:  # the copies: codes, then values before and after scaling
         copied *= 1 + 2 * shard.placement.dtype.itemsize
     return copied
 
 
 def _graph_bytes(shard: Shard, num_running: int) -> int:
-    """The memory of the decode graphs: capture them on a placeholder cache, then drop them."""
+    """Measure the memory of the decode graphs, by capturing them on a placeholder cache."""
     if not shard.placement.uses_graphs:
         return 0
     shard.caches.allocate(1, num_running)

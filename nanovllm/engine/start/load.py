@@ -53,7 +53,7 @@ def load_part(
 
 
 def choose_formats(config: Config, model_config: ModelConfig, path: Path) -> Formats:
-    """How the layers' weights are stored. Of quantized files it reads the names and types."""
+    """Choose how the layers' weights are stored. Reads names and types in quantized files."""
     quantization = model_config.quantization
     if quantization is None:
         return PLAIN_FORMATS
@@ -65,7 +65,7 @@ def choose_formats(config: Config, model_config: ModelConfig, path: Path) -> For
 def empty_model(
     config: Config, model_config: ModelConfig, placement: Placement, formats: Formats
 ) -> CausalLM:
-    """The model with parameters that are not filled yet, on the placement's device."""
+    """Make the model on the placement's device, with parameters that are not yet filled."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(placement.dtype)
     try:

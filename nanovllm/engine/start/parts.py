@@ -17,7 +17,7 @@ from nanovllm.models.decoder import CausalLM
 if TYPE_CHECKING:
     from nanovllm.engine.run.redraws import Redraws
 
-# From a draw of rows [B] with masks [B, W], the most rows, the size of the vocabulary, the device.
+# Makes `Redraws` from a draw of rows [B] with masks [B, W], the most rows, vocabulary and device.
 DrawMasked = Callable[[Computed, torch.Tensor, torch.Tensor], Computed]
 MakeStepPart = Callable[[Config, CausalLM, Placement], StepPart]
 MakeRedraws = Callable[[DrawMasked, int, int, torch.device], "Redraws"]
@@ -37,10 +37,10 @@ class SleepableMemory(Protocol):
 
 
 class DraftingSource(Protocol):
-    """What makes drafts on the device, found and checked, to be loaded by every rank."""
+    """A source of drafts on the device, found and checked, which every rank loads."""
 
     def load(self, config: Config, model: CausalLM, placement: Placement) -> DeviceDrafting:
-        """Load this rank's part, for a model that is placed so by the settled `config`."""
+        """Load this rank's part, for a `model` with this placement; `config` is settled."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class ShardParts:
     """What features add to every rank's shard. Worker ranks get it, pickled, when they start.
 
     `drafting` loads a draft model, or another source. `step_parts` make the parts of steps, for the
-    loaded model. `memory` makes a device's memory that can be freed; None where none can.
-    `redraws` makes what draws a graph's tokens again where constraints apply.
+    loaded model. `memory` makes a device's memory that can be freed; None if none can be freed.
+    `redraws` makes the object that draws a graph's tokens again where constraints apply.
     """
 
     drafting: DraftingSource | None = None

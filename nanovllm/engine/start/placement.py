@@ -20,7 +20,7 @@ UNUSED_HEADS = (1, 1, 64)  # to choose kernels for a model without attention
 
 @dataclass(frozen=True)
 class Placement:
-    """What a rank's shard is made for. `max_positions` is the longest sequence it may see."""
+    """Where and how a rank computes. `max_positions` is the length of the longest sequence."""
 
     ranks: Ranks
     device: torch.device
@@ -29,8 +29,8 @@ class Placement:
     backend: Backend
     max_positions: int
     uses_graphs: bool  # whether decode steps are CUDA graphs
-    most_drafts: int = 0  # that the device guesses for a sequence in a decode step
-    most_rejected: int = 0  # tokens that a step may compute of a sequence in vain: drafts
+    most_drafts: int = 0  # the most drafts that the device guesses for a sequence in a decode step
+    most_rejected: int = 0  # the most drafts of a sequence in a step, which may be wrong
     caches_prefixes: bool = True
 
     @property
@@ -39,7 +39,7 @@ class Placement:
         return self.backend.attention.block_size
 
     def settle(self, config: Config) -> Config:
-        """The options with what this placement has chosen, for other ranks to choose the same."""
+        """The options with this placement's choices, so that other ranks choose the same."""
         return replace(
             config,
             device=str(self.device),
@@ -84,7 +84,7 @@ def attention_specs(
     config: Config, model_config: ModelConfig, device: torch.device, dtype: torch.dtype,
     kv_dtype: torch.dtype, num_ranks: int = 1,
 ) -> list[AttentionSpec]:  # fmt: skip
-    """What attention must be able to compute on a rank: one item for each kind of layers."""
+    """The requirements on attention on a rank: one item for each kind of layers."""
     kinds = [
         (layer.cache.part(num_ranks).heads, layer.soft_cap)
         for layer in model_config.layers
@@ -118,7 +118,7 @@ def resolve_device(device: str, ranks: Ranks = ALONE) -> torch.device:
 
 
 def resolve_dtype(dtype: str, model_dtype: str, device: torch.device) -> torch.dtype:
-    """Resolve `Config.dtype`; "auto" is the model's own type, or float32 on a CPU without it."""
+    """Resolve `Config.dtype`; "auto" is the model's type, or float32 if a CPU lacks that type."""
     resolved: torch.dtype = getattr(torch, model_dtype if dtype == "auto" else dtype)
     if dtype != "auto" or device.type != "cpu":
         return resolved
@@ -133,7 +133,7 @@ def resolve_kv_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def threads_of_rank(size: int) -> int:
-    """The CPU threads of each of `size` ranks: all that PyTorch uses here, and a quota allows."""
+    """The CPU threads of each of `size` ranks: together those of PyTorch, within the quota."""
     return max(1, min(torch.get_num_threads(), allowed_cores()) // size)
 
 

@@ -17,7 +17,7 @@ MAX_GIB = 1 << 30  # more than any machine has: an infinite option becomes a fin
 
 
 def fit_kv_blocks(shard: Shard, config: Config) -> int:
-    """How many blocks fit in the memory that all else leaves: the least of any rank."""
+    """How many blocks fit in the memory that is left, on the rank with the least."""
     block_bytes, own_bytes = shard.caches.num_bytes(most_running(config))
     of_copies = 0.0
     if shard.device.type == "cpu":
@@ -36,7 +36,7 @@ def fit_kv_blocks(shard: Shard, config: Config) -> int:
             f" {most_running(config)} take {own_bytes / MIB:.3f} MiB; {hint}, or lower max_num_seqs"
         )
     left = budget - own_bytes
-    if not shard.caches.groups.groups:  # blocks stand for the tokens between checkpoints, if any
+    if not shard.caches.groups.groups:  # here blocks only count tokens for checkpoints, if any
         return shard.ranks.minimum(max(1, left // block_bytes if block_bytes else 1))
     num_blocks = shard.ranks.minimum(int(left / (block_bytes + of_copies)))
     if num_blocks < 1:
@@ -48,9 +48,9 @@ def fit_kv_blocks(shard: Shard, config: Config) -> int:
 
 
 def settle_length(asked: int | None, pool: KVPool, num_blocks: int, max_positions: int) -> int:
-    """The `max_model_len` in use: `num_blocks` hold a sequence of that length.
+    """The `max_model_len` in use: a sequence of that length fits in `num_blocks`.
 
-    `max_positions` is what the user `asked` for, or else the model's own length.
+    `max_positions` is the length that the user `asked` for, or else the model's own.
     """
     block_size, windows = pool.block_size, pool.groups.windows
     share = "cpu_kvcache_gib" if pool.device.type == "cpu" else "gpu_memory_utilization"
@@ -97,9 +97,9 @@ def settle_length(asked: int | None, pool: KVPool, num_blocks: int, max_position
 def longest_sequence(num_blocks: int, block_size: int, limits: Sequence[int]) -> int:
     """How many tokens a sequence may have if it has the whole pool.
 
-    `limits` has for each group the most blocks that it has there. Groups with a window take the
-    blocks of that at most, and those without one share the rest. Unlimited if there is none
-    without.
+    `limits` has the most blocks of a sequence in each group. A group with a window takes at most
+    the blocks of its window, and groups without a window share the rest. Unlimited if all groups
+    have windows.
     """
     ordered = sorted(limits)
     for index, limit in enumerate(ordered):

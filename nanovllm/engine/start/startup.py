@@ -1,4 +1,4 @@
-"""Startup: from options to an engine that can run. The one way in, for rank 0 and the others.
+"""Startup: from options to an engine that can run. Rank 0 and the other ranks start here.
 
 Settle the options, load this rank's part of the model, size the KV pool, warm up, capture graphs.
 """
@@ -25,7 +25,7 @@ from nanovllm.models.decoder import CausalLM
 def start_runner(
     config: Config, model_config: ModelConfig, path: Path, parts: ShardParts = NO_PARTS
 ) -> ModelRunner:
-    """Rank 0's runner, ready to run, with the workers that it drives."""
+    """Start rank 0's runner, with the workers that it drives."""
     workers = other_ranks(config)
     shard: Shard | None = None
     try:
@@ -42,7 +42,7 @@ def start_runner(
 
 
 def other_ranks(config: Config) -> OtherRanks:
-    """The ranks that rank 0 drives: none, or processes that are started here."""
+    """The ranks that rank 0 drives: none, or processes that this starts."""
     if config.tensor_parallel_size == 1:
         return OtherRanks()
     from nanovllm.engine.ranks.workers import Workers
@@ -58,7 +58,7 @@ def load_shard(
     num_threads: int | None = None,
     parts: ShardParts = NO_PARTS,
 ) -> Shard:
-    """Load this rank's part of the model, and make what features add to it."""
+    """Load this rank's part of the model, and make the parts that features add."""
     model = load_part(config, model_config, path, placement)
     drafting = DeviceDrafting()
     if parts.drafting is not None:
@@ -72,7 +72,7 @@ def load_shard(
 
 
 def cache_pools(model: CausalLM, placement: Placement, drafting: DeviceDrafting) -> CachePools:
-    """The pools for what this rank's layers keep, and the layers of draft models. Still empty."""
+    """Make the pools of this rank's layers, and of draft models' layers. They are empty."""
     if are_alike(model.attentions):
         groups = single_group(model.attentions)
     else:

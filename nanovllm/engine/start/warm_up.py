@@ -39,7 +39,7 @@ SHORT = 64  # tokens of a sequence; attention over longer ones may have another 
 def compile_steps(shard: Shard, config: Config) -> None:
     """Compile Triton's kernels of prefills and of all decode steps, many at the same time.
 
-    What this misses is compiled when it is first launched: by the warm-up, a capture or a step.
+    Other kernels are compiled when they are first launched: by the warm-up, a capture or a step.
     """
     num_running = most_running(config)
     shard.make_table(num_running, shard.placement.max_positions)
@@ -61,14 +61,14 @@ def compile_steps(shard: Shard, config: Config) -> None:
 
 
 def warm_up(shard: Shard, config: Config, num_running: int) -> None:
-    """Run the largest step, and the smallest, which may use other kernels."""
+    """Run the largest step and the smallest one, which may use other kernels."""
     with _errors_name_options(shard, config):
         _run_largest_step(shard, config.max_num_batched_tokens, num_running)
         torch.cuda.synchronize(shard.device)
 
 
 def first_steps(shard: Shard, config: Config, num_running: int) -> None:
-    """Run what the shard's table and pool are made for, and capture the decode graphs."""
+    """Run the first steps with the shard's table and pool, and capture the decode graphs."""
     warm_up(shard, config, num_running)  # compiles kernels; fails here, not in a step
     if not shard.placement.uses_graphs:
         shard.decode_graphs(num_running).run(Size(1))  # compiles what decode needs
@@ -94,9 +94,9 @@ def _errors_name_options(shard: Shard, config: Config) -> Iterator[None]:
 
 @contextmanager
 def _two_layers_of_each_kind(model: CausalLM) -> Iterator[None]:
-    """Without the other layers, which use the same kernels.
+    """A context in which the model has at most two layers of each kind.
 
-    The model's first layer may use others than the second one.
+    Other layers use the same kernels; the first layer may use others than the second one.
     """
     decoder = model.model
     layers, kinds = decoder.layers, dict[Hashable, list[Block]]()
@@ -112,7 +112,7 @@ def _two_layers_of_each_kind(model: CausalLM) -> Iterator[None]:
 
 
 def _run_prefills(shard: Shard, num_tokens: int) -> None:
-    """Prefills of `num_tokens` in short and long sequences, cached or not; then smaller ones.
+    """Run prefills of `num_tokens` in short and long sequences, cached or not; then smaller ones.
 
     Layers of experts have other kernels for other numbers of tokens.
     """
@@ -126,9 +126,9 @@ def _run_prefills(shard: Shard, num_tokens: int) -> None:
 
 
 def _prefill(shard: Shard, prefill: PrefillInputs, width: int = 0) -> torch.Tensor:
-    """The hidden states of a prefill, which the device's drafting computes, too.
+    """The hidden states of a prefill. The device's drafting computes it, too.
 
-    Where rows may have marks, it is computed with them before.
+    If rows may have marks, the prefill is computed with marks first.
     """
     inputs = StepInputs(0, width, NO_CHANGES, prefill)
     for catch_up in shard.drafting.warm_up_steps(inputs):
@@ -158,7 +158,7 @@ def _run_largest_step(shard: Shard, num_tokens: int, num_running: int) -> None:
     sampler = shard.draws.sampler
     sampler(logits, ones, ones.long())
     sampler(logits, None, None)
-    if shard.ranks.rank == 0:  # where sampling is done
+    if shard.ranks.rank == 0:  # which samples
         equal = torch.zeros_like(logits)
         lists = equal.float()  # as large as the copies that penalties and token lists make
         filters = warmup_filters(len(equal), vocab_size, shard.device.type)
@@ -172,8 +172,8 @@ def warmup_filters(num_rows: int, vocab_size: int, device_type: str) -> list[Fil
     """Filters that take the most memory: nearly all tokens are candidates, of the largest copies.
 
     Penalties need a copy in float32 in place of another copy; filters of all rows need no copy.
-    Lists of tokens add to that where plain PyTorch runs, which takes more than the kernels do. The
-    last two, of a row each, are there to compile their kernels; the very last has a mask alone.
+    Lists of tokens need more memory in plain PyTorch than in the kernels. The last two filters, of
+    a row each, are there to compile their kernels; the very last has only a mask.
     """
     filters: list[Filters] = []
     many = vocab_size - 1
