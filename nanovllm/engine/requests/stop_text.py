@@ -18,7 +18,7 @@ class TextUntilStop(OutputText):
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         self._stops = sorted(params.stop or ())
-        self._most_held = max(map(len, self._stops), default=1) - 1  # of an incomplete stop
+        self._most_held = max(map(len, self._stops)) - 1  # of an incomplete stop
         self._includes_stop = params.include_stop_str_in_output
         self._num_certain: int  # at the last call of `num_certain`
         super().__init__(tokenizer, params)
@@ -31,9 +31,13 @@ class TextUntilStop(OutputText):
         self._finished = False
 
     def finish(self, seq: Sequence) -> str:
-        """Add the remaining tokens, and return the whole text."""
-        text = super().finish(seq)
-        self._finished = True
+        """Add the tokens that are left, and return the whole text."""
+        try:
+            text = super().finish(seq)
+            self._finished = True
+        except BaseException:
+            self.reset()
+            raise
         return text
 
     @property
