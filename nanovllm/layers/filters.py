@@ -8,6 +8,7 @@ not greedy, the cuts of `draw`. Rows that have masks and nothing else are not co
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -20,19 +21,11 @@ Entries = tuple[torch.Tensor, torch.Tensor]  # rows, and a token id each
 Process = tuple[int, Callable[[torch.Tensor], torch.Tensor]]  # a row, and what changes its logits
 
 
-@dataclass(slots=True)
-class Penalties:
-    """Tokens of each row's prompt and output: `ids` [R, N], each once, padded with the first one.
+class Change(Protocol):
+    """What a filter does to logits. Its tensors are fields of a dataclass, for the upload."""
 
-    `counts` [R, N] is how often each is in the output, 0 if only in the prompt. The ids of a row
-    without penalties are arbitrary.
-    """
-
-    ids: torch.Tensor
-    counts: torch.Tensor
-    repetition: torch.Tensor  # [R, 1], as are the others
-    presence: torch.Tensor
-    frequency: torch.Tensor
+    def apply(self, logits: torch.Tensor) -> None:
+        """Change the logits [R, V] in place, without waiting for the device."""
 
 
 @dataclass(slots=True)
@@ -45,27 +38,23 @@ class Filters:
 
     rows: torch.Tensor
     masks: torch.Tensor | None = None
-    allowed: tuple[torch.Tensor, Entries] | None = None  # rows with a list, and their lists
-    forbidden: Entries | None = None
-    biases: tuple[Entries, torch.Tensor] | None = None
-    penalties: Penalties | None = None
+    changes: tuple[Change, ...] = ()
     cuts: Cuts | None = None
     processors: Sequence[Process] = ()
 
     @property
     def writes(self) -> bool:
         """Whether `narrow` changes the logits."""
-        return self.masks is not None or self._lists
+        return self.masks is not None or self._changes
 
     @property
     def sole_masks(self) -> torch.Tensor | None:
         """The masks, if the rows have no other filter."""
-        return self.masks if self.cuts is None and not self._lists else None
+        return self.masks if self.cuts is None and not self._changes else None
 
     @property
-    def _lists(self) -> bool:
-        parts = (self.allowed, self.forbidden, self.biases, self.penalties)
-        return bool(self.processors) or any(part is not None for part in parts)
+    def _changes(self) -> bool:
+        return bool(self.processors or self.changes)
 
     def draw(
         self,
@@ -108,28 +97,5 @@ class Filters:
             logits[row] = process(logits[row])
         if self.masks is not None:
             kernels.mask(logits, self.masks)
-        if self.allowed is not None:
-            rows, entries = self.allowed
-            kept = logits[entries]
-            logits.index_fill_(0, rows, FORBIDDEN)
-            logits[entries] = kept
-        if self.forbidden is not None:
-            logits.index_put_(self.forbidden, logits.new_full((), FORBIDDEN))
-        if self.biases is not None:
-            entries, values = self.biases
-            logits[entries] += values
-        if self.penalties is not None:
-            penalize(logits, self.penalties)
-
-
-def penalize(logits: torch.Tensor, penalties: Penalties) -> None:
-    """Apply penalties to the logits of each row's earlier tokens, in place.
-
-    Repetition divides a positive logit and multiplies a negative one. Frequency is subtracted once
-    for each occurrence in the output, presence once if there is any.
-    """
-    counts, repetition = penalties.counts, penalties.repetition
-    old = logits.gather(1, penalties.ids)
-    new = torch.where(old > 0, old / repetition, old * repetition)
-    new = new - penalties.frequency * counts - penalties.presence * (counts > 0)
-    logits.scatter_(1, penalties.ids, new)
+        for change in self.changes:
+            change.apply(logits)

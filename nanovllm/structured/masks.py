@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nanovllm.engine.run.entries import IdsOfRows
+from nanovllm.engine.run.filters.entries import IdsOfRows
 from nanovllm.engine.schedule.sequence import End, Sequence
 
 if TYPE_CHECKING:

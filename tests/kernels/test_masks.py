@@ -9,6 +9,7 @@ from conftest import kernel_settings
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nanovllm.engine.run.filters.biases import Biases
 from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.plain.mask import mask
 from nanovllm.kernels.table import PLAIN, Kernels
@@ -225,19 +226,19 @@ def test_masks_beside_other_filters(kernels: Kernels, device: str, dtype: torch.
     allowed[3, [11, 12]] = True
     bitmaps, rows = bitmaps_of(allowed).to(device), ROWS.to(device)
     entries = torch.tensor([3, 3, 4]).to(device), torch.tensor([11, 500, 4]).to(device)
-    biases = entries, torch.tensor([50.0, 1e4, 50.0]).to(device)
-    none = entries, torch.zeros(3).to(device)
+    biases = (Biases(entries, torch.tensor([50.0, 1e4, 50.0]).to(device)),)
+    none = (Biases(entries, torch.zeros(3).to(device)),)
     narrowed = logits[rows].float()
-    Filters(rows, masks=bitmaps, biases=biases).narrow(narrowed, kernels)
+    Filters(rows, masks=bitmaps, changes=biases).narrow(narrowed, kernels)
     assert torch.equal(torch.isfinite(narrowed).cpu(), allowed)
     sampler = Sampler(kernels)
     for given_choices in choices():
         on = moved(device, *given_choices)
         alone = sampler(logits, *on, [Filters(rows, masks=bitmaps)])
-        copied = sampler(logits, *on, [Filters(rows, masks=bitmaps, biases=none)])
+        copied = sampler(logits, *on, [Filters(rows, masks=bitmaps, changes=none)])
         assert torch.equal(alone, copied)
         assert torch.equal(alone[[1, 4]], sampler(logits, *on)[[1, 4]])
-        biased = sampler(logits, *on, [Filters(rows, masks=bitmaps, biases=biases)])
+        biased = sampler(logits, *on, [Filters(rows, masks=bitmaps, changes=biases)])
         assert biased[[5, 6]].tolist() == [11, 4]
 
 

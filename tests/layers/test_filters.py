@@ -13,6 +13,7 @@ from selection import examples
 
 from nanovllm import SamplingParams
 from nanovllm.engine.run import narrowing
+from nanovllm.engine.run.filters import listed
 from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
 from nanovllm.kernels.plain.draw import cut
 from nanovllm.layers.sampler import Sampler
@@ -168,7 +169,7 @@ def twin(logits: np.ndarray, seq: Sequence) -> tuple[np.ndarray, bool]:
     x = logits.astype(np.float64)
     if params.allowed_token_ids is not None:
         x[[i for i in range(size) if i not in params.allowed_token_ids]] = -np.inf
-    x[sorted(narrowing.forbidden_token_ids(seq, []))] = -np.inf
+    x[sorted(listed.forbidden_token_ids(seq, []))] = -np.inf
     for token_id, bias in (params.logit_bias or {}).items():
         x[token_id] += bias
     times = Counter(seq.output_token_ids)

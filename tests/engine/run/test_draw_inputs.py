@@ -2,7 +2,7 @@
 
 import gc
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from hypothesis import given, settings
@@ -11,11 +11,15 @@ from selection import examples
 
 from nanovllm import SamplingParams
 from nanovllm.engine.requests.token_counts import TokenCounts
-from nanovllm.engine.run import entries
 from nanovllm.engine.run.draw_inputs import draw_inputs
-from nanovllm.engine.run.narrowing import forbidden_token_ids
+from nanovllm.engine.run.filters import entries
+from nanovllm.engine.run.filters.biases import Biases
+from nanovllm.engine.run.filters.listed import AllowedIds, ForbiddenIds, forbidden_token_ids
+from nanovllm.engine.run.filters.penalties import Penalties
 from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
+from nanovllm.layers.filters import Filters
 
+C = TypeVar("C")
 VOCAB_SIZE = 151_936
 IDS = st.integers(0, 9)
 
@@ -24,6 +28,12 @@ def pairs(ids_of_rows: list[tuple[int, Any]]) -> tuple[list[int], list[int]]:
     """Rows and ids one by one: the slow, obvious twin."""
     found = [(row, token_id) for row, ids in ids_of_rows for token_id in ids]
     return [row for row, _ in found], [token_id for _, token_id in found]
+
+
+def change_of(filters: Filters, kind: type[C]) -> C | None:
+    """The change of this class, if there is one."""
+    found = [change for change in filters.changes if isinstance(change, kind)]
+    return found[0] if found else None
 
 
 def as_lists(entries: tuple[torch.Tensor, torch.Tensor]) -> tuple[list[int], list[int]]:
@@ -60,24 +70,27 @@ def test_entries_are_those_of_the_rows_one_by_one(given_params: list[dict[str, A
         allowed = [
             (row, p.allowed_token_ids) for row, p in enumerate(params) if p.allowed_token_ids
         ]
-        assert (only.allowed is None) == (not allowed)
-        if only.allowed is not None:
-            assert only.allowed[0].tolist() == [row for row, _ in allowed]
-            assert as_lists(only.allowed[1]) == pairs(allowed)
+        change = change_of(only, AllowedIds)
+        assert (change is None) == (not allowed)
+        if change is not None:
+            assert change.rows.tolist() == [row for row, _ in allowed]
+            assert as_lists(change.entries) == pairs(allowed)
         biased = [(row, p.logit_bias) for row, p in enumerate(params) if p.logit_bias]
-        assert (only.biases is None) == (not biased)
-        if only.biases is not None:
-            assert as_lists(only.biases[0]) == pairs(biased)
-            assert only.biases[1].tolist() == [v for _, b in biased for v in b.values()]
+        biases = change_of(only, Biases)
+        assert (biases is None) == (not biased)
+        if biases is not None:
+            assert as_lists(biases.entries) == pairs(biased)
+            assert biases.values.tolist() == [v for _, b in biased for v in b.values()]
         stops = [
             (row, ids)
             for row, p in enumerate(params)
             if p.min_tokens and (ids := set(p.stop_token_ids or ()))
             if not (p.allowed_token_ids and ids.issuperset(p.allowed_token_ids))
         ]
-        assert (only.forbidden is None) == (not stops)
-        if only.forbidden is not None:
-            assert as_lists(only.forbidden) == pairs(stops)
+        forbidden = change_of(only, ForbiddenIds)
+        assert (forbidden is None) == (not stops)
+        if forbidden is not None:
+            assert as_lists(forbidden.entries) == pairs(stops)
 
 
 def test_rows_of_penalties_are_filled_up_with_their_first_token() -> None:
@@ -88,8 +101,8 @@ def test_rows_of_penalties_are_filled_up_with_their_first_token() -> None:
         for prompt in ([7, 8, 9], [5])
     ]
     (filters,) = draw_inputs(seqs, 10, "cpu").filters
-    assert filters.penalties is not None
-    assert filters.penalties.ids.tolist() == [[7, 8, 9], [5, 5, 5]]
+    penalties = change_of(filters, Penalties)
+    assert penalties is not None and penalties.ids.tolist() == [[7, 8, 9], [5, 5, 5]]
 
 
 def test_long_lists_of_ids_delay_no_step() -> None:
@@ -110,7 +123,7 @@ def test_arrays_of_ids_end_with_their_params() -> None:
     params = SamplingParams(allowed_token_ids=[1, 2])
     seqs = [Sequence([1], params, default_seed=0) for _ in range(3)]
     (filters,) = draw_inputs(seqs, VOCAB_SIZE, "cpu").filters
-    assert filters.allowed is not None and len(entries._kept) == before + 1
+    assert change_of(filters, AllowedIds) is not None and len(entries._kept) == before + 1
     del params, seqs
     gc.collect()
     assert len(entries._kept) == before

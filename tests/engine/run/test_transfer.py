@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from nanovllm.engine.run.filters.biases import Biases
+from nanovllm.engine.run.filters.listed import AllowedIds
+from nanovllm.engine.run.filters.penalties import Penalties
 from nanovllm.engine.run.reports import Columns
 from nanovllm.engine.run.transfer import download, upload, upload_ahead
 from nanovllm.engine.run.upload_stream import with_tensors
 from nanovllm.kernels.operands.cuts import Cuts
-from nanovllm.layers.filters import Filters, Penalties
+from nanovllm.layers.filters import Filters
 
 
 def test_the_cpu_shares_memory() -> None:
@@ -26,7 +29,7 @@ def test_every_tensor_of_a_value_is_changed() -> None:
     x = torch.zeros(1)
     pair = (x, x)
     cuts = Cuts(x, x, x, num_candidates=3)
-    filters = Filters(x, x, (x, pair), pair, (pair, x), Penalties(x, x, x, x, x), cuts)
+    filters = Filters(x, x, (AllowedIds(x, pair), Biases(pair, x), Penalties(x, x, x, x, x)), cuts)
     moved, columns = with_tensors([filters, Columns(x, x, x)], lambda tensor: tensor.to("meta"))
     assert isinstance(moved, Filters) and isinstance(columns, Columns)
     assert moved.cuts is not None and moved.cuts.num_candidates == 3
@@ -40,7 +43,7 @@ def test_every_tensor_of_a_value_is_changed() -> None:
         return [tensor for part in parts for tensor in tensors(part)]
 
     found = tensors([moved, columns])
-    assert len(found) == 1 + 1 + 3 + 2 + 3 + 5 + 3 + 3
+    assert len(found) == 1 + 1 + 3 + 3 + 5 + 3 + 3
     assert all(tensor.is_meta for tensor in found)
     assert not any(tensor.is_meta for tensor in tensors(filters)), "the host's stay"
 

@@ -6,16 +6,19 @@ step joins arrays.
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as Listed
 from typing import Any
 
 import numpy as np
 import torch
 
 from nanovllm.engine.run.transfer import Array
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.layers.filters import Entries
 from nanovllm.sampling_params import SamplingParams
 
+Row = tuple[int, Sequence, list[int]]  # with the tokens assumed before the drawn one
 IdsOfRows = list[tuple[int, Any]]  # pairs of a row and its token ids
 ParamsOfRows = list[tuple[int, SamplingParams]]
 
@@ -57,6 +60,11 @@ def _arrays(params: SamplingParams) -> tuple[Array, Array, Array]:
     return _kept[key]
 
 
-def _entries(rows: Array, lists: Sequence[Any], ids: Array) -> Entries:
+def _entries(rows: Array, lists: Listed[Any], ids: Array) -> Entries:
     """The joined `ids` of the lists, each with its row."""
     return torch.from_numpy(np.repeat(rows, [*map(len, lists)])), torch.from_numpy(ids)
+
+
+def column_of(values: Iterable[float]) -> torch.Tensor:
+    """A number for each row, [R, 1] in float32."""
+    return torch.from_numpy(np.fromiter(values, np.float32))[:, None]
