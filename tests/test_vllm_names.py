@@ -7,7 +7,7 @@ import pytest
 
 from nanovllm import PoolingParams, SamplingParams
 from nanovllm.config import Config
-from nanovllm.utils.option import OtherName
+from nanovllm.utils.other_names import OtherName
 from nanovllm.vllm_names import ENGINE, POOLING, SAMPLING
 
 MAKERS: dict[str, tuple[Any, dict[str, OtherName]]] = {
