@@ -21,7 +21,9 @@ def assert_equal(one: StepInputs, other: StepInputs) -> None:
     assert (one.num_seqs, one.width) == (other.num_seqs, other.width)
     for name in FLAGS:
         assert getattr(one, name) is getattr(other, name)
+    assert one.arrays.keys() == other.arrays.keys()
     pairs = [*zip(one.changes, other.changes, strict=True)]
+    pairs += [(array, other.arrays[name]) for name, array in one.arrays.items()]
     if one.prefill is not None:
         names = [field.name for field in dataclasses.fields(one.prefill)]
         pairs += [(getattr(one.prefill, name), getattr(other.prefill, name)) for name in names]
