@@ -960,6 +960,26 @@ def test_the_pool_is_freed_with_the_engine(
         gc.enable()
 
 
+def test_an_error_resets_what_follows_the_tokens(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error may strike while a text is being added to."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop="never there")
+    with make_llm(model_dir) as llm:
+        (expected,) = llm.generate(TEXT, params, use_tqdm=False)
+        request_id = llm.add_request(TEXT, params)
+        for _ in range(3):
+            llm.step()
+        (seq,) = llm.requests.unfinished[request_id].seqs
+        seq.parts.text.text = "half done"
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.scheduler, "postprocess", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                llm.step()
+        (output,) = run_to_end(llm)
+        assert output.text == expected.text and len(output.token_ids) == 8
+
+
 def test_an_engine_whose_step_failed_is_freed(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
