@@ -118,14 +118,11 @@ def _backend(
     config: "Config", model: "ModelConfig", specs: "list[AttentionSpec]"
 ) -> tuple[str | None, str | None]:
     """The name of the attention backend that fits all layers, or the reason why there is none."""
-    from nanovllm.kernels.kv_layer import CODES
+    from nanovllm.engine.start.placement import check_kv_dtype
     from nanovllm.layers.backends import choose_backend
 
     try:
-        if specs[0].kv_dtype == CODES:
-            from nanovllm.engine.cache.codes import check_codes
-
-            check_codes(model)
+        check_kv_dtype(model, specs[0].kv_dtype)
         model.check_parallel_size(config.tensor_parallel_size, config.enable_expert_parallel)
         return choose_backend(config.attention_backend, *specs).attention.name, None
     except ValueError as error:

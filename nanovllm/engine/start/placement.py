@@ -61,10 +61,7 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
             f"max_model_len must be at most {longest}, the model's limit, got"
             f" {config.max_model_len}"
         )
-    if kv_dtype == CODES:
-        from nanovllm.engine.cache.codes import check_codes
-
-        check_codes(model_config)
+    check_kv_dtype(model_config, kv_dtype)
     specs = attention_specs(config, model_config, device, dtype, kv_dtype, ranks.size)
     with computing_on(device):
         backend = choose_backend(config.attention_backend, *specs)
@@ -78,6 +75,14 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
         ranks, device, dtype, kv_dtype, backend, max_positions, uses_graphs, most_drafts,
         most_rejected, config.enable_prefix_caching,
     )  # fmt: skip
+
+
+def check_kv_dtype(model_config: ModelConfig, kv_dtype: torch.dtype) -> None:
+    """Raise a ValueError if a cache of this type cannot hold what layers keep."""
+    if kv_dtype == CODES:
+        from nanovllm.engine.cache.codes import check_codes
+
+        check_codes(model_config)
 
 
 def attention_specs(
