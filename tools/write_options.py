@@ -14,6 +14,7 @@ from typing import Any
 from nanovllm.command.field_options import option_flag
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.limits import Limits
 from nanovllm.server.options import ServerOptions
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.option import NOTHING, options_of
@@ -74,6 +75,12 @@ SERVER = """\
 `--served-model-name`, `--api-key` and `--cors-origin` may be given several times.
 """
 
+LIMITS = """\
+### Limits of the server
+
+What a connection, a client or a request may use. A refusal names the option.
+"""
+
 HEADER = "| name | default | allowed | meaning |\n|---|---|---|---|\n"
 
 
@@ -81,14 +88,16 @@ def page() -> str:
     """The text of docs/options.md."""
     parts = (
         INTRODUCTION, ENGINE, table(Config), SAMPLING, table(SamplingParams), STRUCTURED,
-        table(StructuredOutputs), SERVER, table(ServerOptions),
+        table(StructuredOutputs), SERVER, table(ServerOptions, Limits), LIMITS, table(Limits),
     )  # fmt: skip
     return "\n".join(parts)
 
 
-def table(kind: Any) -> str:
-    """A Markdown table with a row for each field of a dataclass."""
-    return HEADER + "".join(row(kind, field) for field in dataclasses.fields(kind))
+def table(kind: Any, without: Any = None) -> str:
+    """A Markdown table with a row for each field of a dataclass, except those `without`."""
+    left = () if without is None else options_of(without)
+    fields = (field for field in dataclasses.fields(kind) if field.name not in left)
+    return HEADER + "".join(row(kind, field) for field in fields)
 
 
 def row(kind: type, field: "dataclasses.Field[Any]") -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanovllm.config import MAX_WAITING
+from nanovllm.server.limits import Limits
 from nanovllm.utils.checks import check_texts
 from nanovllm.utils.option import (
     NOTHING,
@@ -68,8 +68,8 @@ ORIGINS = Rule(_check_origins, "* or a list like https://example.com")
 
 @by_name("server option")
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """Options of the server; docs/serving.md explains them."""
+class ServerOptions(Limits):
+    """Options of the server, and its limits; docs/serving.md explains them."""
 
     host: str = option("127.0.0.1", "address to listen at; `0.0.0.0` is all of IPv4", SOME_TEXT)
     port: int = option(8000, "port to listen at; 0 is a free one", int_range(0, 65535))
@@ -85,14 +85,6 @@ class ServerOptions:
         KEYS,
         none=NOTHING,
     )
-    max_waiting: int = option(
-        MAX_WAITING,
-        "most samples that wait, in addition to those that run; the next get status 429",
-        int_range(0),
-    )
-    timeout: float | None = option(
-        None, "seconds after which a request is aborted", float_range(0.0, above=True), none=NOTHING
-    )
     drain_seconds: float = option(
         30.0, "how long running requests may go on after SIGTERM", float_range(0.0)
     )
@@ -100,18 +92,6 @@ class ServerOptions:
         30.0,
         "how long the engine may take to answer `/health`; it answers between steps",
         float_range(0.0, above=True),
-    )
-    max_body_mib: int = option(
-        16, "largest body of a request in MiB; a larger one gets status 413", int_range(1)
-    )
-    max_inputs: int = option(
-        2048, "most inputs of an embedding, and most queries and documents to score", int_range(1)
-    )
-    max_logprobs: int = option(
-        20,
-        "most that `logprobs`, `top_logprobs` and `prompt_logprobs` of a request may be: an answer"
-        " has this many for each token",
-        int_range(0),
     )
     cors_origin: Iterable[str] | None = option(
         None, "web sites with pages that may use the server; `*` is all", ORIGINS, none=NOTHING

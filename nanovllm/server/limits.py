@@ -1,0 +1,32 @@
+"""Limits: the options of a server that bound what a connection, a client or a request may use."""
+
+from dataclasses import dataclass
+
+from nanovllm.config import MAX_WAITING
+from nanovllm.utils.option import NOTHING, float_range, int_range, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Each refusal names its option; docs/serving.md explains them."""
+
+    max_waiting: int = option(
+        MAX_WAITING,
+        "most samples that wait, in addition to those that run; the next get status 429",
+        int_range(0),
+    )
+    timeout: float | None = option(
+        None, "seconds after which a request is aborted", float_range(0.0, above=True), none=NOTHING
+    )
+    max_body_mib: int = option(
+        16, "largest body of a request in MiB; a larger one gets status 413", int_range(1)
+    )
+    max_inputs: int = option(
+        2048, "most inputs of an embedding, and most queries and documents to score", int_range(1)
+    )
+    max_logprobs: int = option(
+        20,
+        "most that `logprobs`, `top_logprobs` and `prompt_logprobs` of a request may be: an answer"
+        " has this many for each token",
+        int_range(0),
+    )
