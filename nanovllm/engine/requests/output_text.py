@@ -18,7 +18,10 @@ def text_end(seq: Sequence) -> int:
 
 
 class OutputText:
-    """A follower with the text of one sequence; without a tokenizer there is none."""
+    """A follower with the text of one sequence; without a tokenizer there is none.
+
+    It has `num_chars` characters, kept in pieces, so that a new token copies none of them.
+    """
 
     stop: str | None = None  # the string that has ended the text
 
@@ -54,14 +57,28 @@ class OutputText:
         return self.text
 
     @property
+    def text(self) -> str:
+        """The whole text, joined here. Where only its end is of interest, `part` reads less."""
+        return "".join(self._pieces)
+
+    def part(self, start: int, end: int | None = None) -> str:
+        """The characters from `start` to `end`; reads only the pieces from `start` on."""
+        pieces, at, number = self._pieces, self.num_chars, 0
+        while at > start:
+            number -= 1
+            at -= len(pieces[number])
+        text = pieces[-1] if number == -1 else "".join(pieces[number:] if number else ())
+        return text[start - at : None if end is None else end - at]
+
+    @property
     def num_certain(self) -> int:
-        """How many characters of `text` are final."""
-        return len(self.text)
+        """How many characters of the text are final."""
+        return self.num_chars
 
     def reset(self) -> None:
         """Start over: the next `update` adds every token again."""
-        self.text = ""
-        self._num_tokens = 0
+        self._pieces: list[str] = []
+        self.num_chars = self._num_tokens = 0
         self._detokenizer = (
             None
             if self._tokenizer is None
@@ -69,8 +86,11 @@ class OutputText:
         )
 
     def _add_tokens(self, detokenizer: Detokenizer, seq: Sequence, new: range) -> None:
-        self.text += detokenizer.add_all(seq.token_ids[new.start : new.stop])
+        piece = detokenizer.add_all(seq.token_ids[new.start : new.stop])
+        self._pieces.append(piece)
+        self.num_chars += len(piece)
 
     def _add(self, piece: str, may_stop: bool) -> None:  # noqa: ARG002
         """Add a piece of text, which may stop the sequence or come before `min_tokens`."""
-        self.text += piece
+        self._pieces.append(piece)
+        self.num_chars += len(piece)

@@ -47,12 +47,13 @@ class TextUntilStop(OutputText):
         A place where no stop begins is tested once, as more text does not change the result.
         """
         if self._finished or self.stop is not None:
-            return len(self.text)
-        place = max(self._num_certain, len(self.text) - self._most_held)
-        while place < len(self.text) and not self._may_stop(self.text[place:]):
+            return self.num_chars
+        first = max(self._num_certain, self.num_chars - self._most_held)
+        end, place = self.part(first), 0
+        while place < len(end) and not self._may_stop(end[place:]):
             place += 1
-        self._num_certain = place
-        return place
+        self._num_certain = first + place
+        return self._num_certain
 
     def _may_stop(self, start: str) -> bool:
         """Whether a stop begins with `start`: in sorted order the first stop from there on does."""
@@ -66,18 +67,20 @@ class TextUntilStop(OutputText):
     def _add(self, piece: str, may_stop: bool) -> None:
         if self.stop is not None:
             return
-        start = len(self.text)
+        start = self.num_chars
         super()._add(piece, may_stop)
         if piece and may_stop:
             self._find_stop(start)
 
     def _find_stop(self, start: int) -> None:
         """Cut the text at the first stop that ends after `start`."""
-        found = []
+        first = max(0, start - self._most_held)
+        text, found = self.part(first), []
         for stop in self._stops:
-            at = self.text.find(stop, max(0, start - len(stop) + 1))
+            at = text.find(stop, max(0, start - first - len(stop) + 1))
             if at >= 0:
                 found.append((at + len(stop), at, stop))
         if found:
             end, at, self.stop = min(found)
-            self.text = self.text[: end if self._includes_stop else at]
+            self._pieces = [self.text[: first + (end if self._includes_stop else at)]]
+            self.num_chars = len(self._pieces[0])

@@ -49,7 +49,7 @@ class Stream:
             seq.parts.text.update(seq)
             num_certain = seq.parts.text.num_certain
             reported[seq.index] = num_certain, end - seq.num_prompt_tokens
-            text = seq.parts.text.text[num_chars:num_certain]
+            text = seq.parts.text.part(num_chars, num_certain)
         else:
             return None
         likely = None

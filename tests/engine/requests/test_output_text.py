@@ -2,6 +2,7 @@
 
 import random
 import time
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from selection import examples
 
 from nanovllm import SamplingParams
 from nanovllm.engine.requests.output_text import OutputText
+from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.stop_text import TextUntilStop
-from nanovllm.engine.schedule.sequence import End, Sequence
+from nanovllm.engine.requests.stream import Stream
+from nanovllm.engine.schedule.sequence import End, Sequence, SequenceParts
 
 TOKENIZER = byte_tokenizer()
 
@@ -195,3 +198,44 @@ def test_many_long_stops_delay_no_event(repeated: bool) -> None:
         certain = text.num_certain
         seconds.append(time.thread_time() - start)
     assert min(seconds) < 0.01 and certain == certain_by_length(text.text, stops)
+
+
+@pytest.mark.parametrize("stop", [(), ("bc", "ab")])
+def test_a_long_text_is_not_copied_for_each_token(stop: tuple[str, ...]) -> None:
+    """An event allocates little, however much text came before it."""
+    params = SamplingParams(stop=stop, max_tokens=None)
+    parts = SequenceParts(text=text_of(Words(["a" * 1000, "b"]), params))
+    seq = Sequence([0], params, parts=parts)
+    stream, request = Stream([0], [1], None), Request([seq])
+    seq.token_ids += [0] * 400
+    (event,) = stream.events(0, request)
+    texts = [event.text]
+    tracemalloc.start()
+    try:
+        for token_id in [0, 1, 1] if not stop else [0, 0, 0]:
+            seq.token_ids.append(token_id)
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            (event,) = stream.events(0, request)
+            assert tracemalloc.get_traced_memory()[1] - before < 40_000
+            texts.append(event.text)
+    finally:
+        tracemalloc.stop()
+    seq.finish("length")
+    (event,) = stream.events(0, request)
+    assert "".join([*texts, event.text]) == parts.text.text
+    assert len(parts.text.text) == (403_000 if stop else 401_002)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(pieces=st.lists(st.text("ab", max_size=4), max_size=9), data=st.data())
+def test_a_part_of_the_text_is_that_of_the_whole(pieces: list[str], data: st.DataObject) -> None:
+    text, seq = OutputText(Words(pieces), SamplingParams()), Sequence([0], SamplingParams())
+    for token_id in range(len(pieces)):
+        seq.token_ids.append(token_id)
+        text.update(seq)
+    whole = "".join(pieces)
+    start = data.draw(st.integers(0, len(whole)))
+    end = data.draw(st.none() | st.integers(start, len(whole)))
+    assert text.part(start, end) == whole[start:end] and text.num_chars == len(whole)
+    assert text.text == whole and text.part(start, end) == whole[start:end]
