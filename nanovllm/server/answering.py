@@ -25,6 +25,7 @@ from nanovllm.server.bodies import read_object
 from nanovllm.server.errors import APIError, as_api_error, error_body
 from nanovllm.server.log import CLIENT_LEFT, RequestLine
 from nanovllm.server.options import ServerOptions
+from nanovllm.server.refusals import check_logprobs, check_stops
 from nanovllm.utils.tasks import Stop, all_of, cancel
 
 T = TypeVar("T")
@@ -58,6 +59,7 @@ class Answering:
         return self._body(line, asked)
 
     def _parse(self, url: str, body: Mapping[str, Any]) -> APIRequest:
+        check_stops(body.get("stop"), self._options)
         asked = parse_body(url, body, self._defaults[url])
         self._models.adapter(asked.model)  # an error, if there is no such model
         if not self._options.trust_request_chat_template:
@@ -68,23 +70,8 @@ class Answering:
                 400, f"prompts times n must be at most {most} (max_num_seqs and max_waiting), got"
                 f" {len(asked.prompts)} times {asked.params.n}"
             )  # fmt: skip
-        self._check_logprobs(asked)
+        check_logprobs(asked, self._options)
         return asked
-
-    def _check_logprobs(self, asked: APIRequest) -> None:
-        """Raise for too many log-probabilities, and for those of a prompt in a stream."""
-        most = self._options.max_logprobs
-        for name in ("logprobs", "prompt_logprobs"):
-            number = getattr(asked.params, name)
-            if number is not None and number > most:
-                also = " (top_logprobs)" if name == "logprobs" and asked.url == CHAT else ""
-                raise APIError(
-                    400, f"{name}{also} must be at most {most} (max_logprobs), got {number}"
-                )
-        if asked.streams and asked.echo and asked.params.logprobs is not None:
-            raise APIError(400, "echo with logprobs must not be streamed")
-        if asked.streams and asked.params.prompt_logprobs is not None:
-            raise APIError(400, "prompt_logprobs must not be streamed")
 
     async def _prepare(self, asked: APIRequest) -> tuple[APIRequest, list[Any]]:
         """The prompts of a request; for chats, the chat template makes them."""

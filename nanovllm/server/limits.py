@@ -30,3 +30,7 @@ class Limits:
         " has this many for each token",
         int_range(0),
     )
+    max_stops: int = option(64, "most texts in `stop` of a request", int_range(1))
+    max_stop_chars: int = option(
+        4096, "most characters of all texts in `stop` of a request", int_range(1)
+    )

@@ -385,6 +385,14 @@ BAD: list[tuple[str, Any, int, str]] = [
         "logprobs (top_logprobs) must be at most 20 (max_logprobs), got 21",
     ),
     (
+        "/v1/completions", dict(prompt="a", stop=["a"] * 65), 400,
+        "stop must have at most 64 texts (max_stops), got 65",
+    ),
+    (
+        "/v1/chat/completions", dict(messages=HI, stop=["a" * 4000, "b" * 97]), 400,
+        "stop must have at most 4096 characters in all (max_stop_chars), got 4097",
+    ),
+    (
         "/v1/completions", dict(prompt="a", prompt_logprobs=0, stream=True), 400,
         "prompt_logprobs must not be streamed",
     ),

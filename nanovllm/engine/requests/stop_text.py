@@ -1,10 +1,10 @@
 """TextUntilStop: a sequence's text as its tokens come, up to the string that stops it."""
 
-import bisect
 from typing import Any
 
 from nanovllm.engine.requests.detokenizer import Detokenizer
 from nanovllm.engine.requests.output_text import OutputText
+from nanovllm.engine.requests.stop_search import stop_search
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -17,17 +17,15 @@ class TextUntilStop(OutputText):
     """
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
-        self._stops = sorted(params.stop or ())
-        self._most_held = max(map(len, self._stops)) - 1  # of an incomplete stop
+        self._search = stop_search(tuple(params.stop or ()))
         self._includes_stop = params.include_stop_str_in_output
-        self._num_certain: int  # at the last call of `num_certain`
         super().__init__(tokenizer, params)
 
     def reset(self) -> None:
         """Start over: the next `update` adds every token again."""
         super().reset()
         self.stop = None
-        self._num_certain = 0
+        self._state = self._search.start
         self._finished = False
 
     def finish(self, seq: Sequence) -> str:
@@ -42,23 +40,10 @@ class TextUntilStop(OutputText):
 
     @property
     def num_certain(self) -> int:
-        """How many characters of `text` are final: the rest may become part of a stop.
-
-        A place where no stop begins is tested once, as more text does not change the result.
-        """
+        """How many characters of `text` are final: the rest may become part of a stop."""
         if self._finished or self.stop is not None:
             return self.num_chars
-        first = max(self._num_certain, self.num_chars - self._most_held)
-        end, place = self.part(first), 0
-        while place < len(end) and not self._may_stop(end[place:]):
-            place += 1
-        self._num_certain = first + place
-        return self._num_certain
-
-    def _may_stop(self, start: str) -> bool:
-        """Whether a stop begins with `start`: in sorted order the first stop from there on does."""
-        at = bisect.bisect_left(self._stops, start)
-        return at < len(self._stops) and self._stops[at].startswith(start)
+        return self.num_chars - self._search.num_held(self._state)
 
     def _add_tokens(self, detokenizer: Detokenizer, seq: Sequence, new: range) -> None:
         for index in new:
@@ -67,20 +52,16 @@ class TextUntilStop(OutputText):
     def _add(self, piece: str, may_stop: bool) -> None:
         if self.stop is not None:
             return
-        start = self.num_chars
         super()._add(piece, may_stop)
-        if piece and may_stop:
-            self._find_stop(start)
-
-    def _find_stop(self, start: int) -> None:
-        """Cut the text at the first stop that ends after `start`."""
-        first = max(0, start - self._most_held)
-        text, found = self.part(first), []
-        for stop in self._stops:
-            at = text.find(stop, max(0, start - first - len(stop) + 1))
-            if at >= 0:
-                found.append((at + len(stop), at, stop))
-        if found:
-            end, at, self.stop = min(found)
-            self._pieces = [self.text[: first + (end if self._includes_stop else at)]]
-            self.num_chars = len(self._pieces[0])
+        search, state = self._search, self._state
+        if search.passes_over(state, piece):
+            return
+        for num_left, char in enumerate(piece, 1 - len(piece)):
+            state = search.advance(state, char)
+            if state.stop is not None and may_stop:
+                self.stop = state.stop
+                end = self.num_chars + num_left
+                self._pieces = [self.text[: end if self._includes_stop else end - len(self.stop)]]
+                self.num_chars = len(self._pieces[0])
+                break
+        self._state = state

@@ -1,5 +1,6 @@
 """Stop strings end a text at the same character, however it is cut into tokens."""
 
+import gc
 import random
 import time
 import tracemalloc
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from selection import examples
 
 from nanovllm import SamplingParams
+from nanovllm.engine.requests import stop_search
 from nanovllm.engine.requests.output_text import OutputText
 from nanovllm.engine.requests.request import Request
+from nanovllm.engine.requests.stop_search import StopSearch
 from nanovllm.engine.requests.stop_text import TextUntilStop
 from nanovllm.engine.requests.stream import Stream
 from nanovllm.engine.schedule.sequence import End, Sequence, SequenceParts
@@ -239,3 +242,49 @@ def test_a_part_of_the_text_is_that_of_the_whole(pieces: list[str], data: st.Dat
     end = data.draw(st.none() | st.integers(start, len(whole)))
     assert text.part(start, end) == whole[start:end] and text.num_chars == len(whole)
     assert text.text == whole and text.part(start, end) == whole[start:end]
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An entry for each search among the stops: how many states they have then."""
+    made: list[int] = []
+    plain = StopSearch._child
+
+    def counted(*args: Any) -> Any:
+        made.append(1)
+        return plain(*args)
+
+    monkeypatch.setattr(StopSearch, "_child", counted)
+    return made
+
+
+@pytest.mark.parametrize("num_stops", [100, 10_000])
+def test_the_work_for_a_character_does_not_depend_on_the_number_of_stops(
+    num_stops: int, searches: list[int]
+) -> None:
+    rng = random.Random(0)
+    stops = {"".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=7)) for _ in range(num_stops)}
+    pieces = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=3)) for _ in range(3_000)]
+    follow(Words(pieces), [*range(len(pieces))], stop=[*stops])
+    assert len(searches) < 5 * 3 * len(pieces)
+
+
+def test_a_text_that_begins_no_stop_is_not_searched(searches: list[int]) -> None:
+    follow(Words(["word ", "<"]), [0] * 1000, stop=["<|im_end|>", "\n\n"])
+    assert not searches
+
+
+def test_repeated_beginnings_of_a_stop_take_linear_work(searches: list[int]) -> None:
+    """The worst case of a search that starts over at every character."""
+    follow(Words(["a" * 999 + "c"]), [0] * 20, stop=["a" * 1000 + "b", "ac" * 1000])
+    assert len(searches) < 3 * 20_000
+
+
+def test_samples_share_one_search_as_long_as_one_of_them_lives() -> None:
+    gc.collect()
+    before, params = len(stop_search._searches), SamplingParams(stop=["one", "two"])
+    texts = [TextUntilStop(Words(["x"]), params) for _ in range(3)]
+    assert len(stop_search._searches) == before + 1
+    del texts
+    gc.collect()
+    assert len(stop_search._searches) == before

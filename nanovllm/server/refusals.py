@@ -1,0 +1,39 @@
+"""Refuse requests that ask for more than the server's Limits allow."""
+
+from typing import Any
+
+from nanovllm.openai.request import CHAT, APIRequest
+from nanovllm.server.errors import APIError
+from nanovllm.server.limits import Limits
+
+
+def check_stops(stops: Any, limits: Limits) -> None:
+    """Raise if the field `stop` of a body has too many texts or characters.
+
+    It is checked before anything else reads the texts. Other types than texts have other errors.
+    """
+    listed = stops if isinstance(stops, list) else [stops]
+    if len(listed) > limits.max_stops:
+        raise APIError(
+            400, f"stop must have at most {limits.max_stops} texts (max_stops), got {len(listed)}"
+        )
+    num_chars = sum(len(stop) for stop in listed if isinstance(stop, str))
+    if num_chars > limits.max_stop_chars:
+        raise APIError(
+            400, f"stop must have at most {limits.max_stop_chars} characters in all"
+            f" (max_stop_chars), got {num_chars}"
+        )  # fmt: skip
+
+
+def check_logprobs(asked: APIRequest, limits: Limits) -> None:
+    """Raise for too many log-probabilities, and for those of a prompt in a stream."""
+    most = limits.max_logprobs
+    for name in ("logprobs", "prompt_logprobs"):
+        number = getattr(asked.params, name)
+        if number is not None and number > most:
+            also = " (top_logprobs)" if name == "logprobs" and asked.url == CHAT else ""
+            raise APIError(400, f"{name}{also} must be at most {most} (max_logprobs), got {number}")
+    if asked.streams and asked.echo and asked.params.logprobs is not None:
+        raise APIError(400, "echo with logprobs must not be streamed")
+    if asked.streams and asked.params.prompt_logprobs is not None:
+        raise APIError(400, "prompt_logprobs must not be streamed")
