@@ -37,6 +37,7 @@ class ReasoningReader:
     def __init__(self, inside: bool) -> None:
         self._begun, self._inside = False, inside
         self._is_blank = True  # only white space since the last marker
+        self._space: list[str] = []  # held back, before `_held`, which may begin a marker
         self._held = ""
 
     def feed(self, text: str, ended: bool = False) -> Divided:
@@ -50,29 +51,45 @@ class ReasoningReader:
     def _find_start(self, ended: bool) -> bool:
         """Whether it is known how the answer begins."""
         text = self._held.lstrip()
+        self._space.append(self._held[: len(self._held) - len(text)])
+        self._held = text
         if text.startswith(START):
             self._held, self._inside = text[len(START) :], True
         elif START.startswith(text) and not ended:
             return False
         elif not self._inside:
             self._is_blank = False  # keep white space at the start of an answer without reasoning
+            self._held = self._take_space() + text
+        self._space.clear()
         self._begun = True
         return True
 
     def _reasoning(self, ended: bool) -> str:
-        before, end, rest = self._held.partition(END)
+        before, end, self._held = self._held.partition(END)
         if end:
-            self._inside, self._held = False, rest
-        elif ended:
-            self._held = ""
-        else:
-            before = before[: len(before) - overlap(before, END)]
-            before = before[: len(before.rstrip())]
-            self._held = self._held[len(before) :]
+            self._inside = False
+        elif not ended:
+            cut = len(before) - overlap(before, END)
+            before, self._held = before[:cut], before[cut:]
+        found = before.rstrip()
+        space = before[len(found) :]
         if self._is_blank:
-            before = before.lstrip()
-        self._is_blank = bool(end) or (self._is_blank and not before)
-        return before.rstrip() if end or ended else before
+            found = found.lstrip()
+            self._is_blank = not found
+        if found:
+            found = self._take_space() + found
+        if end:
+            self._is_blank = True
+            self._space.clear()
+        elif not self._is_blank:
+            self._space.append(space)
+        return found
+
+    def _take_space(self) -> str:
+        """The white space that was held back, which is in the answer after all."""
+        space = "".join(self._space)
+        self._space.clear()
+        return space
 
     def _rest(self) -> str:
         rest, self._held = self._held, ""

@@ -56,6 +56,20 @@ def test_reasoning_is_reported_as_it_comes() -> None:
     assert pieces == ["S", "o", ",", "", " y", "e", "s", "", ""]
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("begin", ["", "<think>a", "<think>a</think>", "b"])
+@pytest.mark.parametrize("piece", [" ", "\n\t ", "< "])
+def test_a_piece_is_looked_at_once(begin: str, piece: str, inside: bool) -> None:
+    """What is looked at again with the next piece is at most the first part of a marker."""
+    reader = ReasoningReader(inside)
+    reader.feed(begin)
+    for _ in range(100):
+        reader.feed(piece)
+        assert len(reader._held) < len("</think>")
+    whole = begin + piece * 100 + "x"
+    assert divide([begin, *[piece] * 100, "x"], inside) == divide([whole], inside)
+
+
 @pytest.mark.parametrize(
     ("template", "prompt", "parser", "expected"),
     [
