@@ -93,7 +93,7 @@ def _for_template(name: str, message: Mapping[str, Any], template: str) -> Mappi
     becomes system, and other unknown roles are errors.
     """
     role = message["role"]
-    if role not in ROLES and not re.search(rf"""['"]{re.escape(str(role))}['"]""", template):
+    if role not in ROLES and not any(f"{a}{role}{b}" in template for a in "'\"" for b in "'\""):
         check_choice(f"{name}: role", role, ROLES)
     if role == "developer" and role not in template:
         message = {**message, "role": "system"}

@@ -3,8 +3,9 @@
 import functools
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.structured.compiled import MOST_KEPT
@@ -24,6 +25,7 @@ NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 # transformers adds `return` to the description of a Python function.
 FIELDS = ("name", "description", "parameters", "strict", "return")
+MOST_LISTED = 50  # names in an error
 CHOICES = ("auto", "none", "required")
 
 
@@ -32,11 +34,13 @@ class Tool:
     """A function's name, and the JSON schema of its arguments, which is the schema of an object.
 
     If it is `strict`, its arguments always fit the schema, even if the model decides to call it.
+    `types` has the JSON types of the parameters that answers have had so far, by their names.
     """
 
     name: str
     parameters: Mapping[str, Any]
     strict: bool = False
+    types: dict[str, frozenset[str]] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +85,9 @@ def tool_choice_of(tools: list[Any] | None, choice: Any = None, parallel: Any = 
         return NO_TOOLS
     found = [_tool(f"tools[{index}]", tool) for index, tool in enumerate(tools)]
     names = [tool.name for tool in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"tools: the name {name!r} occurs {names.count(name)} times")
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(f"tools: the name {name!r} occurs {count} times")
     several = parallel is None or check_bool("parallel_tool_calls", parallel)
     if choice in (None, "auto", "required"):
         return ToolChoice(tuple(found), choice == "required", several, choice is not None)
@@ -91,9 +95,15 @@ def tool_choice_of(tools: list[Any] | None, choice: Any = None, parallel: Any = 
         return NO_TOOLS
     name = _chosen(choice)
     if name not in names:
-        hint = did_you_mean(name, names) or f"; there are {', '.join(names)}"
+        hint = did_you_mean(name, names) or f"; there are {_listed(names)}"
         raise ValueError(f"tool_choice: there is no tool {shorten(name)}{hint}")
     return ToolChoice((found[names.index(name)],), required=True, several=False)
+
+
+def _listed(names: list[str]) -> str:
+    """The names in words, or the first ones of many."""
+    more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    return ", ".join(names[:MOST_LISTED]) + more
 
 
 def _tool(place: str, given: Any) -> Tool:

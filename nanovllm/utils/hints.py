@@ -4,6 +4,10 @@ import difflib
 import re
 from collections.abc import Collection
 
+# Pairs of characters that may be compared for one hint. Clients of a server choose the name, and
+# some lists too, such as that of their tools: there is no hint if these are long.
+MOST_PAIRS = 1 << 18
+
 
 def likely_name(name: str, known: Collection[str]) -> str | None:
     """The known name that is likely meant, if there is one.
@@ -12,6 +16,8 @@ def likely_name(name: str, known: Collection[str]) -> str | None:
     only known name with all of its words or their beginnings ("freq_penalty"), or with most of its
     words. Numbers must be equal: float16 is not suggested for float64.
     """
+    if len(name) * sum(map(len, known)) > MOST_PAIRS:
+        return None
     near = [
         one
         for one in difflib.get_close_matches(name.lower(), known, cutoff=0.8)

@@ -330,6 +330,31 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
+class Name(str):
+    """A name that counts how often it is compared."""
+
+    num_compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Name.num_compared += 1
+        return str.__eq__(self, other)
+
+
+def test_the_names_of_tools_are_compared_in_linear_work() -> None:
+    tools = [function(name=Name(f"tool_{number}"))[0] for number in range(500)]
+    Name.num_compared = 0
+    assert len(tool_choice_of(tools, "auto").tools) == 500
+    assert Name.num_compared <= 2 * len(tools)
+
+
+def test_an_error_shows_the_first_of_many_tools() -> None:
+    tools = [function(name=f"{number:05}" * 20)[0] for number in range(2000)]
+    named = {"type": "function", "function": {"name": "weather"}}
+    with pytest.raises(ValueError, match=r"there are 00000.* and 1950 more$"):
+        tool_choice_of(tools, named)
+
+
 @pytest.mark.parametrize(("options", "error", "words"), BAD)
 def test_bad_tools_are_refused(
     llm: LLM, options: dict[str, Any], error: type[Exception], words: str

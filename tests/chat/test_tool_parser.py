@@ -2,13 +2,16 @@
 
 import json
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from selection import examples
 
-from nanovllm.chat.tool_formats.parser import ToolParser, join, parse
+from nanovllm.chat.tool_formats import parameters
+from nanovllm.chat.tool_formats.parser import MOST_FAILED, ToolParser, join, parse
+from nanovllm.chat.tool_formats.qwen3_coder import Qwen3Coder
 from nanovllm.chat.tool_formats.table import FORMATS
 from nanovllm.chat.tools import Tool
 from nanovllm.config import TOOL_PARSERS
@@ -269,6 +272,34 @@ def test_the_time_is_linear_in_the_length(name: str) -> None:
 
     for short, long in zip(answers(20_000), answers(320_000), strict=True):
         assert seconds(name, long) < 80 * max(seconds(name, short), 0.004), short[:3]
+
+
+def test_calls_that_fail_look_at_a_bounded_amount_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each marker begins a value that takes all text up to the end, where the call is no call."""
+    begun, plain = [], Qwen3Coder.read
+
+    def counted(*args: Any) -> Any:
+        begun.append(1)
+        return plain(*args)
+
+    monkeypatch.setattr(Qwen3Coder, "read", counted)
+    text = "<tool_call><function=f><parameter=b>" * 5000 + "</parameter>x"
+    assert answer("qwen3_coder", [text], early=False) == (text, [])
+    assert len(begun) * len(text) < MOST_FAILED + 2 * len(text)
+
+
+def test_the_types_of_a_parameter_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, plain = [], parameters.types_of
+
+    def counted(*args: Any) -> Any:
+        found.append(1)
+        return plain(*args)
+
+    monkeypatch.setattr(parameters, "types_of", counted)
+    tool = Tool("f", SCHEMA)
+    pair = "<parameter=a>1</parameter>"
+    text = f"<tool_call><function=f>{pair * 50}</function></tool_call>"
+    assert parse(FORMATS["qwen3_coder"], [tool], text * 2)[1] and len(found) == 1
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -72,9 +72,12 @@ def parameter_types(tool: Tool | None, name: str) -> frozenset[str]:
     """The JSON types that the value of a parameter may have; all if the schema names none."""
     if tool is None:
         return ANYTHING
-    schema = resolved(tool.parameters, tool.parameters)
-    others = schema.get("additionalProperties", {})
-    return types_of(schema.get("properties", {}).get(name, others), tool.parameters)
+    if name not in tool.types:  # an answer may repeat a parameter, and its schema may be long
+        schema = resolved(tool.parameters, tool.parameters)
+        others = schema.get("additionalProperties", {})
+        found = schema.get("properties", {}).get(name, others)
+        tool.types[name] = types_of(found, tool.parameters)
+    return tool.types[name]
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:

@@ -22,6 +22,8 @@ class Delta(NamedTuple):
     arguments: str = ""
 
 
+MOST_FAILED = 1 << 22  # characters that calls may have looked at without being well-formed
+
 Deltas = Generator[Delta | None, None, None]  # None: more text is needed
 
 
@@ -32,7 +34,8 @@ class ToolParser:
     space next to a call. If `early`, a call is reported as soon as its name and the start of its
     arguments are there; if it is then cut off, it stays a call, and only the rest is content.
 
-    If a call is cut off at the end of the answer, no other call is searched after its marker.
+    If a call is cut off at the end of the answer, no other call is searched after its marker; nor
+    if calls that are not well-formed have looked at MOST_FAILED characters, each at the same ones.
     """
 
     def __init__(self, tool_format: ToolFormat, tools: Sequence[Tool], early: bool = False) -> None:
@@ -44,6 +47,7 @@ class ToolParser:
         self._num_calls = 0
         self._space: list[str] = []  # content that is dropped if a call follows
         self._is_after_call = False
+        self._num_failed = 0  # characters that calls have looked at without being well-formed
 
     def feed(self, text: str) -> list[Delta]:
         """The deltas that one more piece of the answer makes certain."""
@@ -68,11 +72,11 @@ class ToolParser:
                 yield from self._calls()
         while (yield from self._content()):
             begin = source.at
-            broke_off = yield from self._calls()
+            gives_up = yield from self._calls()
             if source.at == begin:  # not a call: the marker is content
                 source.at += len(marker)
                 yield from self._say(marker)
-            if broke_off:  # other markers in it are not tried: each could take all of the rest
+            if gives_up:  # other markers in it are not tried: each could take all of the rest
                 break
         yield from self._say(source.text[source.at :])
         if space := "".join(self._space):
@@ -106,7 +110,8 @@ class ToolParser:
     def _calls(self) -> Generator[Delta | None, None, bool]:
         """Report the calls that begin here, and move the place after them.
 
-        Returns whether they are cut off at the end of the answer.
+        Returns whether no other calls are to be searched: these are cut off at the end of the
+        answer, or too much text was looked at in vain.
         """
         source, waiting = self._source, list[Part]()
         reported = source.at
@@ -121,8 +126,9 @@ class ToolParser:
                 waiting.clear()
                 reported = source.at
         is_at_end = source.ended and source.at == len(source.text)
-        source.at, broke_off = reported, is_at_end and reported < source.at
-        return broke_off
+        num_failed = source.at - reported
+        source.at, self._num_failed = reported, self._num_failed + num_failed
+        return (is_at_end and num_failed > 0) or self._num_failed > MOST_FAILED
 
     def _report(self, part: Part) -> Delta:
         self._space, self._is_after_call = [], True
