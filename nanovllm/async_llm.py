@@ -190,7 +190,8 @@ class AsyncLLM(AsyncEngine):
     def _chat_format(self) -> "ChatFormat":
         from nanovllm.chat.chat_format import ChatFormat
 
-        return ChatFormat(self.tokenizer, self.asked.tool_parser, self.asked.reasoning_parser)
+        asked, most = self.asked, self.config.max_model_len
+        return ChatFormat(self.tokenizer, asked.tool_parser, asked.reasoning_parser, most)
 
     @functools.cached_property
     def _vectors(self) -> "AsyncVectors":

@@ -24,8 +24,8 @@ class LLMParts:
         """Makes prompts of chats and reads answers, by the LLM's current tokenizer."""
         from nanovllm.chat.chat_format import ChatFormat
 
-        asked = self.engine.asked
-        return ChatFormat(self.engine.tokenizer, asked.tool_parser, asked.reasoning_parser)
+        asked, most = self.engine.asked, self.engine.config.max_model_len
+        return ChatFormat(self.engine.tokenizer, asked.tool_parser, asked.reasoning_parser, most)
 
     @functools.cached_property
     def vectors(self) -> "Vectors":

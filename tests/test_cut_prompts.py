@@ -1,5 +1,6 @@
 """Prompts that are cut to their last tokens, and outputs without text."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,35 @@ def test_minus_one_keeps_what_fits(llm: LLM) -> None:
     assert long.prompt_token_ids == llm.tokenizer.encode("a" + "b" * 48)
     assert long.prompt == "a" * 500 + "b" * 48
     assert len(long.token_ids) == 1 and short.num_prompt_tokens == 2
+
+
+def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, template = "ab" * 60_000, "{{ messages[0]['content'] }}"
+    params = SamplingParams(**GREEDY, truncate_prompt_tokens=5)
+    (cut,) = llm.generate(text, params, use_tqdm=False)
+    assert cut.prompt_token_ids == llm.tokenizer.encode("babab")
+    message = [{"role": "user", "content": text}]
+    (cut,) = llm.chat(message, params, chat_template=template, use_tqdm=False)
+    assert cut.prompt_token_ids == llm.tokenizer.encode("babab")
+
+    def encode(*_: Any, **__: Any) -> list[int]:
+        raise AssertionError("the text is tokenized")
+
+    monkeypatch.setattr(llm.tokenizer, "encode", encode)
+    calls = {
+        "prompts[0]: ": lambda: llm.generate(text),
+        "": lambda: llm.chat(message, chat_template=template),
+        "input[0]: ": lambda: llm.embed(text, name="input"),
+        "queries[0]: ": lambda: llm.score(text, "a"),
+    }
+    for name, call in calls.items():
+        most = 50 if name[:1] in ("i", "q") else 49
+        words = rf"^{re.escape(name)}prompt must have 1 to {most} tokens .*got more: 120000"
+        with pytest.raises(ValueError, match=words):
+            call()
+    audit_at_rest(llm)
 
 
 def test_prompts_of_vectors_are_cut(llm: LLM) -> None:

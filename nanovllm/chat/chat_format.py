@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.chat.answers import AnswerFormat
-from nanovllm.chat.conversation import chat_prompts, given_template, has_chat_template
+from nanovllm.chat.conversation import chat_texts, given_template, has_chat_template
 from nanovllm.chat.reasoning import END, START, reasoning_of
 from nanovllm.chat.tool_formats.base import ToolFormat
 from nanovllm.chat.tool_formats.grammar import answer_grammar
 from nanovllm.chat.tool_formats.table import FORMATS, shown_format
 from nanovllm.chat.tools import ToolChoice, described_tools, tool_choice_of
+from nanovllm.engine.requests.intake import LONG_TEXT
+from nanovllm.engine.requests.text_bound import check_long_text
 from nanovllm.outputs import StreamEvent
 from nanovllm.prompts import TokensPrompt
 from nanovllm.sampling_params import SamplingParams
@@ -39,12 +41,17 @@ class ChatFormat:
     """How the model of a tokenizer answers chats.
 
     `tool_parser` and `reasoning_parser` are names, or None to read them from the chat template.
+    Prompts have less than `max_model_len` tokens, to leave one to generate.
     """
 
     def __init__(
-        self, tokenizer: Any, tool_parser: str | None, reasoning_parser: str | None
+        self,
+        tokenizer: Any,
+        tool_parser: str | None,
+        reasoning_parser: str | None,
+        max_model_len: int,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._max_model_len = tokenizer, max_model_len
         self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
 
     @property
@@ -71,12 +78,12 @@ class ChatFormat:
         choice = tool_choice_of(tools, tool_choice, parallel_tool_calls)
         shown = tools if choice.tools else None
         template = str(given_template(keywords) or self._template(choice))
-        prompts = chat_prompts(
+        texts = chat_texts(
             self._tokenizer, template, messages, shown, add_generation_prompt, keywords
         )
         return [
-            self._turn(prompt, params, choice, template)
-            for prompt, params in zip(prompts, params_list(len(prompts)), strict=True)
+            self._turn(self._prompt(text, params), params, choice, template)
+            for text, params in zip(texts, params_list(len(texts)), strict=True)
         ]
 
     @staticmethod
@@ -90,6 +97,14 @@ class ChatFormat:
                 reader = readers[event["index"]][event["sample"]]
                 event["delta"] = reader.feed(event["text"], event["finish_reason"] is not None)
                 yield event
+
+    def _prompt(self, text: str, params: SamplingParams) -> TokensPrompt:
+        """The prompt with this text. One that is certainly too long is not tokenized."""
+        if params.truncate_prompt_tokens is None and len(text) > LONG_TEXT:
+            why = f"max_model_len={self._max_model_len} less one to generate"
+            check_long_text(self._tokenizer, text, self._max_model_len - 1, why)
+        token_ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return TokensPrompt(prompt_token_ids=token_ids, prompt=text)
 
     def _turn(
         self, prompt: TokensPrompt, params: SamplingParams, choice: ToolChoice, template: str

@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanovllm.prompts import TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import (
     as_list,
@@ -26,15 +25,15 @@ CHAT_OPTIONS = (
 )  # fmt: skip
 
 
-def chat_prompts(
+def chat_texts(
     tokenizer: Any,
     template: str,
     messages: Any,
     tools: list[Any] | None,
     add_generation_prompt: bool,
     keywords: Mapping[str, Any],
-) -> list[TokensPrompt]:
-    """The prompts of one conversation or of several, by the chat template with this text.
+) -> list[str]:
+    """The texts of one conversation or of several, by the chat template with this text.
 
     `keywords` also go to the template. A keyword that the template does not mention is a TypeError,
     but the keyword `chat_template_kwargs` is a dict that may have any names.
@@ -166,17 +165,14 @@ def _check_template(tokenizer: Any, options: Mapping[str, Any]) -> None:
 
 def _apply_template(
     tokenizer: Any, place: str, conversation: list[Any], options: Mapping[str, Any]
-) -> TokensPrompt:
-    """The prompt of the conversation at `place`; the template writes the special tokens."""
+) -> str:
+    """The text of the conversation at `place`; the template writes the special tokens."""
     try:
-        text = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+        text: str = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
     except Exception as error:  # a template is a program that may raise anything
         raise ValueError(f"{place}: the chat template fails: {error}") from error
     check_text(place, text)
-    return TokensPrompt(
-        prompt_token_ids=tokenizer.encode(text, add_special_tokens=False, verbose=False),
-        prompt=text,
-    )
+    return text
 
 
 def _check_keywords(tokenizer: Any, given: Mapping[str, Any]) -> None:

@@ -2,15 +2,8 @@
 
 from typing import Any
 
+from nanovllm.engine.requests.byte_level import BYTE_OF
 from nanovllm.engine.requests.token_pieces import BYTE_TOKEN, REPLACEMENT
-
-# Byte-level tokenizers write each byte as one character: printable bytes as their own character,
-# the others as the characters from U+0100 on.
-PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-OTHERS = (byte for byte in range(256) if byte not in PRINTABLE)
-BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {
-    chr(0x100 + place): byte for place, byte in enumerate(OTHERS)
-}
 
 
 def token_bytes(token_id: int, text: str, tokenizer: Any) -> list[int] | None:

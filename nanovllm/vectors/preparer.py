@@ -3,7 +3,8 @@
 A plan has the requests, and the function that makes outputs of them when they have ended.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -122,11 +123,18 @@ class Preparer:
         params: SamplingParams = PROMPT_ONLY,
     ) -> Accepted:
         """Check and encode a prompt, which an error calls `name`."""
-        try:
+        with named(name):
             prompt = prefix.before(prompt) if prefix else prompt
             return self.intake.accept(prompt, params, wanted)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{name}: {error}") from None
+
+
+@contextlib.contextmanager
+def named(name: str) -> Iterator[None]:
+    """Errors in the block begin with this name of a prompt."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
 
 
 def prompt_params(truncate_prompt_tokens: int | None) -> SamplingParams:

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+from nanovllm.engine.requests.intake import LONG_TEXT
+from nanovllm.engine.requests.text_bound import check_long_text
+
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 BEFORE = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and"
@@ -16,12 +19,17 @@ def query_prefix(instruction: str) -> str:
     return f"Instruct: {instruction}\nQuery:"
 
 
-def rerank_prompt(tokenizer: Any, instruction: str, query: str, document: str) -> list[int]:
+def rerank_prompt(
+    tokenizer: Any, max_model_len: int, instruction: str, query: str, document: str
+) -> list[int]:
     """The token ids of a prompt after which the model says yes or no.
 
-    Its three parts are encoded separately, so that no token has text of two parts.
+    Its three parts are encoded separately, so that no token has text of two parts. A text that
+    certainly exceeds `max_model_len` is a ValueError, and is not encoded.
     """
     content = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    if len(content) > LONG_TEXT:
+        check_long_text(tokenizer, content, max_model_len, f"max_model_len={max_model_len}")
     parts = (
         tokenizer.encode(text, add_special_tokens=False, verbose=False)
         for text in (BEFORE, content, AFTER)

@@ -15,6 +15,7 @@ from nanovllm.vectors.preparer import (
     Preparer,
     Prompts,
     VectorPlan,
+    named,
     prompt_params,
     text_of,
     vectors_of,
@@ -75,11 +76,11 @@ class Scores:
             check_int("the token id of an answer", label, 0, config.vocab_size - 1)
         accepted = []
         for index, (query, document) in enumerate(zip(queries, documents, strict=True)):
-            texts = text_of(f"queries[{index}]", query), text_of(f"documents[{index}]", document)
-            prompt = rerank_prompt(tokenizer, task, *texts)
-            accepted.append(
-                preparer.accept(f"documents[{index}]", prompt, PoolingTask("last", labels))
-            )
+            name = f"documents[{index}]"
+            texts = text_of(f"queries[{index}]", query), text_of(name, document)
+            with named(name):
+                prompt = rerank_prompt(tokenizer, preparer.intake.max_model_len, task, *texts)
+            accepted.append(preparer.accept(name, prompt, PoolingTask("last", labels)))
         return VectorPlan(accepted, _answers)
 
     def _by_cosine(

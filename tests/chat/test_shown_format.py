@@ -109,7 +109,7 @@ def test_a_template_shows_the_format_that_it_writes(model: str, written: Any, na
     tokenizer = words_tokenizer()
     tokenizer.chat_template = written
     used = tokenizer.get_chat_template(tools=[{}])
-    assert ChatFormat(tokenizer, None, None)._template(ToolChoice((TOOL,))) == used
+    assert ChatFormat(tokenizer, None, None, 64)._template(ToolChoice((TOOL,))) == used
     assert shown_format(used) == name
     call = {"type": "function", "function": {"name": "get_weather", "arguments": ARGUMENTS}}
     messages = [

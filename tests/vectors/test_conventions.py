@@ -264,6 +264,8 @@ def test_rerankers_score_by_their_answer(reranker: Path, options: dict[str, Any]
 def test_an_answer_may_follow_as_many_tokens_as_the_model_has(reranker: Path) -> None:
     with make_llm(reranker) as llm:
         (short,) = llm.score("a", "b", use_tqdm=False)
+        with pytest.raises(ValueError, match=r"documents\[1\]: prompt .* got more: 120\d\d\d char"):
+            llm.score("a", ["b", "b" * 120_000])  # refused before it is tokenized
         document = "b" * (1 + -short.num_prompt_tokens % 4)
         (want,) = llm.score("a", document, use_tqdm=False)
     longest = want.num_prompt_tokens

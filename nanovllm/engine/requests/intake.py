@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from nanovllm.engine.requests.parts import Constraint, Keeper, Wanted
     from nanovllm.lora_request import LoRARequest, LoRARequests
 
+LONG_TEXT = 100_000  # characters; the length of a longer text is checked before it is tokenized
+
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
@@ -126,14 +128,15 @@ class Intake:
         if (extras := self._extras_of(params)) is not None:
             extras.check(params)
         source, text = split_prompt(prompt)
-        token_ids = self._tokenize(source) if isinstance(source, str) else as_list("prompt", source)
+        limit = most, why = self._longest(wanted)
+        is_text = isinstance(source, str)
+        token_ids = self._tokenize(source, params, *limit) if is_text else as_list("prompt", source)
         if params.truncate_prompt_tokens is not None:
-            token_ids = token_ids[-self._num_kept(params.truncate_prompt_tokens, wanted) :]
+            token_ids = token_ids[-_num_kept(params.truncate_prompt_tokens, most, why) :]
         plain = set(map(type, token_ids)) <= {int}
         in_range = plain and min(token_ids, default=0) >= 0
         if not in_range or max(token_ids, default=0) >= self.vocab_size:
             token_ids = [check_int("prompt token id", t, 0, self.vocab_size - 1) for t in token_ids]
-        most, why = self._longest(wanted)
         if not 1 <= len(token_ids) <= most:
             raise ValueError(f"prompt must have 1 to {most} tokens ({why}), got {len(token_ids)}")
         room = self.max_model_len - len(token_ids)
@@ -204,22 +207,26 @@ class Intake:
         less, why = (0, "") if wanted else (1, " less one to generate")
         return self.max_model_len - less, f"max_model_len={self.max_model_len}{why}"
 
-    def _num_kept(self, asked: int, wanted: "Wanted | None") -> int:
-        """How many of a prompt's last tokens `truncate_prompt_tokens` keeps."""
-        most, why = self._longest(wanted)
-        if asked > most:
-            raise ValueError(f"truncate_prompt_tokens must be at most {most} ({why}), got {asked}")
-        return most if asked == -1 else asked
-
-    def _tokenize(self, text: str) -> list[int]:
+    def _tokenize(self, text: str, params: SamplingParams, most: int, why: str) -> list[int]:
         if self.tokenizer is None:
             raise ValueError(
                 "prompt is text, but the model directory has no tokenizer; pass token ids,"
                 " or tokenizer=... when the engine is made"
             )
         check_text("prompt", text)
+        if len(text) > LONG_TEXT and params.truncate_prompt_tokens is None:
+            from nanovllm.engine.requests.text_bound import check_long_text
+
+            check_long_text(self.tokenizer, text, most, why)
         token_ids: list[int] = self.tokenizer.encode(text, verbose=False)  # we check the length
         return token_ids
+
+
+def _num_kept(asked: int, most: int, why: str) -> int:
+    """How many of a prompt's last tokens `truncate_prompt_tokens` keeps."""
+    if asked > most:
+        raise ValueError(f"truncate_prompt_tokens must be at most {most} ({why}), got {asked}")
+    return most if asked == -1 else asked
 
 
 def asks_more(params: SamplingParams) -> bool:
