@@ -27,6 +27,7 @@ OTHER_NAMES = {
     ),
 }
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+MOST_AFTER = 256  # bytes; for each of them, tokens are listed that go on behind the marker
 
 
 def _json_text(name: str, value: Any) -> str:
@@ -96,9 +97,17 @@ def _check_choice(name: str, value: Any) -> tuple[str, ...]:
     return texts
 
 
+def _check_marker(name: str, value: Any) -> str:
+    text: str = SOME_TEXT.check(name, value)
+    if (size := len(text.encode())) > MOST_AFTER:
+        raise ValueError(f"{name} must have at most {MOST_AFTER} bytes, got {size}")
+    return text
+
+
 SCHEMA = Rule(_check_schema, "a JSON schema as a dict or a text, or a pydantic model or other type")
 CHOICE = Rule(_check_choice, "a list of texts that is not empty, or an Enum of texts")
 TAG = Rule(_check_tag, "a dict or its JSON text")
+MARKER = Rule(_check_marker, f"a text of at most {MOST_AFTER} bytes that is not empty")
 
 
 @by_name("structured output option", lambda: OTHER_NAMES)
@@ -138,7 +147,7 @@ class StructuredOutputs:
         None,
         "a text, such as `</think>`, that the model may write anything before: the constraint"
         " begins behind it",
-        SOME_TEXT,
+        MARKER,
         none="the constraint holds from the start",
     )
 

@@ -170,3 +170,11 @@ def test_equal_names_are_an_error_however_they_are_given() -> None:
     for schema in ('{"type": "object", "type": "array"}', {"properties": {1: {}, "1": {}}}):
         with pytest.raises(ValueError, match=r"^json is not valid JSON: .* occurs twice; got ."):
             StructuredOutputs(json=schema)
+
+
+def test_a_marker_has_few_bytes() -> None:
+    assert StructuredOutputs(regex="a", after="é" * 128).after == "é" * 128
+    with pytest.raises(ValueError, match=r"^after must have at most 256 bytes, got 258$"):
+        StructuredOutputs(regex="a", after="é" * 129)
+    with pytest.raises(ValueError, match=r"structured_outputs: after must have at most 256 bytes"):
+        SamplingParams(structured_outputs=dict(regex="a", after="a" * 160_000))

@@ -102,15 +102,15 @@ class Grammars:
         They are listed by how much of the marker must come before them.
         """
         found: dict[int, list[tuple[int, bytes]]] = {}
-        rests = [(length, marker[length:]) for length in range(1, len(marker))]
         for token_id in self._vocabulary:
             text = self._bytes_of(token_id)
             behind = text.partition(marker)[2]
             if behind:
                 found.setdefault(0, []).append((token_id, behind))
-            for length, rest in rests if text[:1] in marker else ():
-                if text.startswith(rest) and len(text) > len(rest):
-                    found.setdefault(length, []).append((token_id, text[len(rest) :]))
+            for size in range(1, min(len(text), len(marker))) if text[:1] in marker else ():
+                if marker.endswith(text[:size]):
+                    length = len(marker) - size
+                    found.setdefault(length, []).append((token_id, text[size:]))
         return found
 
     def _find_beyond(self, asked: StructuredOutputs) -> dict[int, tuple[int, ...]]:
