@@ -4,6 +4,8 @@ import hashlib
 import os
 from pathlib import Path
 
+from nanovllm.models.file_errors import file_error
+
 NO_SLOT = -1
 
 
@@ -30,7 +32,10 @@ def number_of(path: Path) -> int:
     stamps = []
     for entry in os.scandir(path) if path.is_dir() else ():
         if entry.name.startswith("adapter_"):
-            state = entry.stat()
+            try:
+                state = entry.stat()
+            except OSError:
+                raise file_error(Path(entry.path)) from None
             stamps.append((entry.name, state.st_size, state.st_mtime_ns, state.st_ino))
     text = repr((str(path), sorted(stamps)))
     digest = hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).digest()

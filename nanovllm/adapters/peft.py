@@ -20,6 +20,7 @@ from nanovllm.adapters.modules import Module, modules_of
 from nanovllm.adapters.peft_config import PeftConfig, read_config
 from nanovllm.adapters.tensors import AdapterTensors, Pair
 from nanovllm.formats.names import full_name
+from nanovllm.models.checkpoint import ordinary_file
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import FLOATS, InFile, errors_name
 from nanovllm.utils.checks import did_you_mean
@@ -66,12 +67,12 @@ def read_adapter(path: str | Path, model: CausalLM, max_rank: int) -> AdapterTen
 @contextmanager
 def _open(file: Path) -> Iterator[dict[str, InFile]]:
     """The tensors of a file by name."""
-    if not file.exists():
+    if not (file.exists() or file.is_symlink()):
         old = file.with_name("adapter_model.bin").exists()
         hint = "; save it with safe_serialization=True" if old else ""
         raise FileNotFoundError(f"{file} does not exist{hint}")
     try:
-        with safe_open(file, framework="pt") as tensors:
+        with safe_open(ordinary_file(file), framework="pt") as tensors:
             yield {name: InFile(tensors.get_slice(name)) for name in tensors.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise OSError(

@@ -86,8 +86,6 @@ class PeftConfig:
 
 def read_config(path: Path) -> PeftConfig:
     """The config of the adapter in a directory. What is not supported is a ValueError."""
-    if not (path / CONFIG_FILE).exists():
-        raise FileNotFoundError(f"{path / CONFIG_FILE} does not exist; an adapter must have it")
     with fields_of(path / CONFIG_FILE) as fields:
         _check_supported(fields)
         layers = fields.get("layers_to_transform")

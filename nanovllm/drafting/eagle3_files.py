@@ -10,7 +10,7 @@ import torch
 from nanovllm.drafting.eagle3_config import HeadConfig
 from nanovllm.drafting.eagle3_head import Eagle3Head
 from nanovllm.layers.ranks import ALONE, Ranks
-from nanovllm.models.checkpoint import MODEL_PATTERNS
+from nanovllm.models.checkpoint import MODEL_PATTERNS, ordinary_file
 from nanovllm.models.dummy import load_dummy
 from nanovllm.models.loader import InFile, load_model, read_weights
 
@@ -71,6 +71,7 @@ def _errors_name_as_files(path: Path) -> Iterator[None]:
 
 
 def _unpickled(file: Path) -> Iterator[dict[str, InFile]]:
+    ordinary_file(file)
     try:
         tensors = torch.load(file, map_location="cpu", weights_only=True)
         yield {name: InFile(Pickled(tensor)) for name, tensor in tensors.items()}

@@ -8,7 +8,8 @@ import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-from nanovllm.models.checkpoint import INDEX
+from nanovllm.models.checkpoint import INDEX, read_json, weight_files
+from nanovllm.models.index import files_of_tensors
 
 MAX_HEADER = 1 << 28  # bytes; safetensors allows fewer
 
@@ -20,7 +21,7 @@ def lacks_head(path: Path) -> bool:
     """
     try:
         names = [*_names(path)]
-    except (OSError, TypeError, ValueError, KeyError, struct.error):
+    except (OSError, TypeError, ValueError, KeyError, RecursionError, struct.error):
         return False
     is_bare = any(name.startswith("layers.") for name in names)
     return is_bare and not any(name.startswith("lm_head.") for name in names)
@@ -29,9 +30,9 @@ def lacks_head(path: Path) -> bool:
 def _names(path: Path) -> Iterable[str]:
     """The names of a checkpoint's tensors."""
     if (path / INDEX).exists():
-        yield from map(str, json.loads((path / INDEX).read_text("utf-8"))["weight_map"])
+        yield from files_of_tensors(path / INDEX, read_json(path / INDEX))
         return
-    for file in path.glob("*.safetensors"):
+    for file in weight_files(path):
         with file.open("rb") as stream:
             (size,) = struct.unpack("<Q", stream.read(8))
             if size <= MAX_HEADER:

@@ -13,6 +13,7 @@ TOKENIZER_PATTERNS = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja")
 MODEL_PATTERNS = (*TOKENIZER_PATTERNS, "*.safetensors")
 CONFIG_FILES = ("config.json", "generation_config.json")
 INDEX = "model.safetensors.index.json"
+MAX_JSON = 1 << 28  # bytes; published tokenizers and indexes have up to 40 MB
 
 
 def find_directory(
@@ -24,13 +25,17 @@ def find_directory(
 ) -> Path:
     """The directory `source`, or a download of the hub id's files that match one of `files`.
 
-    `option` names the source in errors.
+    `option` names the source in errors. What matches and is no ordinary file is an error: most
+    files are optional, and a damaged link must not count as a missing file.
     """
-    if (path := local_directory(option, source, revision)) is not None:
-        return path
-    from nanovllm.models.hub import download
+    path = local_directory(option, source, revision)
+    if path is None:
+        from nanovllm.models.hub import download
 
-    return download(option, source, files, revision, download_dir)
+        path = download(option, source, files, revision, download_dir)
+    for file in (file for file in path.iterdir() if any(map(file.match, files))):
+        ordinary_file(file)
+    return path
 
 
 def resolve_model(
@@ -53,8 +58,8 @@ def local_directory(option: str, source: str, revision: str | None = None) -> Pa
     """
     try:
         path = Path(source).expanduser()
-        if path.exists() and not path.is_dir():
-            raise NotADirectoryError(f"{option} must be a directory, but {source!r} is a file")
+        if (path.exists() or path.is_symlink()) and not path.is_dir():
+            raise NotADirectoryError(f"{option} must be a directory, but {source!r} is none")
         is_local = path.is_dir()
     except (RuntimeError, ValueError) as error:  # an unknown ~user, or a NUL in the path
         raise FileNotFoundError(f"{option} directory {source!r} cannot exist: {error}") from None
@@ -69,13 +74,23 @@ def local_directory(option: str, source: str, revision: str | None = None) -> Pa
     return path
 
 
+def ordinary_file(path: Path) -> Path:
+    """The path of an ordinary file, or of a link to one; for anything else an OSError says what.
+
+    Nothing else may be opened: opening a FIFO waits for a writer.
+    """
+    if not path.is_file() or (path.suffix == ".json" and path.stat().st_size > MAX_JSON):
+        from nanovllm.models.file_errors import file_error
+
+        raise file_error(path)
+    return path
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; a broken or missing file is an OSError that names the file."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} does not exist; a model directory must have it") from None
-    except ValueError as error:
+        value = json.loads(ordinary_file(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise OSError(f"{path} is not valid JSON ({error}); copy or download it again") from None
     if not isinstance(value, dict):
         raise OSError(f"{path} must hold a JSON object, found {type(value).__name__}")
@@ -97,19 +112,16 @@ def fields_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; a missing one is an error that names it."""
+    """The safetensors files of a checkpoint; one that cannot be read is an error that names it."""
     if (path / INDEX).exists():
-        index = read_json(path / INDEX)
-        if not isinstance(index.get("weight_map"), dict):
-            raise OSError(f"{path / INDEX} has no weight_map")
-        files = [path / name for name in sorted(set(index["weight_map"].values()))]
+        from nanovllm.models.index import indexed_files
+
+        files = indexed_files(path / INDEX, read_json(path / INDEX))
     elif (path / "model.safetensors").exists():
         files = [path / "model.safetensors"]
     else:
         files = sorted(path.glob("*.safetensors"))
-    if missing := [file.name for file in files if not file.exists()]:
-        raise FileNotFoundError(f"{path} lacks {', '.join(missing)}, listed in {INDEX}")
     if not files:
         hint = "; convert its .bin files to safetensors" if list(path.glob("*.bin")) else ""
         raise FileNotFoundError(f"{path} has no .safetensors file{hint}")
-    return files
+    return [ordinary_file(file) for file in files]

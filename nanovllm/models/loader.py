@@ -139,7 +139,9 @@ def load_model(
             for item in second.items():
                 fill(item)
         if missing:
-            raise _missing_error(missing.values() if is_fused else missing)
+            from nanovllm.models.file_errors import missing_tensors
+
+            raise missing_tensors(missing.values() if is_fused else missing)
     if skipped:
         logger.info("%d tensors of %s are left out: %s", len(skipped), path, shorten(skipped))
 
@@ -159,12 +161,6 @@ def _check_type(found: str, needed: torch.dtype) -> None:
     allowed = FLOATS if needed not in TYPES else (TYPES[needed],)
     if found not in allowed:
         raise ValueError(f"type {found}, a model needs one of {', '.join(allowed)}")
-
-
-def _missing_error(missing: Iterable[str]) -> ValueError:
-    names = [*dict.fromkeys(missing)]
-    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ValueError(f"the files lack {', '.join(names[:5])}{rest}")
 
 
 def _second_names(

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanovllm.models.checkpoint import fields_of
+from nanovllm.models.checkpoint import fields_of, ordinary_file
+from nanovllm.models.index import is_inside
 from nanovllm.utils.checks import check_bool, check_int, shorten
 from nanovllm.vectors.pooling import Pooling
 
@@ -74,8 +75,8 @@ def read_conventions(path: Path, hidden_size: int) -> Conventions:
 def _modules(path: Path) -> list[Mapping[str, Any]]:
     """The modules of a list in a file."""
     try:
-        modules = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+        modules = json.loads(ordinary_file(path).read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     is_list = isinstance(modules, list)
     if not is_list or not all(isinstance(m, dict) and m.get("type") for m in modules):
@@ -95,7 +96,13 @@ def _module(path: Path, module: Mapping[str, Any], hidden_size: int) -> dict[str
             f"{path / MODULES}: module {module['type']} is not supported; supported are"
             " Transformer, Pooling, Normalize and LogitScore"
         )
-    with fields_of(path / str(module.get("path", "")) / "config.json") as raw:
+    folder = module.get("path", "")
+    if not isinstance(folder, str) or not is_inside(folder):
+        raise ValueError(
+            f"{path / MODULES}: path must be a folder of the model's directory, got"
+            f" {shorten(folder)}"
+        )
+    with fields_of(path / folder / "config.json") as raw:
         return _pooling(raw, hidden_size) if kind == "Pooling" else _labels(raw)
 
 
