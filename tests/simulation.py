@@ -36,7 +36,7 @@ from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.drafting import Drafting
-from nanovllm.engine.schedule.scheduler import Scheduler
+from nanovllm.engine.schedule.scheduler import MOST_PREFILLS, Scheduler
 from nanovllm.engine.schedule.sequence import Sequence, SequenceParts, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
@@ -148,6 +148,7 @@ class Simulation:
             tuple[int, int], int
         ] = {}  # (number of all but the last, last) -> number
         self.num_steps = 0
+        self.waited: dict[Sequence, int] = {}  # steps since it could have decoded
 
     def add(self, prompt: list[int], max_model_len: int, **params: Any) -> None:
         """Queue a request that the pool can hold, as the engine sees to it."""
@@ -343,6 +344,18 @@ class Simulation:
         assert [*zip(batch.sampling_seqs, batch.offsets, strict=True)] == places
         self.check_forks(batch)
         self.check_writes(batch)
+        self.check_waits(batch)
+
+    def check_waits(self, batch: Batch) -> None:
+        """No sequence waits long for its decode step, whatever prompts there are."""
+        waiting = (seq for seq in self.scheduler.running if seq not in batch.all_seqs)
+        self.waited = {
+            seq: self.waited.get(seq, 0) + 1
+            for seq in waiting
+            if not seq.is_prefilling and not seq.ends_in_flight
+        }
+        most = MOST_PREFILLS + self.config.max_num_seqs + 1
+        assert max(self.waited.values(), default=0) <= most
 
     def check_forks(self, batch: Batch) -> None:
         """What a fork is sampled from is computed in this step, and what it shares is full."""

@@ -20,6 +20,10 @@ from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.schedule.forecast import Lengths
 from nanovllm.engine.schedule.sequence import FINISHED, Sequence, SequenceStatus
 
+# The most prefill steps in a row while sequences wait for their decode step, in addition to one for
+# each sequence that begins to wait for it. Requests that end with their prompt do not.
+MOST_PREFILLS = 8
+
 
 class Scheduler:
     """Prefill first, then one token for each running sequence; or both in one step ("mixed").
@@ -41,12 +45,9 @@ class Scheduler:
         drafting: Drafting | None = None,
         admission_filter: AdmissionFilter | None = None,
     ) -> None:
-        self.num_blocks = config.num_kvcache_blocks
-        self.block_size = config.kvcache_block_size
-        self.enable_prefix_caching = config.enable_prefix_caching
+        self.config, self.layout = config, layout
+        self.num_blocks, self.block_size = config.num_kvcache_blocks, config.kvcache_block_size
         self.max_num_batched_tokens = config.max_num_batched_tokens
-        self.max_num_running = config.max_num_running
-        self.layout = layout
         self.mixes = config.scheduling == "mixed"
         self.lengths = Lengths()
         self.drafting = Drafting() if drafting is None else drafting
@@ -59,14 +60,17 @@ class Scheduler:
 
         For use after an interrupt, which may have left anything half done.
         """
+        num_places = self.config.max_num_running
         self.caches = caches_for(
-            self.layout, self.num_blocks, self.block_size, self.max_num_running,
-            self.enable_prefix_caching,
+            self.layout, self.num_blocks, self.block_size, num_places,
+            self.config.enable_prefix_caching,
         )  # fmt: skip
         self.drafting.reset()
+        # Steps since the last one with decodes, and the fewest sequences that waited for it.
+        self.num_prefills = self.fewest_waiting = 0
         self.running: deque[Sequence] = deque()
         self.admission = Admission(
-            seqs, self.caches, self.lengths, self.max_num_running, self.admission_filter
+            seqs, self.caches, self.lengths, num_places, self.admission_filter
         )
         for seq in self.waiting:
             seq.start_over()
@@ -102,7 +106,9 @@ class Scheduler:
 
     def _next_batch(self) -> Batch | None:
         before = self.num_preemptions
-        decodes = self._schedule_decode() if self.mixes else []
+        decodes = self._schedule_decode() if self.mixes or self._decodes_are_due() else []
+        if decodes and not self.mixes:
+            return self._batch(decodes, [], [])
         seqs, budget = self._schedule_prefill(self.max_num_batched_tokens - len(decodes), decodes)
         # Admit nothing in a step that preempted: the preempted sequence's token may be in flight.
         if budget and self.waiting and self.num_preemptions == before:
@@ -111,6 +117,14 @@ class Scheduler:
             return self._batch(decodes, seqs, self.admission.fork(self.running, seqs))
         seqs = decodes if self.mixes else self._schedule_decode()
         return self._batch(seqs, [], []) if seqs else None
+
+    def _decodes_are_due(self) -> bool:
+        """Whether sequences have waited long enough for a decode step."""
+        if not self.num_prefills:
+            return False
+        num = sum(seq.num_known_tokens > seq.num_prompt_tokens for seq in self.running)
+        self.fewest_waiting = num if self.num_prefills == 1 else min(self.fewest_waiting, num)
+        return self.num_prefills >= MOST_PREFILLS + num - self.fewest_waiting
 
     def _batch(
         self,
@@ -124,6 +138,7 @@ class Scheduler:
             for seq in decodes:
                 seq.num_scheduled_tokens = 0
             return None
+        self.num_prefills = 0 if decodes else self.num_prefills + 1
         seqs = decodes + prompts if prompts else decodes
         return Batch(seqs, bool(prompts), forks, len(decodes), *drafts)
 

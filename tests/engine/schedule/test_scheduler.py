@@ -21,7 +21,7 @@ from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.requests.stop_text import TextUntilStop
 from nanovllm.engine.schedule.forecast import MIN_ENDED
-from nanovllm.engine.schedule.scheduler import Scheduler
+from nanovllm.engine.schedule.scheduler import MOST_PREFILLS, Scheduler
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
@@ -145,6 +145,48 @@ def test_prefill_comes_first() -> None:
     b = add(scheduler, fresh(3))
     assert step(scheduler) == [(b, 3)]
     assert step(scheduler) == [(a, 1), (b, 1)]
+
+
+@pytest.mark.parametrize("ending", [dict(max_tokens=1), dict(stop_token_ids=[TOKEN])])
+def test_requests_that_end_with_their_prompt_do_not_stop_decoding(ending: dict[str, Any]) -> None:
+    """They keep no places, so that there is always room for the next ones."""
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    chat = add(scheduler, fresh(3), max_tokens=10)
+    step(scheduler)
+    gaps = [0]
+    while chat.status is not SequenceStatus.FINISHED:
+        add(scheduler, fresh(8), **ending)
+        if step(scheduler)[0][0] is chat:
+            gaps.append(0)
+        else:
+            gaps[-1] += 1
+        assert gaps[-1] <= MOST_PREFILLS
+    assert len(gaps) == 10 and set(gaps[1:-1]) == {MOST_PREFILLS}, "prompts come first"
+
+
+def test_places_are_filled_before_the_next_decode_step() -> None:
+    """However many steps their prompts take: then a decode step is for all of them."""
+    scheduler = make_scheduler(num_blocks=3000, max_num_batched_tokens=100)
+    seqs = [add(scheduler, fresh(100), max_tokens=2)]
+    step(scheduler)
+    seqs += [add(scheduler, fresh(100), max_tokens=2) for _ in range(10 * MOST_PREFILLS)]
+    for seq in seqs[1:]:
+        assert step(scheduler) == [(seq, 100)]
+    assert step(scheduler) == [(seq, 1) for seq in seqs]
+
+
+def test_a_long_prompt_lets_others_decode_between_its_chunks() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    a = add(scheduler, fresh(4), max_tokens=5)
+    step(scheduler)
+    step(scheduler)
+    long = add(scheduler, fresh(4 * (2 * MOST_PREFILLS + 1)), max_tokens=2)
+    work = [step(scheduler) for _ in range(2 * MOST_PREFILLS + 3)]
+    decodes = [(a, 1)]
+    assert work == [
+        *[[(long, 4)]] * MOST_PREFILLS, decodes, *[[(long, 4)]] * MOST_PREFILLS, decodes,
+        [(long, 4)],
+    ]  # fmt: skip
 
 
 def test_the_lowest_priority_number_runs_first() -> None:
