@@ -12,6 +12,7 @@ from nanovllm.openai.request import CHAT
 from nanovllm.openai.response import response_body
 from nanovllm.openai.vectors import VectorRequest, embedding_entry, embeddings_body
 from nanovllm.outputs import RequestOutput
+from nanovllm.utils.slices import finish
 
 
 def check_tokenizer(llm: LLM) -> None:
@@ -54,7 +55,7 @@ def submit(
     request_id = llm.add_request(prompt, request.params, llm.adapters.named(request.model))
 
     def body(name: str, outputs: list[RequestOutput]) -> dict[str, Any]:
-        return response_body(name, request, outputs, llm.config.model, llm.tokenizer)
+        return finish(response_body(name, request, outputs, llm.config.model, llm.tokenizer))
 
     return Submitted([request_id], request.params.n, body)
 

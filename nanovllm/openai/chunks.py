@@ -8,6 +8,7 @@ from nanovllm.openai.logprobs import chat_logprobs, completion_logprobs
 from nanovllm.openai.request import CHAT, APIRequest
 from nanovllm.openai.response import finish_reason, response_id, usage
 from nanovllm.outputs import StreamEvent
+from nanovllm.utils.slices import finish
 
 
 class ChunkWriter:
@@ -67,8 +68,8 @@ class ChunkWriter:
         choice = {
             "index": self._index,
             "delta": delta,
-            "logprobs": chat_logprobs(
-                event["logprobs"], self._request.params.logprobs, self._tokenizer
+            "logprobs": finish(
+                chat_logprobs(event["logprobs"], self._request.params.logprobs, self._tokenizer)
             ),
             "finish_reason": finish_reason(reason, self._has_calls),
         }
@@ -78,9 +79,11 @@ class ChunkWriter:
         reason = event["finish_reason"]
         if not event["text"] and reason is None and event["logprobs"] is None:
             return None
-        likely = completion_logprobs(
-            event["logprobs"], self._request.params.logprobs, self._tokenizer, self._first_id,
-            self._offset,
+        likely = finish(
+            completion_logprobs(
+                event["logprobs"], self._request.params.logprobs, self._tokenizer, self._first_id,
+                self._offset,
+            )
         )  # fmt: skip
         self._offset += 0 if likely is None else sum(map(len, likely["tokens"]))
         choice = {

@@ -3,14 +3,25 @@
 `stop_reason`, `token_ids` and `prompt_logprobs` are additions, the same as vLLM's.
 """
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from nanovllm.openai.logprobs import Logprobs, chat_logprobs, completion_logprobs
+from nanovllm.openai.logprobs import (
+    Logprobs,
+    Pack,
+    as_it_is,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_entries,
+)
 from nanovllm.openai.request import CHAT, APIRequest
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.slices import Steps
+
+CHARS_PARSED = 64  # in the time of one unit of work
 
 
 def response_body(
@@ -19,25 +30,36 @@ def response_body(
     outputs: Sequence[RequestOutput],
     model: str,
     tokenizer: Any,
-) -> dict[str, Any]:
-    """The body that answers a request; `name` becomes a part of its `id`.
+    pack: Pack = as_it_is,
+) -> Steps[dict[str, Any]]:
+    """Make the body that answers a request; `name` becomes a part of its `id`.
 
-    `outputs` are those of its prompts. `model` is the name for requests that give none.
+    `outputs` are those of its prompts. `model` is the name for requests that give none. Each
+    token's log-probabilities are kept as `pack` returns them.
     """
-    write = _chat_choice if request.url == CHAT else _completion_choice
-    choices = [
-        {
-            "index": place * request.params.n + sample["index"],
-            **write(output, sample, request, tokenizer),
-            "stop_reason": sample["stop_reason"],
-            "token_ids": sample["token_ids"],
-        }
-        for place, output in enumerate(outputs)
-        for sample in output["outputs"]
-    ]
+    is_chat = request.url == CHAT
+    write = _chat_choice if is_chat else _completion_choice
+    choices = []
+    of_prompt = None
+    for place, output in enumerate(outputs):
+        of_prompt = None
+        if not request.echo:
+            of_prompt = yield from prompt_entries(output["prompt_logprobs"], pack)
+        for sample in output["outputs"]:
+            written = yield from write(output, sample, request, tokenizer, pack)
+            yield 1 + len(sample["text"]) // CHARS_PARSED
+            choices.append(
+                {
+                    "index": place * request.params.n + sample["index"],
+                    **written,
+                    **({} if is_chat or of_prompt is None else {"prompt_logprobs": of_prompt}),
+                    "stop_reason": sample["stop_reason"],
+                    "token_ids": sample["token_ids"],
+                }
+            )
     body = {
         "id": response_id(name, request),
-        "object": "chat.completion" if request.url == CHAT else "text_completion",
+        "object": "chat.completion" if is_chat else "text_completion",
         "choices": choices,
         "created": int(time.time()),
         "model": request.model or model,
@@ -47,8 +69,8 @@ def response_body(
             sum(output["num_cached_tokens"] for output in outputs),
         ),
     }
-    if len(outputs) == 1 and outputs[0]["prompt_logprobs"] is not None and not request.echo:
-        body["prompt_logprobs"] = outputs[0]["prompt_logprobs"]
+    if len(outputs) == 1 and of_prompt is not None:
+        body["prompt_logprobs"] = of_prompt
     return body
 
 
@@ -87,37 +109,32 @@ def _chat_choice(
     sample: CompletionOutput,
     request: APIRequest,
     tokenizer: Any,
-) -> dict[str, Any]:
+    pack: Pack,
+) -> Steps[dict[str, Any]]:
     message = request.answer.message(sample["text"])
+    likely = yield from chat_logprobs(sample["logprobs"], request.params.logprobs, tokenizer, pack)
     return {
         "message": message,
-        "logprobs": chat_logprobs(sample["logprobs"], request.params.logprobs, tokenizer),
+        "logprobs": likely,
         "finish_reason": finish_reason(sample["finish_reason"], "tool_calls" in message),
     }
 
 
 def _completion_choice(
-    output: RequestOutput, sample: CompletionOutput, request: APIRequest, tokenizer: Any
-) -> dict[str, Any]:
+    output: RequestOutput, sample: CompletionOutput, request: APIRequest, tokenizer: Any, pack: Pack
+) -> Steps[dict[str, Any]]:
     text, likely = sample["text"], sample["logprobs"]
     if request.echo:
         ids = output["prompt_token_ids"]
         text = echoed_text(output["prompt"], ids, request.params, tokenizer) + text
         likely = _echoed_logprobs(output, likely)
-    choice = {
-        "text": text,
-        "logprobs": completion_logprobs(
-            likely, request.params.logprobs, tokenizer, output["prompt_token_ids"][0]
-        ),
-        "finish_reason": sample["finish_reason"],
-    }
-    if output["prompt_logprobs"] is not None and not request.echo:
-        choice["prompt_logprobs"] = output["prompt_logprobs"]
-    return choice
+    first_id, top = output["prompt_token_ids"][0], request.params.logprobs
+    likely = yield from completion_logprobs(likely, top, tokenizer, first_id, pack=pack)
+    return {"text": text, "logprobs": likely, "finish_reason": sample["finish_reason"]}
 
 
 def _echoed_logprobs(output: RequestOutput, likely: Logprobs | None) -> Logprobs | None:
     """The log-probabilities of the prompt, followed by those of a sample."""
     if likely is None or output["prompt_logprobs"] is None:
         return likely
-    return [*output["prompt_logprobs"], *likely]
+    return itertools.chain(output["prompt_logprobs"], likely)

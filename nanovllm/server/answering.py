@@ -16,23 +16,27 @@ from starlette.types import Receive, Scope, Send
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.chat.conversation import given_template
 from nanovllm.engine.remote.open_request import OpenRequest
+from nanovllm.lora_request import LoRARequest
 from nanovllm.openai.chunks import ChunkWriter
 from nanovllm.openai.request import CHAT, APIRequest, parse_body
 from nanovllm.openai.response import echoed_text, response_body
-from nanovllm.outputs import RequestMetrics, StreamEvent
+from nanovllm.outputs import RequestMetrics, RequestOutput, StreamEvent
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.adapters import ServedModels
+from nanovllm.server.answer_json import answer_json
 from nanovllm.server.bodies import read_object
 from nanovllm.server.errors import APIError, as_api_error, error_body
 from nanovllm.server.log import CLIENT_LEFT, RequestLine
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.refusals import check_logprobs, check_stops
+from nanovllm.utils.slices import in_slices
 from nanovllm.utils.tasks import Stop, all_of, cancel
 
 T = TypeVar("T")
 LAST_SECONDS = 1.0  # the time to send an error
 DONE = b"data: [DONE]\n\n"
 Part = tuple[bytes, bool]  # a part of a stream: events, and whether they are the last
-Work = Response | Coroutine[Any, Any, dict[str, Any]]  # a response, or the body of one
+Work = Response | Coroutine[Any, Any, Any]  # a response, or the body of one
 
 
 class Answering:
@@ -81,11 +85,11 @@ class Answering:
         turn = await self._llm.chat_turn(messages, asked.params, **asked.chat_options)
         return replace(asked, params=turn.params, answer=turn.answer), [turn.prompt]
 
-    async def _body(self, line: RequestLine, asked: APIRequest) -> dict[str, Any]:
-        """The body of a whole response."""
+    async def _body(self, line: RequestLine, asked: APIRequest) -> bytes:
+        """The body of a whole response. Other tasks run while a long one is made."""
         asked, prompts = await self._prepare(asked)
         adapter = self._models.adapter(asked.model)
-        complete = functools.partial(self._llm.complete, lora_request=adapter)
+        complete = functools.partial(self._complete, adapter)
         outputs = await all_of(
             _named(prompts, place, complete(prompt, asked.params))
             for place, prompt in enumerate(prompts)
@@ -95,9 +99,17 @@ class Answering:
         if all(sample["finish_reason"] == "error" for sample in samples):
             raise APIError(400, str(samples[0]["stop_reason"]))
         name = self._models.names[0]
-        body = response_body(line.name, asked, outputs, name, self._llm.tokenizer)
+        body = await in_slices(response_body(line.name, asked, outputs, name, self._llm.tokenizer))
         line.count(body["usage"], samples[0]["finish_reason"])
-        return body
+        return await in_slices(answer_json(body))
+
+    async def _complete(
+        self, adapter: LoRARequest | None, prompt: Any, params: SamplingParams
+    ) -> RequestOutput:
+        """The output of a prompt, with log-probabilities to iterate over."""
+        asked: Any = dict(lora_request=adapter, is_whole=True)
+        async with self._llm.request(prompt, params, **asked) as request:
+            return await request.output(is_lazy=True)
 
     async def _chunks(self, line: RequestLine, asked: APIRequest) -> AsyncIterator[Part]:
         """A streamed response. Requests end with the iterator."""
@@ -284,8 +296,12 @@ async def answered(
 
 
 def json_response(value: Any) -> Response:
-    """A whole answer. Numbers that are not finite become null, in streams too: JSON has none."""
-    return Response(orjson.dumps(value), media_type="application/json")
+    """A whole answer, which may be JSON already.
+
+    Numbers that are not finite become null, in streams too: JSON has none.
+    """
+    data = value if isinstance(value, bytes) else orjson.dumps(value)
+    return Response(data, media_type="application/json")
 
 
 async def unless_gone(

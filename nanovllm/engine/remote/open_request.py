@@ -7,6 +7,7 @@ from typing import Any
 from nanovllm.engine.remote.request_copy import RequestCopy
 from nanovllm.engine.requests.request import Request
 from nanovllm.outputs import RequestOutput, StreamEvent
+from nanovllm.utils.slices import Pace, in_slices, next_turn
 
 
 class OpenRequest:
@@ -23,19 +24,26 @@ class OpenRequest:
         self.num_open = num_open  # unfinished samples
 
     async def events(self) -> AsyncIterator[StreamEvent]:
-        """Yield the new part whenever the caller asks for the next event, until the end."""
-        is_over = False
+        """Yield the new part whenever the caller asks for the next event, until the end.
+
+        If very much is new, other tasks run in between.
+        """
+        is_over, pace = False, Pace()
         while not is_over:
             await self._wait()
             is_over = self.is_over
             for event in self.copy.events():
+                if self.error is not None:
+                    break
                 event["request_id"] = self.name
                 yield event
+                if pace.is_due(1 + sum(map(len, event["logprobs"] or ()))):
+                    await next_turn()
 
-    async def output(self) -> RequestOutput:
-        """The whole output."""
+    async def output(self, is_lazy: bool = False) -> RequestOutput:
+        """The whole output; if it `is_lazy`, log-probabilities are made when iterated over."""
         await self._wait()
-        output = self.copy.output()
+        output = await in_slices(self.copy.output(is_lazy))
         output["request_id"] = self.name
         return output
 

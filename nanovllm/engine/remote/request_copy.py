@@ -1,13 +1,16 @@
 """RequestCopy: the caller's copy of a request in another process, with the text of its samples."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any
 
 from nanovllm.engine.remote.messages import RequestEnd, SampleProgress
-from nanovllm.engine.requests.request import Request
+from nanovllm.engine.requests.request import Request, completion
 from nanovllm.engine.requests.stream import Stream
 from nanovllm.engine.schedule.sequence import End, Sequence, SequenceStatus
 from nanovllm.outputs import RequestOutput, StreamEvent
+from nanovllm.utils.slices import SLICE, Steps
+
+TOKENS_DECODED = 4  # in the time of one unit of work
 
 
 class RequestCopy:
@@ -65,13 +68,51 @@ class RequestCopy:
         for seq, keeper in zip(self.request.seqs, ended.keepers or (), strict=False):
             seq.parts.keeper = keeper
 
-    def events(self) -> Iterable[StreamEvent]:
-        """The new parts of all samples since the last call."""
-        return self._stream.events(0, self.request)
+    def events(self) -> Iterator[StreamEvent]:
+        """The new parts of all samples since the last call, made one by one.
 
-    def output(self) -> RequestOutput:
-        """The whole output; all samples have ended."""
-        return self.request.output(self._tokenizer)
+        An event has at most about SLICE log-probabilities, however many have come since the last.
+        """
+        for seq in self.request.seqs:
+            yield from self._parts(seq)
+            event = self._stream.event(0, seq)
+            if event is not None:
+                yield event
+
+    def output(self, is_lazy: bool) -> Steps[RequestOutput]:
+        """Make the whole output; all samples have ended.
+
+        If it `is_lazy`, its log-probabilities are made while the caller iterates over them.
+        """
+        outputs = []
+        for seq in self.request.seqs:
+            tokenizer = self._tokenizer if seq.params.detokenize else None
+            if seq.parts.logprobs is not None:
+                seq.parts.logprobs.is_lazy = is_lazy
+            if seq.parts.logprobs is not None and not is_lazy:
+                yield from seq.parts.logprobs.prepare(seq, tokenizer)
+            outputs.append(completion(seq, tokenizer))
+            yield len(seq.output_token_ids) // TOKENS_DECODED
+        return self.request.output(self._tokenizer, outputs)
+
+    def _parts(self, seq: Sequence) -> Iterator[StreamEvent]:
+        """Events of a sample with tokens and no text, until those that are left fit in one."""
+        reported = self._stream.reported[0]
+        if (num := seq.params.logprobs) is None:
+            return
+        most = max(1, SLICE // (num + 1))
+        while (place := reported[seq.index]) is not None:
+            num_chars, num_tokens = place
+            start = seq.num_prompt_tokens + num_tokens
+            if seq.num_known_tokens <= start + most:
+                return
+            reported[seq.index] = num_chars, num_tokens + most
+            yield StreamEvent(
+                index=0, sample=seq.index, request_id=seq.request_id, text="",
+                token_ids=seq.token_ids[start : start + most], finish_reason=None,
+                stop_reason=None,
+                logprobs=seq.parts.logprobs.since(seq, start, self._tokenizer, start + most),
+            )  # fmt: skip
 
 
 def _stop(seq: Sequence) -> End | None:

@@ -43,11 +43,11 @@ class Request:
         samples = zip(nums, (seq.finish_reason or "abort" for seq in self.seqs), strict=True)
         meter.add(self.times.metrics(max(nums)), self.seqs[0].num_prompt_tokens, samples)
 
-    def output(self, tokenizer: Any) -> RequestOutput:
+    def output(self, tokenizer: Any, made: list[CompletionOutput] | None = None) -> RequestOutput:
         """Make the output; without a tokenizer, or with `detokenize=False`, its texts are empty."""
         first = self.seqs[0]
         tokenizer = tokenizer if first.params.detokenize else None
-        outputs = [completion(seq, tokenizer) for seq in self.seqs]
+        outputs = made or [completion(seq, tokenizer) for seq in self.seqs]
         longest = max(len(output.token_ids) for output in outputs)
         prompt_logprobs = None
         if first.params.prompt_logprobs is not None:
@@ -94,7 +94,7 @@ def completion(seq: Sequence, tokenizer: Any) -> CompletionOutput:
         finish_reason=reason,
         stop_reason=stop,
         logprobs=likely,
-        cumulative_logprob=None if likely is None else sum(t[0].logprob for t in likely),
+        cumulative_logprob=None if likely is None else seq.parts.logprobs.total(seq),
     )
     if seq.parts.keeper is not None and seq.generates:
         output["hidden_states"] = seq.parts.keeper.generated(seq)

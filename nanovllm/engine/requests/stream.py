@@ -17,24 +17,24 @@ class Stream:
         self.open = {request_id: index for index, request_id in enumerate(request_ids)}
         self._tokenizer = tokenizer
         # How many characters and tokens of each sample events have reported; None if it has ended.
-        self._reported: list[list[tuple[int, int] | None]] = [[(0, 0)] * n for n in num_samples]
+        self.reported: list[list[tuple[int, int] | None]] = [[(0, 0)] * n for n in num_samples]
 
     def events(self, request_id: int, request: Request | None) -> list[StreamEvent]:
         """The new events of an open request. A request that another call has aborted is None."""
         index = self.open[request_id]
         if request is None:
-            samples = enumerate(self._reported[index])
+            samples = enumerate(self.reported[index])
             return [
                 _aborted(index, sample, request_id)
                 for sample, place in samples
                 if place is not None
             ]
-        events = (self._event(index, seq) for seq in request.seqs)
+        events = (self.event(index, seq) for seq in request.seqs)
         return [event for event in events if event is not None]
 
-    def _event(self, index: int, seq: Sequence) -> StreamEvent | None:
+    def event(self, index: int, seq: Sequence) -> StreamEvent | None:
         """An event with the new part of a sample, if there is one; counts it as reported."""
-        reported = self._reported[index]
+        reported = self.reported[index]
         place = reported[seq.index]
         if place is None:
             return None
