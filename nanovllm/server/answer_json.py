@@ -18,7 +18,12 @@ def packed(value: Any) -> orjson.Fragment:
 
 
 def answer_json(body: Mapping[str, Any]) -> Steps[bytes]:
-    """The JSON of an answer with `choices`, the same as if it were made at once."""
+    """The JSON of an answer with `choices`, the same as if it were made at once.
+
+    The log-probabilities of its tokens are `packed`.
+    """
+    if len(body["choices"]) == 1 and body["usage"]["total_tokens"] <= NUMBERS_AT_ONCE:
+        return orjson.dumps(body)
     choices = []
     for choice in body["choices"]:
         written = orjson.dumps((yield from _written(choice)))

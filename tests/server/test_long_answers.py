@@ -153,7 +153,12 @@ def test_the_json_of_an_answer_is_written_in_slices(monkeypatch: pytest.MonkeyPa
         "index": 0, "message": {"content": "a" * 100}, "logprobs": {"content": [entry] * 50},
         "tokens": ["a", None] * 5000, "token_ids": [*range(9000)], "none": None, "empty": [],
     }  # fmt: skip
-    body = {"id": 1, "choices": [choice] * 3, "prompt_logprobs": [None, *[[entry]] * 40], "u": {}}
+    body: dict[str, Any] = {
+        "id": 1,
+        "choices": [choice] * 3,
+        "prompt_logprobs": [None, *[[entry]] * 40],
+    }
+    body["usage"] = {"total_tokens": 27_000}
     sizes, plain = [], written.orjson.dumps
 
     def counted(value: Any) -> bytes:
