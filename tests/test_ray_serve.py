@@ -537,6 +537,10 @@ def test_no_two_options_share_a_name() -> None:
             "num_gpus must be tensor_parallel_size, 1, got 2",
         ),
         (dict(device="auto", ray_actor_options={"num_gpus": "1"}), "num_gpus must be a number"),
+        (
+            dict(max_connections=9),
+            "max_connections is an option of Ray's proxies: they have limits",
+        ),
     ],
 )
 def test_mistakes_are_found_before_anything_is_deployed(

@@ -42,12 +42,17 @@ OF_PROXIES = {
     ),
     "root_path": "serve.run(..., route_prefix=...) replaces it",
     "uds": "they listen at no Unix sockets",
+    **dict.fromkeys(
+        ("max_connections", "max_header_kib", "max_headers", "request_seconds", "unread_seconds"),
+        "they have limits of their own for connections",
+    ),
 }
 OF_DEPLOYMENTS = tuple(
     name
     for name in inspect.signature(serve.deployment).parameters
     if name not in ("_func_or_class", "version", "user_config")
 )
+ANYWHERE = "0.0.0.0"  # where proxies listen is not known here
 UNLIMITED = 1_000_000_000  # requests at a replica; its engine counts them, and says when it is full
 CLOSE_SECONDS = 10.0  # for an engine to end
 LAST_SECONDS = 0.5  # the time to send responses when the engine has ended
@@ -101,7 +106,7 @@ def serving_app(model: str = EMBEDDED_MODEL, **options: Any) -> "serve.Applicati
     """
     given = _by_owner(options)
     config = Config(model=model, **given["engine"])
-    server = with_key(ServerOptions(**given["server"]))
+    server = with_key(ServerOptions(host=ANYWHERE, **given["server"]))
     SamplingParams(**given["sampling"])
     actor, device = _actor_options(config, given["deployment"].get("ray_actor_options"))
     deployment = serve.deployment(

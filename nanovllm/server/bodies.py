@@ -6,6 +6,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from nanovllm.server.errors import APIError
 from nanovllm.server.log import CLIENT_LEFT
+from nanovllm.utils.checks import shorten
 from nanovllm.utils.json_text import parse_json, shorten_json
 
 MIB = 1 << 20
@@ -27,6 +28,9 @@ async def read_object(request: Request, max_mib: int) -> dict[str, Any]:
 
 async def _read(request: Request, max_mib: int) -> bytes:
     """The bytes of a body. One that is too large is not read into memory."""
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding.lower() != "identity":
+        raise APIError(415, f"the body must not be compressed, got {shorten(encoding)}")
     data = bytearray()
     length = request.headers.get("content-length", "0")
     is_large = length.isdigit() and int(length) > max_mib * MIB

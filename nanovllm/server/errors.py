@@ -24,7 +24,8 @@ SLEEP_PATHS = ("/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", "/re
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
     404: "not_found_error", 405: "invalid_request_error", 408: "timeout_error",
-    409: "conflict_error", 413: "invalid_request_error",
+    409: "conflict_error", 413: "invalid_request_error", 415: "invalid_request_error",
+    431: "invalid_request_error",
     429: "rate_limit_error", 501: "not_implemented_error", 503: "service_unavailable_error",
 }  # fmt: skip
 RETRY = {"Retry-After": "1"}  # seconds

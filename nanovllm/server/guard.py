@@ -1,14 +1,18 @@
-"""Guard: checks API keys, and refuses new requests while the server drains."""
+"""Guard: checks hosts and API keys, and refuses new requests while the server drains."""
 
 import asyncio
+import contextlib
 import hmac
-from collections.abc import Sequence
+import ipaddress
+import socket
+from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.server.errors import APIError, as_api_error, error_response
 from nanovllm.server.log import CLIENT_LEFT, RequestLine
+from nanovllm.server.options import ServerOptions
 from nanovllm.utils.checks import shorten
 
 OPEN_PATHS = ("/", "/health", "/version", "/metrics")  # need no key, and are polled
@@ -19,11 +23,15 @@ class Guard:
     """Passes requests on to an application, or refuses them.
 
     Each request has an id, in a header of the response, and a line in the log. Exceptions of the
-    application become responses here. Web pages of these `origins` may use the server.
+    application become responses here. Web pages of these `origins` may use the server, and clients
+    that know it by the names in `hosts`; None is any name.
     """
 
-    def __init__(self, keys: Sequence[str], origins: Sequence[str]) -> None:
+    def __init__(
+        self, keys: Sequence[str], origins: Sequence[str], hosts: Collection[str] | None = None
+    ) -> None:
         self._keys, self._origins = [key.encode() for key in keys], origins
+        self._hosts = hosts
         self.is_draining = False
         self.num_active = 0  # requests that are being answered
 
@@ -79,6 +87,12 @@ class Guard:
         """Raise if a request is refused."""
         if self.is_draining and path not in DRAINING_PATHS:
             raise APIError(503, "the server is shutting down", "draining")
+        host = headers.get("host")
+        if self._hosts is not None and host is not None and not self._knows(host):
+            raise APIError(
+                403, f"{shorten(host)} is not a name of this server (--allowed-host)",
+                "host_not_allowed",
+            )  # fmt: skip
         origin = headers.get("origin")
         if origin is not None and method == "POST" and not self._admits(origin, headers):
             raise APIError(
@@ -88,6 +102,16 @@ class Guard:
         if self._keys and path not in OPEN_PATHS and not self._has_key(headers):
             why = "this key is wrong" if "authorization" in headers else "a key is needed"
             raise APIError(401, f"{why}: Authorization: Bearer KEY", "invalid_api_key")
+
+    def _knows(self, host: str) -> bool:
+        """Whether the server has this name, which may have a port.
+
+        A web page can let its site's name lead to the loopback address. The browser takes the
+        server for that site then, and lets the page read all answers; but it sends the name.
+        """
+        name, _, port = host.lower().rpartition(":")
+        name = (name if port.isdigit() else host.lower()).rstrip(".")
+        return name in (self._hosts or ()) or name == "localhost" or _is_loopback(name.strip("[]"))
 
     def _admits(self, origin: str, headers: Headers) -> bool:
         """Whether a page of this origin may send a request with these headers.
@@ -104,3 +128,29 @@ class Guard:
         given = key.strip().encode("latin-1")  # as it was sent
         matches = [hmac.compare_digest(given, one) for one in self._keys]
         return kind.lower() == "bearer" and any(matches)
+
+
+def known_hosts(options: ServerOptions) -> Collection[str] | None:
+    """The names of the server in addition to those of the loopback address; None is any name.
+
+    A server at the loopback address, which pages of other sites cannot read, knows its names, unless
+    it has keys.
+    """
+    allowed = tuple(options.allowed_host or ())
+    is_open = options.uds is None and not options.api_key and _is_local(options.host)
+    if "*" in allowed or (not allowed and not is_open):
+        return None
+    return (*allowed, options.host.lower(), f"[{options.host.lower()}]")
+
+
+def _is_local(host: str) -> bool:
+    """Whether the name or address leads to the loopback address."""
+    with contextlib.suppress(OSError):
+        return _is_loopback(host) or _is_loopback(socket.gethostbyname(host))
+    return False
+
+
+def _is_loopback(address: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
+    return False

@@ -34,3 +34,21 @@ class Limits:
     max_stop_chars: int = option(
         4096, "most characters of all texts in `stop` of a request", int_range(1)
     )
+    max_connections: int = option(
+        8192, "most connections at a time; the next get status 503", int_range(1)
+    )
+    max_header_kib: int = option(
+        64, "most KiB of the headers of a request; more get status 431", int_range(1)
+    )
+    max_headers: int = option(200, "most headers of a request; more get status 431", int_range(1))
+    request_seconds: float = option(
+        60.0,
+        "how long a client may take to send a request, or a TLS handshake; a body has one more"
+        " second for each KiB. A slower one gets status 408",
+        float_range(0.0, above=True),
+    )
+    unread_seconds: float = option(
+        300.0,
+        "how long a client may read nothing of an answer; then its connection is closed",
+        float_range(0.0, above=True),
+    )

@@ -22,6 +22,7 @@ from nanovllm.utils.option import (
 
 KEY = "NANOVLLM_API_KEY"
 ORIGIN = re.compile(r"\*|https?://[^/\s]+")  # as browsers send it
+HOST = re.compile(r"\*|[^\s/:@*\[\]]+|\[[0-9a-fA-F:.]+\]")  # without a port
 
 
 def _check_origins(name: str, value: Any) -> tuple[str, ...]:
@@ -32,6 +33,14 @@ def _check_origins(name: str, value: Any) -> tuple[str, ...]:
     return origins
 
 
+def _check_hosts(name: str, value: Any) -> tuple[str, ...]:
+    hosts = check_texts(name, value)
+    for host in hosts:
+        if not HOST.fullmatch(host):
+            raise ValueError(f"{name} must be * or a name like example.com, got {host!r}")
+    return tuple(host.lower().rstrip(".") for host in hosts)
+
+
 def _check_names(name: str, value: Any) -> tuple[str, ...]:
     names = check_texts(name, value)
     for place, one in enumerate(names):
@@ -40,13 +49,22 @@ def _check_names(name: str, value: Any) -> tuple[str, ...]:
     return names
 
 
-def _check_keys(name: str, value: Any) -> tuple[str, ...]:
+class Keys(tuple[str, ...]):
+    """API keys, which no text about them shows."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} key{'s' * (len(self) != 1)}>"
+
+
+def _check_keys(name: str, value: Any) -> Keys:
     """Keys that a header can have; the error does not show them."""
     is_list = isinstance(value, Iterable) and not isinstance(value, str | Mapping)
     keys = tuple(value) if is_list else (None,)
     if not all(map(_is_key, keys)):
         raise ValueError(f"{name} must be {KEYS.allowed}")
-    return keys
+    return Keys(keys)
 
 
 def _is_key(value: Any) -> bool:
@@ -64,6 +82,7 @@ ROOT = Rule(_check_root, "a text like /path")
 KEYS = Rule(_check_keys, "a list of printable texts without white space around them")
 NAMES = Rule(_check_names, "a list of different texts")
 ORIGINS = Rule(_check_origins, "* or a list like https://example.com")
+HOSTS = Rule(_check_hosts, "* or a list like example.com")
 
 
 @by_name("server option")
@@ -95,6 +114,12 @@ class ServerOptions(Limits):
     )
     cors_origin: Iterable[str] | None = option(
         None, "web sites with pages that may use the server; `*` is all", ORIGINS, none=NOTHING
+    )
+    allowed_host: Iterable[str] | None = option(
+        None,
+        "host names that clients may use; `*` is all. Names of the loopback address always may",
+        HOSTS,
+        none="all, but no others at a loopback address without keys",
     )
     trust_request_chat_template: bool = option(
         False,

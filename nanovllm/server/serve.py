@@ -7,10 +7,9 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.config import Config
@@ -20,7 +19,9 @@ from nanovllm.openai.request import CHAT, COMPLETIONS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.app import make_app
 from nanovllm.server.errors import APIError
+from nanovllm.server.http_server import BACKLOG, HTTPServer
 from nanovllm.server.options import ServerOptions
+from nanovllm.utils.open_files import allow_open_files
 from nanovllm.utils.option import options_of
 from nanovllm.utils.resources import keep_what_lives
 
@@ -28,8 +29,7 @@ logger = logging.getLogger("nanovllm.server")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CHECK_SECONDS = 0.05  # between checks for requests that still run
 LAST_SECONDS = 1.0  # the time to send responses when the engine has ended
-BACKLOG = 4096  # connections that wait to be accepted
-KEEP_ALIVE_SECONDS = 75  # longer than a proxy's, which must not reuse a connection that closes
+SPARE_FILES = 512  # files in addition to connections; those that are refused are open for a moment
 MAX_TOKENS = {CHAT: None, COMPLETIONS: 16}  # of bodies that do not set it, as in OpenAI's API
 
 
@@ -45,6 +45,7 @@ def serve(
     `announce` gets the address.
     """
     _check_certificate(options)
+    options = with_open_files(options)
     with _listening(options) as listener:  # before the model is loaded, which takes long
         llm = open_engine(engine, options)
         keep_what_lives()
@@ -52,6 +53,19 @@ def serve(
             return _run(_Life(llm, options, sampling).run(listener, announce))
         finally:
             llm.close()
+
+
+def with_open_files(options: ServerOptions) -> ServerOptions:
+    """The options with as many connections as this process may have open files for."""
+    allowed = allow_open_files(options.max_connections + SPARE_FILES) - SPARE_FILES
+    if allowed >= options.max_connections:
+        return options
+    most = max(allowed, 1)
+    logger.warning(
+        "at most %d connections are open at a time, not %d (max_connections): the system allows"
+        " this process %d files (ulimit -n)", most, options.max_connections, allowed + SPARE_FILES
+    )  # fmt: skip
+    return replace(options, max_connections=most)
 
 
 def open_engine(engine: Mapping[str, Any], options: ServerOptions) -> AsyncLLM:
@@ -157,28 +171,13 @@ def _signals_call(take: Callable[[], None]) -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)
 
 
-class _Uvicorn(uvicorn.Server):
-    """A server that leaves signals alone."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class _Life:
     """One run of a server."""
 
     def __init__(self, llm: AsyncLLM, options: ServerOptions, sampling: Mapping[str, Any]) -> None:
         self._llm, self._options = llm, options
         app, self._guard = make_app(llm, options, default_params(llm, sampling))
-        self._server = _Uvicorn(
-            uvicorn.Config(
-                app, log_level="warning", access_log=False, lifespan="off",
-                root_path=options.root_path or "", ssl_certfile=options.ssl_certfile,
-                ssl_keyfile=options.ssl_keyfile, timeout_graceful_shutdown=1,
-                timeout_keep_alive=KEEP_ALIVE_SECONDS, backlog=BACKLOG,
-            )
-        )  # fmt: skip
+        self._server = HTTPServer(app, options)
         self._signals = 0
         self._asked = asyncio.Event()
 

@@ -42,7 +42,7 @@ async def post(server: Server, body: bytes) -> tuple[int, bytes]:
     """The status and the whole body of a response."""
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    lines = ("POST /v1/completions HTTP/1.1", "Host: x", "Connection: close")
+    lines = ("POST /v1/completions HTTP/1.1", "Host: localhost", "Connection: close")
     head = "\r\n".join((*lines, f"Content-Length: {len(body)}", "", ""))
     writer.write(head.encode() + body)
     data = await reader.read()

@@ -1,6 +1,7 @@
 """What is refused before it reaches the engine, and the line that each request has in the log."""
 
 import asyncio
+import gzip
 import logging
 import re
 from collections.abc import AsyncIterator
@@ -80,6 +81,67 @@ def test_pages_of_other_sites_may_not_post(headers: dict[str, str], is_refused: 
         assert error["code"] == "origin_not_allowed" and "(--cors-origin)" in error["message"]
     assert app.ask("GET", "/v1/models", headers=headers).status_code == 200
     assert App(cors_origin=["*"]).ask("POST", path, headers=headers).status_code != 403
+
+
+LOCAL = ("localhost", "LocalHost:8000", "localhost.", "127.0.0.1:9", "127.8.8.8", "[::1]:8000")
+FOREIGN = (
+    "a.example",
+    "a.example:8000",
+    "localhost.a.example",
+    "10.0.0.1",
+    "[::2]",
+    "x@localhost",
+    "",
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_open"),
+    [
+        (dict(), False),
+        (dict(host="localhost"), False),
+        (dict(host="127.1.2.3"), False),
+        (dict(host="::1"), False),
+        (dict(allowed_host=["*"]), True),
+        (dict(host="0.0.0.0"), True),
+        (dict(host="0.0.0.0", allowed_host=["b.example"]), False),
+        (dict(uds="/tmp/socket"), True),
+        (dict(uds="/tmp/socket", allowed_host=["b.example"]), False),
+        (dict(api_key=["k"]), True),  # no page has it
+        (dict(api_key=["k"], allowed_host=["b.example"]), False),
+    ],
+)
+def test_a_site_that_leads_its_name_to_the_server_is_refused(
+    options: dict[str, Any], is_open: bool
+) -> None:
+    app, key = App(**options), {"Authorization": "Bearer k"}
+    for host in LOCAL:
+        assert app.ask("GET", "/v1/models", headers={"Host": host, **key}).status_code == 200, host
+    for host in FOREIGN:
+        for path in ("/v1/models", "/metrics", "/health", "/"):
+            headers = {"Host": host, **key}
+            if not is_open or path == "/v1/models":
+                found = app.ask("GET", path, headers=headers)
+                assert found.status_code == (200 if is_open else 403), host
+    if not is_open:
+        error = found.json()["error"]
+        assert error["code"] == "host_not_allowed"
+        assert error["message"].endswith(" is not a name of this server (--allowed-host)")
+    if "allowed_host" in options:
+        for host in ("b.example", "B.Example:80"):
+            assert app.ask("GET", "/v1/models", headers={"Host": host, **key}).status_code == 200
+
+
+def test_a_compressed_body_is_refused() -> None:
+    body = gzip.compress(b'{"prompt": "a"}')
+    for encoding in ("gzip", "br", "identity, gzip"):
+        headers = {"Content-Encoding": encoding}
+        found = App().ask("POST", "/v1/completions", headers=headers, content=body)
+        assert found.status_code == 415
+        message = found.json()["error"]["message"]
+        assert message == f"the body must not be compressed, got {encoding!r}"
+    plain = {"Content-Encoding": "identity"}
+    assert App().ask("POST", "/v1/completions", headers=plain, content="[]").status_code == 400
 
 
 def test_a_key_is_compared_as_it_is_sent() -> None:

@@ -1,5 +1,6 @@
 """Options of the server that are refused."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -46,3 +47,23 @@ def test_a_root_path_has_a_slash_in_front_alone(path: str) -> None:
 def test_a_name_given_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="must have different names, got 'a' twice"):
         ServerOptions(served_model_name=["a", "b", "a"])
+
+
+def test_no_text_about_options_shows_keys() -> None:
+    options = ServerOptions(api_key=["secret", "secret2"])
+    assert "api_key=<2 keys>" in repr(options) and "secret" not in f"{options} {options.api_key}"
+    copy = pickle.loads(pickle.dumps(with_key(options)))
+    assert copy == options and copy.api_key == ("secret", "secret2")
+    assert "<2 keys>" in repr(copy) and "api_key=None" in repr(ServerOptions())
+
+
+@pytest.mark.parametrize("host", ["https://a.example", "a.example:80", "*.example", "a b", "::1"])
+def test_a_host_that_is_no_name_is_refused(host: str) -> None:
+    with pytest.raises(ValueError, match=r"allowed_host must be \* or a name like example\.com"):
+        ServerOptions(allowed_host=["*", host])
+
+
+def test_hosts_are_taken_as_requests_have_them() -> None:
+    hosts = ("*", "a.example", "10.0.0.1", "[::1]")
+    assert ServerOptions(allowed_host=list(hosts)).allowed_host == hosts
+    assert ServerOptions(allowed_host=["A.Example."]).allowed_host == ("a.example",)

@@ -14,7 +14,7 @@ from waiting import LIMIT
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.serve import _Life, _listening, _run, open_engine
+from nanovllm.server.serve import _Life, _listening, _run, open_engine, with_open_files
 
 ENGINE: dict[str, Any] = dict(device="cpu", dtype="float32", cpu_kvcache_gib=0.05)
 NO_TOKENIZER = "has no tokenizer"
@@ -83,3 +83,20 @@ def test_a_connection_is_kept_for_longer_than_a_proxy_keeps_it() -> None:
     with closing(AsyncLLM(EMBEDDED_MODEL, **ENGINE)) as llm:
         config = _Life(llm, ServerOptions(), {})._server.config
         assert config.timeout_keep_alive > 60, "nginx's"
+
+
+@pytest.mark.parametrize(
+    ("limits", "most", "is_raised"), [((256, 9000), 8192, True), ((256, 1000), 488, True),
+                                      ((9000, 9000), 8192, False)]
+)  # fmt: skip
+def test_connections_have_open_files(
+    limits: tuple[int, int], most: int, is_raised: bool,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    resource = pytest.importorskip("resource")
+    set_to: list[Any] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: set_to.append(limits))
+    assert with_open_files(ServerOptions()).max_connections == most
+    assert set_to == ([(most + 512, limits[1])] if is_raised else [])
+    assert ("at most 488 connections are open at a time, not 8192" in caplog.text) == (most < 8192)

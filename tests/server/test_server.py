@@ -98,7 +98,7 @@ def sent(server: Server, body: dict[str, Any], path: str = "/v1/completions") ->
     """The socket of a client that has sent a request, and leaves at the block's end."""
     with socket.create_connection(address_of(server), timeout=LIMIT) as raw:
         data = json.dumps(body).encode()
-        raw.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\n" % path.encode())
+        raw.sendall(b"POST %b HTTP/1.1\r\nHost: localhost\r\n" % path.encode())
         raw.sendall(b"Content-Length: %d\r\n\r\n%b" % (len(data), data))
         yield raw
 
@@ -107,7 +107,7 @@ def sent(server: Server, body: dict[str, Any], path: str = "/v1/completions") ->
 def begun(server: Server, body: bytes) -> Any:
     """The socket of a client whose request the server has begun to read; its body is to come."""
     with socket.create_connection(address_of(server), timeout=LIMIT) as raw:
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n")
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n")
         raw.sendall(b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(body))
         asked = b""
         while not asked.endswith(b"\r\n\r\n"):  # the application reads the body

@@ -16,6 +16,7 @@ from nanovllm.bench.serve.prompts import RandomPrompts
 from nanovllm.bench.serve.run import Run, run_load, send
 from nanovllm.bench.serve.server import Server
 from nanovllm.utils.interrupts import make_bar
+from nanovllm.utils.open_files import allow_open_files
 
 INTERVAL = 0.25  # seconds between two drawings of the bar
 SHORT = 16  # tokens of a prompt that warms up for a dataset; its prompts may all be short
@@ -86,20 +87,12 @@ async def _warm_up(server: Server, dataset: Sequence[Mapping[str, Any]], load: S
 
 def allow_connections(number: int) -> None:
     """Allow this process `number` open connections; a ValueError if the system forbids it."""
-    try:
-        import resource
-    except ImportError:  # no such limits here
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = number + SPARE_FILES
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
+    if (allowed := allow_open_files(needed)) < needed:
         raise ValueError(
             f"{number} requests in flight need {needed} open files, and this process may have"
-            f" {hard}: give --max-concurrency {max(hard - SPARE_FILES, 1)} or less"
+            f" {allowed}: give --max-concurrency {max(allowed - SPARE_FILES, 1)} or less"
         )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 @contextlib.asynccontextmanager
