@@ -17,13 +17,13 @@ import asyncio
 import functools
 import json
 import random
+import socket
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from constraints import make_tokenizer
 from front_engine import VOCAB
 
@@ -31,6 +31,7 @@ from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.bench.shapes import write_shape
 from nanovllm.engine.remote import process
 from nanovllm.server.app import make_app
+from nanovllm.server.http_server import HTTPServer
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.serve import default_params
 
@@ -79,11 +80,10 @@ async def call(llm: AsyncLLM, requests: int, streams: int, is_whole: bool) -> tu
 async def serve(llm: AsyncLLM, requests: int, streams: int) -> tuple[int, float]:
     """Let `nanovllm bench serve` ask a server in this process."""
     app, _ = make_app(llm, ServerOptions(), default_params(llm, {}))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", access_log=False))
-    serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
+    server = HTTPServer(app, ServerOptions())
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    serving = asyncio.create_task(server.serve([listener]))
     client = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "nanovllm", "bench", "serve", "--json", "--ignore-eos",
         "--base-url", f"http://127.0.0.1:{port}", "--max-concurrency", str(streams),

@@ -6,12 +6,17 @@ adapters.py  the names that a body's model may have: the model's, and those of a
 answering.py chats and completions, whole and streamed
 bodies.py    reading a request's body
 errors.py    errors as OpenAI's API writes them
-guard.py     keys, draining, and the line in the log of each request
 limits.py    the options that bound what one client may ask for
 refusals.py  refusing what is over these limits
+guard.py     hosts, keys, draining, and the line in the log of each request
 metrics.py   the engine's metrics in Prometheus's format
 tokens.py    /tokenize and /detokenize
 serve.py     the life of the process: start, signals, the end
+http_server.py  listening: uvicorn's server, with connections of our own
+connection.py   the requests of a client: their order, and the time that they may take
+request_parser.py  the requests in a client's bytes, and limits on all that is not a body
+exchange.py  one request and its response, for the application
+wire.py      writing to a client that may not read, or may leave
 
 The formats of bodies are those of nanovllm.openai.
 """

@@ -133,8 +133,7 @@ class Guard:
 def known_hosts(options: ServerOptions) -> Collection[str] | None:
     """The names of the server in addition to those of the loopback address; None is any name.
 
-    A server at the loopback address, which pages of other sites cannot read, knows its names, unless
-    it has keys.
+    At a loopback address without keys, other names are those of sites that attack the server.
     """
     allowed = tuple(options.allowed_host or ())
     is_open = options.uds is None and not options.api_key and _is_local(options.host)
