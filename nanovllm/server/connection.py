@@ -40,6 +40,8 @@ class Connection(asyncio.Protocol):
         self._transport = transport
         self._wire = Wire(transport, self._limits.unread_seconds)
         self._is_tls = transport.get_extra_info("sslcontext") is not None
+        self._client = _address(transport.get_extra_info("peername"))
+        self._server = _address(transport.get_extra_info("sockname"))
         connections, most = self._service.state.connections, self._limits.max_connections
         if len(connections) >= most:
             words = f"the server has {most} connections (max_connections)"
@@ -104,8 +106,8 @@ class Connection(asyncio.Protocol):
         """Begin to answer the request, or let it wait for those before it."""
         exchange = self._reading = Exchange(
             self._service, self._wire, self._scope(head),
-            expects_continue=head.version == "1.1" and head.values(b"expect") == [b"100-continue"],
-            keep_alive=head.keep_alive, took=self._pause_or_resume, ended=self._go_on,
+            expects_continue=head.wants_continue, keep_alive=head.keep_alive,
+            took=self._pause_or_resume, ended=self._go_on,
         )  # fmt: skip
         self._exchanges.append(exchange)
         if len(self._exchanges) == 1:
@@ -129,22 +131,15 @@ class Connection(asyncio.Protocol):
 
     def _scope(self, head: Head) -> Scope:
         """The request as an ASGI application gets it."""
-        root, info = self._service.root_path, self._info
+        root = self._service.root_path
         return {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": head.version, "method": head.method,
             "scheme": "https" if self._is_tls else "http", "root_path": root,
             "path": root + head.path, "raw_path": root.encode() + head.raw_path,
             "query_string": head.query, "headers": head.headers,
-            "client": info("peername"), "server": info("sockname"),
+            "client": self._client, "server": self._server,
         }  # fmt: skip
-
-    def _info(self, name: str) -> tuple[str, int | None] | None:
-        """An address of this connection."""
-        found = self._transport.get_extra_info(name)
-        if isinstance(found, tuple):
-            return found[0], found[1]
-        return (found, None) if name == "sockname" and isinstance(found, str) else None
 
     # The order of answers.
 
@@ -237,3 +232,10 @@ class Connection(asyncio.Protocol):
         if self._clock is not None:
             self._clock.cancel()
             self._clock = None
+
+
+def _address(found: Any) -> tuple[str, int | None] | None:
+    """An address as ASGI has it: a host and a port, or the path of a Unix socket."""
+    if isinstance(found, tuple):
+        return found[0], found[1]
+    return (found, None) if isinstance(found, str) and found else None

@@ -1,7 +1,6 @@
 """RequestParser: the requests in a client's bytes, with limits on all that is not a body."""
 
-from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 from urllib.parse import unquote
 
 import httptools
@@ -9,29 +8,27 @@ import httptools
 from nanovllm.server.errors import APIError
 from nanovllm.server.limits import Limits
 
+Headers = list[tuple[bytes, bytes]]  # names are in lower case
 KIB = 1 << 10
 FRAMING = (b"content-length", b"transfer-encoding")  # headers that say where a body ends
+READ = frozenset((b"host", b"transfer-encoding", b"expect"))  # headers that are read here
 
 
-@dataclass(frozen=True)
-class Head:
-    """What a request begins with; `keep_alive`: another request may follow."""
+class Head(NamedTuple):
+    """What a request begins with."""
 
     version: str
     method: str
     raw_path: bytes
     query: bytes
-    headers: list[tuple[bytes, bytes]]
-    keep_alive: bool
+    headers: Headers
+    keep_alive: bool  # another request may follow
+    wants_continue: bool  # its body comes when it is asked for
 
     @property
     def path(self) -> str:
         """The path without escapes."""
         return unquote(self.raw_path.decode())
-
-    def values(self, name: bytes) -> list[bytes]:
-        """The values of a header, in lower case."""
-        return [value.lower() for other, value in self.headers if other == name]
 
 
 class Reader(Protocol):
@@ -56,7 +53,7 @@ class RequestParser:
     def __init__(self, limits: Limits, reader: Reader) -> None:
         self._limits, self._reader = limits, reader
         self._parser = httptools.HttpRequestParser(self)
-        self._url, self._headers = b"", list[tuple[bytes, bytes]]()
+        self._url, self._headers = b"", Headers()
         self._num_parsed = 0  # bytes of a request that are not of its body
         self._num_unparsed = 0  # bytes that came since the parser last had a result
         self._error: APIError | None = None  # why a callback has stopped the parser
@@ -121,11 +118,14 @@ class RequestParser:
         except httptools.HttpParserInvalidURLError:
             self._stop(400, "the target of a request must be a path")
         self._is_upgrade = parser.should_upgrade()
+        is_new = version == "1.1"
+        known = [one for one in self._headers if one[0] in READ]
+        self._check(version, known)
         head = Head(
             version, parser.get_method().decode(), url.path or b"/", url.query or b"",
-            self._headers, version == "1.1" and parser.should_keep_alive(),
+            self._headers, is_new and parser.should_keep_alive(),
+            is_new and b"100-continue" in _values(known, b"expect"),
         )  # fmt: skip
-        self._check(head)
         self.in_head = False
         self._reader.take_head(head)
 
@@ -158,15 +158,15 @@ class RequestParser:
         self._error = APIError(status, message)
         raise self._error  # which stops the parser
 
-    def _check(self, head: Head) -> None:
+    def _check(self, version: str, headers: Headers) -> None:
         """Refuse a request if it is not clear where it ends, or for which host it is."""
-        if head.version not in ("1.0", "1.1"):
+        if version not in ("1.0", "1.1"):
             self._stop(505, "the server speaks HTTP/1.1 and HTTP/1.0")
-        num_hosts = len(head.values(b"host"))
-        if num_hosts > 1 or (num_hosts == 0 and head.version == "1.1"):
+        num_hosts = len(_values(headers, b"host"))
+        if num_hosts > 1 or (num_hosts == 0 and version == "1.1"):
             self._stop(400, f"a request must have one Host header, got {num_hosts}")
-        encodings = head.values(b"transfer-encoding")
-        if encodings and (encodings != [b"chunked"] or head.version == "1.0"):
+        encodings = _values(headers, b"transfer-encoding")
+        if encodings and (encodings != [b"chunked"] or version == "1.0"):
             self._stop(501, "transfer-encoding must be chunked, and needs HTTP/1.1")
 
     def _read_as_http(self, rest: bytes) -> None:
@@ -182,3 +182,8 @@ class RequestParser:
         self._is_replay = False
         if rest:
             self.feed(rest)
+
+
+def _values(headers: Headers, name: bytes) -> list[bytes]:
+    """The values of a header, in lower case."""
+    return [value.lower() for other, value in headers if other == name]
