@@ -72,7 +72,7 @@ SERVER = """\
 ## Server
 
 `nanovllm serve MODEL` takes these options and those above; [serving](serving.md) explains them.
-`--served-model-name`, `--api-key` and `--cors-origin` may be given several times.
+`--served-model-name`, `--api-key`, `--cors-origin` and `--allowed-host` may be given several times.
 """
 
 LIMITS = """\
