@@ -89,7 +89,16 @@ class _Cutter:
             piece = raw[:cut]
             has_comma = not is_last and not goes_on and piece.endswith(b",")
             yield Piece(
-                start, piece, opened, left, lowest, in_text, goes_on, is_text, after_comma, has_comma
+                start,
+                piece,
+                opened,
+                left,
+                lowest,
+                in_text,
+                goes_on,
+                is_text,
+                after_comma,
+                has_comma,
             )
             start, in_text, after_comma = start + cut, goes_on, has_comma
 
