@@ -9,7 +9,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.lora_request import LoRARequest, named_adapters
-from nanovllm.server.bodies import read_object
+from nanovllm.server.bodies import Bodies
 from nanovllm.server.errors import APIError
 from nanovllm.server.options import ServerOptions
 from nanovllm.utils.checks import check_name, shorten
@@ -24,7 +24,7 @@ class ServedModels:
 
     def __init__(self, llm: AsyncLLM, names: Sequence[str], options: ServerOptions) -> None:
         self._llm, self.names, self._options = llm, tuple(names), options
-        self._created = int(time.time())
+        self._bodies, self._created = Bodies(llm.readers, options), int(time.time())
         self._adapters = named_adapters(llm.config.lora_modules)
         if taken := [name for name in self.names if name in self._adapters]:
             raise ValueError(f"lora_modules must not have the model's own name, got {taken[0]!r}")
@@ -84,7 +84,7 @@ class ServedModels:
             raise APIError(
                 403, "clients may not load and unload adapters here (--allow-lora-updates)"
             )
-        body = await read_object(request, self._options.max_body_mib)
+        body = await self._bodies.read(request, lambda body: body)
         for name in body:
             check_name(name, fields)
         return body

@@ -24,15 +24,17 @@ from nanovllm.outputs import RequestMetrics, RequestOutput, StreamEvent
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.adapters import ServedModels
 from nanovllm.server.answer_json import answer_json
-from nanovllm.server.bodies import read_object
+from nanovllm.server.bodies import Bodies
 from nanovllm.server.errors import APIError, as_api_error, error_body
+from nanovllm.server.gone import unless_gone
 from nanovllm.server.log import CLIENT_LEFT, RequestLine
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.refusals import check_logprobs, check_stops
 from nanovllm.utils.slices import in_slices
-from nanovllm.utils.tasks import Stop, all_of, cancel
+from nanovllm.utils.tasks import all_of, cancel
 
 T = TypeVar("T")
+Asked = TypeVar("Asked")
 LAST_SECONDS = 1.0  # the time to send an error
 DONE = b"data: [DONE]\n\n"
 Part = tuple[bytes, bool]  # a part of a stream: events, and whether they are the last
@@ -50,14 +52,13 @@ class Answering:
         defaults: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self._llm, self._models, self._options = llm, models, options
-        self._defaults = defaults
+        self._defaults, self._bodies = defaults, Bodies(llm.readers, options)
 
     async def handle(self, request: Request) -> Response:
         """Answer a request."""
-        return await answered(request, self._options, self._work)
+        return await answered(request, self._bodies, self._parse, self._work)
 
-    def _work(self, line: RequestLine, body: Mapping[str, Any]) -> Work:
-        asked = self._parse(line.url, body)
+    def _work(self, line: RequestLine, asked: APIRequest) -> Work:
         if asked.streams:
             return EventStream(self._chunks(line, asked), self._options.timeout, line)
         return self._body(line, asked)
@@ -281,17 +282,19 @@ async def _merged(requests: Sequence[OpenRequest]) -> AsyncIterator[tuple[int, S
 
 async def answered(
     request: Request,
-    options: ServerOptions,
-    work: Callable[[RequestLine, Mapping[str, Any]], Work],
+    bodies: Bodies,
+    parse: Callable[[str, dict[str, Any]], Asked],
+    work: Callable[[RequestLine, Asked], Work],
 ) -> Response:
-    """Answer a request with the result of `work` for its body.
+    """Answer a request with the result of `work` for what `parse` makes of its URL and body.
 
     If the client disconnects before it is complete, the work is cancelled.
     """
-    found = work(request.scope["line"], await read_object(request, options.max_body_mib))
+    line: RequestLine = request.scope["line"]
+    found = work(line, await bodies.read(request, functools.partial(parse, line.url)))
     if isinstance(found, Response):
         return found
-    body = await unless_gone(request.receive, found, options.timeout)
+    body = await unless_gone(request.receive, found, bodies.limits.timeout)
     return Response(status_code=CLIENT_LEFT) if body is None else json_response(body)
 
 
@@ -302,36 +305,3 @@ def json_response(value: Any) -> Response:
     """
     data = value if isinstance(value, bytes) else orjson.dumps(value)
     return Response(data, media_type="application/json")
-
-
-async def unless_gone(
-    receive: Receive, work: Coroutine[Any, Any, T], timeout: float | None
-) -> T | None:
-    """The result of `work`. If the client disconnects first, work is cancelled; returns None.
-
-    The work runs in this task. A new task would begin after all other tasks that are ready: if many
-    requests come at once, the engine would get the first one only after all have been read.
-    """
-    stop = Stop()
-    gone = asyncio.ensure_future(_disconnected(receive))
-    gone.add_done_callback(lambda _: stop.cancel("gone"))
-    limit = timeout and asyncio.get_running_loop().call_later(timeout, stop.cancel, "late")
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if not stop.is_ours():  # the program that runs the application has cancelled it
-            raise
-        if stop.reason == "late":
-            raise asyncio.TimeoutError from None
-        return None
-    finally:
-        stop.is_over = True
-        gone.cancel()
-        if limit:
-            limit.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    """Wait until the client has disconnected."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

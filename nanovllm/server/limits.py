@@ -21,6 +21,18 @@ class Limits:
     max_body_mib: int = option(
         16, "largest body of a request in MiB; a larger one gets status 413", int_range(1)
     )
+    max_body_values: int = option(
+        1 << 19,
+        "most values in the JSON of a body, where a list or an object counts as four; a body with"
+        " more gets status 413",
+        int_range(1),
+    )
+    max_body_depth: int = option(
+        128, "most lists and objects in one another in the JSON of a body", int_range(1)
+    )
+    max_tokenize_chars: int = option(
+        1 << 22, "most characters of a text for `/tokenize`", int_range(1)
+    )
     max_inputs: int = option(
         2048, "most inputs of an embedding, and most queries and documents to score", int_range(1)
     )

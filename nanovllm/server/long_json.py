@@ -16,7 +16,7 @@ from nanovllm.utils.json_text import parse_json
 
 PIECE = 1 << 16  # bytes
 COST = 4  # how many values a list or an object counts as, because of its memory
-LIST, OBJECT = b"[{"
+LIST, OBJECT, COMMA = b"[{,"
 NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 # Bytes of a text without escapes, and whole escapes: a pair of surrogates is one.
 IN_TEXT = re.compile(
@@ -36,8 +36,9 @@ class TooManyValuesError(ValueError):
 class Piece(NamedTuple):
     """A part of the data, and the brackets that are open before and after it.
 
-    It begins and ends after a comma or an opening bracket, or in a text. `lowest` is the least number of open brackets in it. `in_text` and `after_comma` say where it begins,
-    `text_goes_on` and `has_comma` where it ends. If it `is_text`, it has no end of a text.
+    It begins and ends after a comma or an opening bracket, or in a text: `in_text` and
+    `after_comma` are about its start, `text_goes_on` and `has_comma` about its end. If it
+    `is_text`, no text ends in it. `lowest` is the least number of open brackets in it.
     """
 
     start: int

@@ -1,60 +1,89 @@
 """/tokenize and /detokenize: convert texts to token ids, and back."""
 
-import asyncio
-from collections.abc import Collection, Mapping
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.openai.request import CHAT, given_fields, parse_body
+from nanovllm.openai.request import CHAT, APIRequest, given_fields, parse_body
+from nanovllm.openai.token_texts import decoded
 from nanovllm.server.adapters import ServedModels
-from nanovllm.server.answering import json_response, refuse_templates
-from nanovllm.server.bodies import read_object
+from nanovllm.server.answering import answered, refuse_templates
+from nanovllm.server.bodies import Bodies
+from nanovllm.server.log import RequestLine
 from nanovllm.server.options import ServerOptions
 from nanovllm.utils.checks import check_ids, check_int, check_text
 from nanovllm.utils.json_text import check_json_bool, shorten_json
 
-TEXT_FIELDS = ("prompt", "add_special_tokens")
+TEXT_FIELDS = ("prompt", "add_special_tokens", "return_token_strs")
 IDS_FIELDS = ("tokens",)
+SLICE = 1 << 14  # tokens that are converted at a time, so that other threads run in between
+
+
+@dataclasses.dataclass(frozen=True)
+class TokensRequest:
+    """A parsed body of /tokenize: a text, or a chat, to convert."""
+
+    text: str | None
+    chat: APIRequest | None
+    adds_special: bool
+    shows: bool
 
 
 class TokenAnswering:
     """The tokenizer of an engine, for clients."""
 
     def __init__(self, llm: AsyncLLM, models: ServedModels, options: ServerOptions) -> None:
-        self._llm, self._models, self._max_body_mib = llm, models, options.max_body_mib
-        self._trusts_templates = options.trust_request_chat_template
+        self._llm, self._models, self._options = llm, models, options
+        self._bodies = Bodies(llm.readers, options)
 
     async def tokenize(self, request: Request) -> Response:
         """The token ids of a `prompt`, or of the prompt of `messages`."""
-        body = await read_object(request, self._max_body_mib)
-        shows = body.pop("return_token_strs", None)
-        shows = shows is not None and check_json_bool("return_token_strs", shows)
-        if body.get("messages") is not None:
-            ids = await self._of_chat(body)
-        else:
-            ids = await asyncio.to_thread(self._of_text, self._given(body, TEXT_FIELDS))
-        names = self._llm.tokenizer.convert_ids_to_tokens(ids) if shows else None
-        return json_response(
-            {
-                "count": len(ids),
-                "max_model_len": self._llm.config.max_model_len,
-                "tokens": ids,
-                "token_strs": names,
-            }
-        )
+        return await answered(request, self._bodies, self._parse_text, self._tokenized)
 
     async def detokenize(self, request: Request) -> Response:
         """The text of `tokens`."""
-        body = self._given(await read_object(request, self._max_body_mib), IDS_FIELDS)
+        return await answered(request, self._bodies, self._parse_ids, self._detokenized)
+
+    def _parse_text(self, _: str, body: dict[str, Any]) -> TokensRequest:
+        shows = body.pop("return_token_strs", None)
+        shows = shows is not None and check_json_bool("return_token_strs", shows)
+        if body.get("messages") is not None:
+            return TokensRequest(None, self._parse_chat(body), False, shows)
+        body = self._given(body, TEXT_FIELDS)
+        if "prompt" not in body:
+            raise ValueError("prompt or messages is missing")
+        text = body["prompt"]
+        if not isinstance(text, str):
+            raise TypeError(f"prompt must be a text, got {shorten_json(text)}")
+        check_text("prompt", text)
+        if len(text) > (most := self._options.max_tokenize_chars):
+            raise ValueError(
+                f"prompt must have at most {most} characters (max_tokenize_chars), got {len(text)}"
+            )
+        special = check_json_bool("add_special_tokens", body.get("add_special_tokens", True))
+        return TokensRequest(text, None, special, shows)
+
+    def _parse_chat(self, body: Mapping[str, Any]) -> APIRequest:
+        asked = parse_body(CHAT, body, {})
+        self._models.adapter(asked.model)
+        if not self._options.trust_request_chat_template:
+            refuse_templates(asked)
+        return asked
+
+    def _parse_ids(self, _: str, body: dict[str, Any]) -> tuple[int, ...]:
+        body = self._given(body, IDS_FIELDS)
         if "tokens" not in body:
             raise ValueError("tokens is missing")
         ids = check_ids("tokens", body["tokens"])
         num_ids = max(len(self._llm.tokenizer), self._llm.model_config.vocab_size)
         check_int("tokens: a token id", max(ids, default=0), 0, num_ids - 1)
-        return json_response({"prompt": await asyncio.to_thread(self._llm.tokenizer.decode, ids)})
+        return ids
 
     def _given(self, body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
         """The fields of a body. Its model must be one of the server's."""
@@ -62,21 +91,38 @@ class TokenAnswering:
         self._models.adapter(given.get("model"))
         return given
 
-    async def _of_chat(self, body: Mapping[str, Any]) -> list[int]:
-        asked = parse_body(CHAT, body, {})
-        self._models.adapter(asked.model)
-        if not self._trusts_templates:
-            refuse_templates(asked)
-        turn = await self._llm.chat_turn(asked.prompts[0], asked.params, **asked.chat_options)
-        return list(turn.prompt["prompt_token_ids"])
+    async def _tokenized(self, _: RequestLine, asked: TokensRequest) -> dict[str, Any]:
+        if (chat := asked.chat) is None:
+            assert asked.text is not None
+            answer = functools.partial(self._of_text, asked.text, asked)
+            return await self._llm.readers.run(answer, len(asked.text))
+        turn = await self._llm.chat_turn(chat.prompts[0], chat.params, **chat.chat_options)
+        ids = list(turn.prompt["prompt_token_ids"])
+        return await self._llm.readers.run(lambda: self._answer(ids, asked.shows), len(ids))
 
-    def _of_text(self, body: Mapping[str, Any]) -> list[int]:
-        if "prompt" not in body:
-            raise ValueError("prompt or messages is missing")
-        text = body["prompt"]
-        if not isinstance(text, str):
-            raise TypeError(f"prompt must be a text, got {shorten_json(text)}")
-        check_text("prompt", text)
-        special = check_json_bool("add_special_tokens", body.get("add_special_tokens", True))
-        ids: list[int] = self._llm.tokenizer.encode(text, add_special_tokens=special)
-        return ids
+    def _of_text(self, text: str, asked: TokensRequest) -> dict[str, Any]:
+        encode = self._llm.tokenizer.encode
+        ids = encode(text, add_special_tokens=asked.adds_special, verbose=False)
+        return self._answer(ids, asked.shows)
+
+    def _answer(self, ids: list[int], shows: bool) -> dict[str, Any]:
+        return {
+            "count": len(ids),
+            "max_model_len": self._llm.config.max_model_len,
+            "tokens": _json_list(ids),
+            "token_strs": _json_list(ids, self._llm.tokenizer.convert_ids_to_tokens)
+            if shows
+            else None,
+        }
+
+    async def _detokenized(self, _: RequestLine, ids: tuple[int, ...]) -> dict[str, Any]:
+        text = await self._llm.readers.run(lambda: decoded(self._llm.tokenizer, ids), len(ids))
+        return {"prompt": text}
+
+
+def _json_list(
+    ids: list[int], convert: Callable[[list[int]], list[Any]] = lambda part: part
+) -> orjson.Fragment:
+    """A list as JSON of what `convert` makes of the ids, a slice at a time."""
+    parts = (orjson.dumps(convert(ids[i : i + SLICE])) for i in range(0, len(ids), SLICE))
+    return orjson.Fragment(b"[" + b",".join(part[1:-1] for part in parts) + b"]")

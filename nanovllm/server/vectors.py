@@ -22,6 +22,7 @@ from nanovllm.openai.vectors import (
 )
 from nanovllm.server.adapters import ServedModels
 from nanovllm.server.answering import answered
+from nanovllm.server.bodies import Bodies
 from nanovllm.server.log import RequestLine
 from nanovllm.server.options import ServerOptions
 from nanovllm.vectors.outputs import EmbeddingRequestOutput
@@ -32,29 +33,35 @@ class VectorAnswering:
 
     def __init__(self, llm: AsyncLLM, models: ServedModels, options: ServerOptions) -> None:
         self._llm, self._models, self._options = llm, models, options
+        self._bodies = Bodies(llm.readers, options)
 
     async def handle(self, request: Request) -> Response:
         """Answer a request."""
-        return await answered(request, self._options, self._body)
+        return await answered(request, self._bodies, self._parse, self._body)
 
-    async def _body(self, line: RequestLine, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _parse(self, url: str, body: Mapping[str, Any]) -> VectorRequest:
+        if url == EMBEDDINGS:
+            asked = parse_embeddings(body)
+        else:
+            asked = parse_rerank(body) if url in RERANK else parse_score(body)
+        self._check_number(asked)
+        return asked
+
+    async def _body(self, line: RequestLine, asked: VectorRequest) -> dict[str, Any]:
         """The body of the response."""
         model = self._models.names[0]
         if line.url == EMBEDDINGS:
-            asked = parse_embeddings(body)
             vectors = await self._llm.embed(*asked.arguments, **self._settings(asked))
             data = await _embedding_entries(asked, vectors)
             answer = embeddings_body(asked, vectors, model, data)
         else:
-            asked = parse_rerank(body) if line.url in RERANK else parse_score(body)
             scores = await self._llm.score(*asked.arguments, **self._settings(asked))
             answer = score_body(line.name, asked, scores, model)
         line.count({**answer["usage"], "completion_tokens": 0}, None)
         return answer
 
     def _settings(self, asked: VectorRequest) -> dict[str, Any]:
-        """The options of a call, with its adapter; raises if they are not valid."""
-        self._check_number(asked)
+        """The options of a call, with its adapter."""
         return dict(asked.options, lora_request=self._models.adapter(asked.model))
 
     def _check_number(self, asked: VectorRequest) -> None:

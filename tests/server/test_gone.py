@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm.server.answering import unless_gone
+from nanovllm.server.gone import unless_gone
 
 
 class Client:

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from waiting import FOREVER
 
+from nanovllm.engine.remote.readers import Readers
 from nanovllm.server.answering import Answering
 from nanovllm.server.app import ServerEndpoints, make_app
 from nanovllm.server.guard import Guard
@@ -28,7 +29,7 @@ class App:
 
     def __init__(self, root_path: str = "", **options: Any) -> None:
         config = SimpleNamespace(model="m", lora_modules=(), max_num_seqs=1, max_model_len=9)
-        llm: Any = SimpleNamespace(config=config, max_waiting=0)
+        llm: Any = SimpleNamespace(config=config, max_waiting=0, readers=Readers())
         defaults: dict[str, dict[str, Any]] = {"/v1/completions": {}, "/v1/chat/completions": {}}
         self.app, self.guard = make_app(llm, ServerOptions(**options), defaults)
         self._root_path = root_path
