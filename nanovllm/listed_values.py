@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+
 from nanovllm.structured_outputs import check_structured_outputs
 from nanovllm.utils.checks import check_float, check_ids, check_int, check_texts, shorten
 
@@ -37,6 +39,13 @@ def _check_some_ids(name: str, value: Any, allowed: str) -> tuple[int, ...]:
 def _check_biases(name: str, value: Any, allowed: str) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be {allowed}, got {shorten(value)}")
+    ids, biases = value.keys(), value.values()
+    kinds = {*map(type, ids)}, {*map(type, biases)}
+    if kinds[0] == {int} and kinds[1] <= {int, float} and min(ids) >= 0:  # the fast case
+        is_near = max(biases) <= MAX_BIAS and min(biases) >= -MAX_BIAS  # no int is too large
+        numbers = np.fromiter(biases if is_near else (), np.float64)
+        if is_near and np.isfinite(numbers).all():
+            return dict(zip(ids, numbers.tolist(), strict=True))
     return {
         check_int(f"{name} token id", token_id, 0): check_float(name, bias, -MAX_BIAS, MAX_BIAS)
         for token_id, bias in value.items()

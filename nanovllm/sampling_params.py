@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.utils.checks import (
-    check_int,
-    shorten,
-)
+from nanovllm.utils.checks import check_int, shorten
 from nanovllm.utils.option import (
     NOTHING,
     TRUE_OR_FALSE,

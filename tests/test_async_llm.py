@@ -21,7 +21,7 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.engine.errors import EngineFullError, NotReadyError
 from nanovllm.engine.remote import request_copy
-from nanovllm.engine.remote.readers import LARGE, MESSAGE, SMALL, prompt_size
+from nanovllm.engine.remote.readers import LARGE, MESSAGE, PROMPT, SMALL, all_size, prompt_size
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.engine_main import read_vocabulary
 from nanovllm.vectors import plans
@@ -163,6 +163,41 @@ def test_large_prompts_do_not_hold_up_others(
 )  # fmt: skip
 def test_sizes_of_prompts_and_conversations(prompt: Any, number: int) -> None:
     assert prompt_size(prompt) == number
+
+
+def test_a_size_is_no_sum_of_more_than_makes_a_difference() -> None:
+    """The event loop adds the sizes, however many messages or prompts there are."""
+
+    class Added(dict[str, str]):
+        number = 0
+
+        def get(self, *names: Any) -> Any:
+            Added.number += 1
+            return super().get(*names)
+
+    messages = [Added(content="a")] * 100_000
+    assert prompt_size(messages) >= LARGE and Added.number <= 5 * (LARGE // MESSAGE + 1)
+    Added.number = 0
+    assert all_size(messages) >= LARGE and Added.number <= 5 * (LARGE // PROMPT + 1)
+
+
+def test_a_constraint_is_taken_out_of_parameters_beside_the_event_loop(
+    engine: AsyncLLM, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It checks all parameters again, and a bias for each token takes long."""
+    threads: list[threading.Thread] = []
+    checked = SamplingParams.__post_init__
+
+    def check(params: SamplingParams) -> None:
+        threads.append(threading.current_thread())
+        checked(params)
+
+    params = SamplingParams(
+        max_tokens=1, structured_outputs={"regex": "[0-9]"}, allowed_token_ids=[*range(50)] * 50
+    )
+    monkeypatch.setattr(SamplingParams, "__post_init__", check)
+    run(engine.complete("1+1=", params))
+    assert threads and threading.main_thread() not in threads
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanovllm import SamplingParams
+from nanovllm import SamplingParams, listed_values
 from nanovllm.engine.schedule.sequence import Sequence
 
 BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
@@ -115,6 +115,11 @@ def test_bad_value_is_refused(name: str, allowed: str, value: Any, error: type[E
         ({"5": 1.0}, TypeError, "logit_bias token id must be an int >= 0, got '5'"),
         ({5: 101.0}, ValueError, "logit_bias must be finite and in [-100.0, 100.0], got 101.0"),
         ({5: -math.inf}, ValueError, "in [-100.0, 100.0], got -inf"),
+        ({4: 1.0, 5: math.nan, 6: 1.0}, ValueError, "in [-100.0, 100.0], got nan"),
+        ({5: math.nan, 6: 10**400}, ValueError, "in [-100.0, 100.0], got nan"),
+        ({5: 10**400}, ValueError, "logit_bias must be finite and in [-100.0, 100.0], got 1000000"),
+        ({5: True}, TypeError, "logit_bias must be a number in [-100.0, 100.0], got True"),
+        ({True: 1.0}, TypeError, "logit_bias token id must be an int >= 0, got True"),
         ({5: "1"}, TypeError, "logit_bias must be a number in [-100.0, 100.0], got '1'"),
     ],
 )
@@ -123,6 +128,14 @@ def test_bad_bias_is_refused(bias: Any, error: type[Exception], words: str) -> N
     with pytest.raises(error) as caught:
         SamplingParams(logit_bias=bias)
     assert words in str(caught.value)
+
+
+def test_many_biases_are_not_checked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listed_values, "check_float", None)
+    biases = {token_id: (token_id % 7) / 2 if token_id % 2 else 3 for token_id in range(99)}
+    params = SamplingParams(logit_bias=biases)
+    assert params.logit_bias == biases
+    assert {type(bias) for bias in params.logit_bias.values()} == {float}
 
 
 @pytest.mark.parametrize("name", ["stop", "bad_words"])

@@ -92,7 +92,7 @@ def _for_template(name: str, message: Mapping[str, Any], template: str) -> Mappi
     becomes system, and other unknown roles are errors.
     """
     role = message["role"]
-    if role not in ROLES and not any(f"{a}{role}{b}" in template for a in "'\"" for b in "'\""):
+    if role not in ROLES and not _mentions(template, role):
         check_choice(f"{name}: role", role, ROLES)
     if role == "developer" and role not in template:
         message = {**message, "role": "system"}
@@ -109,6 +109,11 @@ def _for_template(name: str, message: Mapping[str, Any], template: str) -> Mappi
         parsed = [_call(f"{name}.tool_calls[{index}]", call) for index, call in enumerate(calls)]
         message = {**message, "tool_calls": parsed}
     return message
+
+
+def _mentions(template: str, role: Any) -> bool:
+    """Whether a template has this role between quotation marks."""
+    return isinstance(role, str) and any(f"{mark}{role}{mark}" in template for mark in "'\"")
 
 
 def _call(name: str, call: Any) -> Any:

@@ -29,7 +29,7 @@ from nanovllm.server.errors import APIError, as_api_error, error_body
 from nanovllm.server.gone import unless_gone
 from nanovllm.server.log import CLIENT_LEFT, RequestLine
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.refusals import check_logprobs, check_stops
+from nanovllm.server.refusals import check_id_lists, check_logprobs, check_stops
 from nanovllm.utils.slices import in_slices
 from nanovllm.utils.tasks import all_of, cancel
 
@@ -76,6 +76,7 @@ class Answering:
                 f" {len(asked.prompts)} times {asked.params.n}"
             )  # fmt: skip
         check_logprobs(asked, self._options)
+        check_id_lists(asked, self._llm.model_config.vocab_size)
         return asked
 
     async def _prepare(self, asked: APIRequest) -> tuple[APIRequest, list[Any]]:

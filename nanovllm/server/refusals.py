@@ -37,3 +37,13 @@ def check_logprobs(asked: APIRequest, limits: Limits) -> None:
         raise APIError(400, "echo with logprobs must not be streamed")
     if asked.streams and asked.params.prompt_logprobs is not None:
         raise APIError(400, "prompt_logprobs must not be streamed")
+
+
+def check_id_lists(asked: APIRequest, vocab_size: int) -> None:
+    """Raise for a list of token ids that is longer than the vocabulary."""
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        number = len(getattr(asked.params, name) or ())
+        if number > vocab_size:
+            raise APIError(
+                400, f"{name} must have at most {vocab_size} ids (vocab_size), got {number}"
+            )

@@ -1,14 +1,13 @@
 """Parse JSON that users write, and refuse duplicate names, which a parser would ignore."""
 
 import json
-import reprlib
 from collections import Counter
 from typing import Any
 
-from nanovllm.utils.checks import shorten
+from nanovllm.utils.checks import ShortRepr, shorten
 
 
-class _JSONRepr(reprlib.Repr):
+class _JSONRepr(ShortRepr):
     """Writes the types that JSON's parser returns."""
 
     def repr_str(self, x: str, _: int) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gzip
+import json
 import logging
 import re
 from collections.abc import AsyncIterator
@@ -9,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 from waiting import FOREVER
 
 from nanovllm.engine.remote.readers import Readers
+from nanovllm.server import tokens
 from nanovllm.server.answering import Answering
 from nanovllm.server.app import ServerEndpoints, make_app
 from nanovllm.server.guard import Guard
@@ -218,6 +221,28 @@ def test_each_refused_request_has_one_line_with_the_reason(lines: Any) -> None:
         ("/health", 503, "draining"),
     ]
     assert num_tracebacks == 0
+
+
+def test_the_text_to_tokenize_has_a_limit() -> None:
+    app = App(max_tokenize_chars=3)
+    response = app.ask("POST", "/tokenize", json={"prompt": "abcd"})
+    message = "prompt must have at most 3 characters (max_tokenize_chars), got 4"
+    assert (response.status_code, response.json()["error"]["message"]) == (400, message)
+
+
+def test_tokens_become_json_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "SLICE", 3)
+    for number in range(8):
+        ids = [*range(number)]
+        slices: list[list[int]] = []
+
+        def names(part: list[int], slices: list[list[int]] = slices) -> list[str]:
+            slices.append(part)
+            return [f'"{token_id}' for token_id in part]
+
+        written = [tokens._json_list(ids), tokens._json_list(ids, names)]
+        assert json.loads(orjson.dumps(written)) == [ids, [f'"{token_id}' for token_id in ids]]
+        assert all(len(part) <= 3 for part in slices)
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("x"), OSError("x"), MemoryError()])

@@ -404,6 +404,10 @@ BAD: list[tuple[str, Any, int, str]] = [
         "/v1/chat/completions", dict(messages=HI, tools=TOOLS, parallel_tool_calls=0), 400,
         "parallel_tool_calls must be true or false, got 0",
     ),
+    (
+        "/v1/completions", dict(prompt="a", stop_token_ids=[0] * 5000), 400,
+        "ids (vocab_size), got 5000",
+    ),
     ("/tokenize", dict(prompt=5), 400, "prompt must be a text, got 5"),
     ("/tokenize", dict(prompt="a", model="x"), 404, "'x' does not exist"),
     ("/tokenize", dict(messages=HI, model="x"), 404, "'x' does not exist"),

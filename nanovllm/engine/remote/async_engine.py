@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -89,9 +88,11 @@ class AsyncEngine:
             check_whole(params)
         pickled_processors(params)
         self.open_requests.check_room(params.n)
-        accept = functools.partial(self.intake.accept, prompt, _unconstrained(params))
         self.check()
-        accepted = await self.readers.run(accept, prompt_size(prompt) + params_size(params))
+        accepted = await self.readers.run(
+            lambda: self.intake.accept(prompt, _unconstrained(params)),
+            prompt_size(prompt) + params_size(params),
+        )
         queued = self.queued(
             accepted, params, name=request_id, is_whole=is_whole, lora_request=lora_request
         )

@@ -1,7 +1,7 @@
 """Readers: threads that tokenize prompts and apply chat templates, while an event loop goes on."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -47,14 +47,24 @@ def prompt_size(prompt: Any) -> int:
         calls = SMALL if prompt.get("tool_calls") else 0
         return sum(prompt_size(prompt.get(name)) for name in parts) + calls
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
-        return sum(MESSAGE + prompt_size(part) for part in prompt)
+        return _sum_to_large(MESSAGE + prompt_size(part) for part in prompt)
     return len(prompt) if hasattr(prompt, "__len__") else 0
 
 
 def all_size(prompts: Any) -> int:
     """The size of one or several prompts, with the additional cost of each."""
     texts = prompts if isinstance(prompts, list | tuple) else [prompts]
-    return sum(PROMPT + prompt_size(text) for text in texts)
+    return _sum_to_large(PROMPT + prompt_size(text) for text in texts)
+
+
+def _sum_to_large(sizes: Iterable[int]) -> int:
+    """The sum of sizes, or the first part of it that is LARGE: more makes no difference."""
+    number = 0
+    for size in sizes:
+        number += size
+        if number >= LARGE:
+            break
+    return number
 
 
 def params_size(params: SamplingParams) -> int:

@@ -131,8 +131,12 @@ class Intake:
         limit = most, why = self._longest(wanted)
         is_text = isinstance(source, str)
         token_ids = self._tokenize(source, params, *limit) if is_text else as_list("prompt", source)
-        if params.truncate_prompt_tokens is not None:
-            token_ids = token_ids[-_num_kept(params.truncate_prompt_tokens, most, why) :]
+        if (kept := params.truncate_prompt_tokens) is not None:
+            if kept > most:
+                raise ValueError(
+                    f"truncate_prompt_tokens must be at most {most} ({why}), got {kept}"
+                )
+            token_ids = token_ids[-(most if kept == -1 else kept) :]
         plain = set(map(type, token_ids)) <= {int}
         in_range = plain and min(token_ids, default=0) >= 0
         if not in_range or max(token_ids, default=0) >= self.vocab_size:
@@ -220,13 +224,6 @@ class Intake:
             check_long_text(self.tokenizer, text, most, why)
         token_ids: list[int] = self.tokenizer.encode(text, verbose=False)  # we check the length
         return token_ids
-
-
-def _num_kept(asked: int, most: int, why: str) -> int:
-    """How many of a prompt's last tokens `truncate_prompt_tokens` keeps."""
-    if asked > most:
-        raise ValueError(f"truncate_prompt_tokens must be at most {most} ({why}), got {asked}")
-    return most if asked == -1 else asked
 
 
 def asks_more(params: SamplingParams) -> bool:
