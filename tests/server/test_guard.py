@@ -32,7 +32,10 @@ class App:
 
     def __init__(self, root_path: str = "", **options: Any) -> None:
         config = SimpleNamespace(model="m", lora_modules=(), max_num_seqs=1, max_model_len=9)
-        llm: Any = SimpleNamespace(config=config, max_waiting=0, readers=Readers())
+        model = SimpleNamespace(vocab_size=9)
+        llm: Any = SimpleNamespace(
+            config=config, model_config=model, max_waiting=0, readers=Readers()
+        )
         defaults: dict[str, dict[str, Any]] = {"/v1/completions": {}, "/v1/chat/completions": {}}
         self.app, self.guard = make_app(llm, ServerOptions(**options), defaults)
         self._root_path = root_path
