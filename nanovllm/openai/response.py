@@ -17,6 +17,7 @@ from nanovllm.openai.logprobs import (
     prompt_entries,
 )
 from nanovllm.openai.request import CHAT, APIRequest
+from nanovllm.openai.token_texts import decoded
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.slices import Steps
@@ -100,8 +101,7 @@ def echoed_text(
     """The text of a prompt, which may be given only as token ids, or be cut to its last tokens."""
     if prompt is not None and params.truncate_prompt_tokens is None:
         return prompt
-    text: str = tokenizer.decode(prompt_token_ids)
-    return text
+    return decoded(tokenizer, prompt_token_ids)
 
 
 def _chat_choice(

@@ -100,6 +100,8 @@ class Answering:
         samples = [sample for output in outputs for sample in output["outputs"]]
         if all(sample["finish_reason"] == "error" for sample in samples):
             raise APIError(400, str(samples[0]["stop_reason"]))
+        if asked.echo:
+            asked = await self._with_echoes(asked, outputs)
         name = self._models.names[0]
         body = await in_slices(response_body(line.name, asked, outputs, name, self._llm.tokenizer))
         line.count(body["usage"], samples[0]["finish_reason"])
@@ -127,13 +129,16 @@ class Answering:
             ]
             writers = self._writers(line.name, asked, requests)
             begun: set[int] = set()
+            echoes: dict[int, str] = {}
             num_open, last = len(writers), b""
             async for place, event in _merged(requests):
                 if event["finish_reason"] == "error" and not begun:
                     raise APIError(400, str(event["stop_reason"]))
                 index = place * asked.params.n + event["sample"]
                 if asked.echo and index not in begun:
-                    yield _sse(writers[index].echo(self._prompt_text(requests[place]))), False
+                    if place not in echoes:
+                        echoes[place] = await self._prompt_text(requests[place])
+                    yield _sse(writers[index].echo(echoes[place])), False
                 begun.add(index)
                 chunk = writers[index].chunk(event)
                 num_open -= event["finish_reason"] is not None
@@ -162,10 +167,22 @@ class Answering:
             for sample in range(n)
         ]
 
-    def _prompt_text(self, request: OpenRequest) -> str:
+    async def _with_echoes(self, asked: APIRequest, outputs: Sequence[RequestOutput]) -> APIRequest:
+        """Set the text of each prompt to what was computed; returns the request as if not cut."""
+        for output in outputs:
+            ids = output["prompt_token_ids"]
+            output["prompt"] = await self._echo(output["prompt"], ids, asked.params)
+        return replace(asked, params=replace(asked.params, truncate_prompt_tokens=None))
+
+    async def _prompt_text(self, request: OpenRequest) -> str:
         copied = request.copy.request
         ids = copied.seqs[0].token_ids[: request.num_prompt_tokens]
-        return echoed_text(copied.prompt, ids, copied.seqs[0].params, self._llm.tokenizer)
+        return await self._echo(copied.prompt, ids, copied.seqs[0].params)
+
+    async def _echo(self, prompt: str | None, ids: list[int], params: SamplingParams) -> str:
+        """The text of a prompt. A thread decodes a long one."""
+        text = functools.partial(echoed_text, prompt, ids, params, self._llm.tokenizer)
+        return await self._llm.readers.run(text, len(ids))
 
 
 async def _named(prompts: Sequence[Any], place: int, work: Coroutine[Any, Any, T]) -> T:

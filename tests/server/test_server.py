@@ -281,6 +281,12 @@ def test_echo_has_the_prompts_logprobs(server: Server) -> None:
     assert len(same["logprobs"]["tokens"]) == 4
     (cut,) = post(server, **asked, truncate_prompt_tokens=2).json()["choices"]
     assert cut["text"].startswith("bc") and cut["logprobs"]["tokens"][:2] == ["b", "c"]
+    asked |= dict(stream=True, n=2, truncate_prompt_tokens=2, logprobs=None)
+    texts = {0: "", 1: ""}
+    for line in post(server, **asked).text.split("\n\n")[:-2]:
+        (choice,) = json.loads(line.removeprefix("data: "))["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert all(text == cut["text"] for text in texts.values())
 
 
 def test_prompt_logprobs_are_with_each_completion(server: Server, llm: LLM) -> None:

@@ -137,12 +137,12 @@ class Intake:
                     f"truncate_prompt_tokens must be at most {most} ({why}), got {kept}"
                 )
             token_ids = token_ids[-(most if kept == -1 else kept) :]
+        if not 1 <= len(token_ids) <= most:
+            raise ValueError(f"prompt must have 1 to {most} tokens ({why}), got {len(token_ids)}")
         plain = set(map(type, token_ids)) <= {int}
         in_range = plain and min(token_ids, default=0) >= 0
         if not in_range or max(token_ids, default=0) >= self.vocab_size:
             token_ids = [check_int("prompt token id", t, 0, self.vocab_size - 1) for t in token_ids]
-        if not 1 <= len(token_ids) <= most:
-            raise ValueError(f"prompt must have 1 to {most} tokens ({why}), got {len(token_ids)}")
         room = self.max_model_len - len(token_ids)
         if params.min_tokens > room:
             raise ValueError(
