@@ -55,8 +55,9 @@ class Piece(NamedTuple):
 
 def parse_long(data: bytes, max_values: int, max_depth: int) -> Any:
     """Parse JSON as `parse_json`, in pieces. Too many values are a `TooManyValuesError`."""
+    pieces = [*_Cutter(max_values, max_depth).pieces(data)]  # counted before any is parsed
     built = _Built()
-    for piece in _Cutter(max_values, max_depth).pieces(data):
+    for piece in pieces:
         built.add(piece)
     return built.root
 
