@@ -122,7 +122,7 @@ def test_little_is_parsed_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) 
         (b'"' + b"x" * 200_000 + b'"', "it must be one object"),
         (b"[" + b"1, " * 50_000 + b"]", "Expecting value near byte 150001"),
         (b"[" + b"1," * 32_767 + b" ]", "a value is missing before byte 65535"),
-        (b"[," + b" " * 65_536 + b"1]", "a value is missing before byte 2"),
+        (b"[," + b" " * 65_533 + b"1]", "a value is missing before byte 2"),
         (b"[" + b"1, " * 50_000 + b"x, 1]", "Expecting value near byte 150001"),
         (b"[" + b"1, " * 50_000 + b"1", "Expecting ',' delimiter near byte 150002"),
         (b"[" + b"1, " * 50_000 + b"}", "'}' closes nothing"),
