@@ -34,7 +34,8 @@ class AsyncLLM(AsyncEngine):
 
     `AsyncLLM(model, **options)` takes the options of `LLM`, and blocks until the model is loaded.
     At most `max_waiting` samples wait in addition to those that can run: a call that exceeds this
-    raises an EngineFullError. Close it, or use it in an `async with` block.
+    raises an EngineFullError. A request waits at most `grammar_seconds` until its
+    `structured_outputs` are compiled. Close it, or use it in an `async with` block.
     """
 
     features = AllFeatures()

@@ -27,6 +27,7 @@ OTHER_NAMES = {
     ),
 }
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+GRAMMAR_SECONDS = 10.0  # to wait for a constraint that is compiled; for AsyncLLM and the server
 MOST_AFTER = 256  # bytes; for each of them, tokens are listed that go on behind the marker
 
 

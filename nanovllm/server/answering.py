@@ -29,7 +29,12 @@ from nanovllm.server.errors import APIError, as_api_error, error_body
 from nanovllm.server.gone import unless_gone
 from nanovllm.server.log import CLIENT_LEFT, RequestLine
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.refusals import check_id_lists, check_logprobs, check_stops
+from nanovllm.server.refusals import (
+    check_grammar,
+    check_id_lists,
+    check_logprobs,
+    check_stops,
+)
 from nanovllm.utils.slices import in_slices
 from nanovllm.utils.tasks import all_of, cancel
 
@@ -65,6 +70,7 @@ class Answering:
 
     def _parse(self, url: str, body: Mapping[str, Any]) -> APIRequest:
         check_stops(body.get("stop"), self._options)
+        check_grammar(body, self._options)
         asked = parse_body(url, body, self._defaults[url])
         self._models.adapter(asked.model)  # an error, if there is no such model
         if not self._options.trust_request_chat_template:

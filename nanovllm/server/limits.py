@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from nanovllm.config import MAX_WAITING
+from nanovllm.structured_outputs import GRAMMAR_SECONDS
 from nanovllm.utils.option import NOTHING, float_range, int_range, option
 
 
@@ -41,6 +42,14 @@ class Limits:
         "most that `logprobs`, `top_logprobs` and `prompt_logprobs` of a request may be: an answer"
         " has this many for each token",
         int_range(0),
+    )
+    max_grammar_kib: int = option(
+        256, "largest `structured_outputs` or `response_format` of a request in KiB", int_range(1)
+    )
+    grammar_seconds: float = option(
+        GRAMMAR_SECONDS,
+        "seconds that a request waits for its `structured_outputs` to be compiled",
+        float_range(0.0, above=True),
     )
     max_stops: int = option(64, "most texts in `stop` of a request", int_range(1))
     max_stop_chars: int = option(

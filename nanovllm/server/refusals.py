@@ -1,6 +1,10 @@
 """Refuse requests that ask for more than the server's Limits allow."""
 
+import json
+from collections.abc import Mapping
 from typing import Any
+
+import orjson
 
 from nanovllm.openai.request import CHAT, APIRequest
 from nanovllm.server.errors import APIError
@@ -23,6 +27,26 @@ def check_stops(stops: Any, limits: Limits) -> None:
             400, f"stop must have at most {limits.max_stop_chars} characters in all"
             f" (max_stop_chars), got {num_chars}"
         )  # fmt: skip
+
+
+def check_grammar(body: Mapping[str, Any], limits: Limits) -> None:
+    """Raise if a body's constraint is too large as JSON. It is checked before it is read."""
+    for name in ("structured_outputs", "response_format"):
+        value = body.get(name)
+        if isinstance(value, dict):
+            size = -(-_json_size(value) // 1024)
+            if size > limits.max_grammar_kib:
+                raise APIError(
+                    400, f"{name} must have at most {limits.max_grammar_kib} KiB"
+                    f" (max_grammar_kib), got {size}"
+                )  # fmt: skip
+
+
+def _json_size(value: Any) -> int:
+    try:
+        return len(orjson.dumps(value))
+    except TypeError:  # it has an integer of more than 64 bits, or half a character
+        return len(json.dumps(value))
 
 
 def check_logprobs(asked: APIRequest, limits: Limits) -> None:

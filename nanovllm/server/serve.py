@@ -76,7 +76,8 @@ def open_engine(engine: Mapping[str, Any], options: ServerOptions) -> AsyncLLM:
     path = resolve_model(asked.model, revision=asked.revision, download_dir=asked.download_dir)
     if not has_tokenizer(asked.tokenizer, path):
         raise ValueError(f"{asked.model} has no tokenizer; --tokenizer names one")
-    return AsyncLLM(max_waiting=options.max_waiting, **engine)
+    waits: Any = dict(max_waiting=options.max_waiting, grammar_seconds=options.grammar_seconds)
+    return AsyncLLM(**waits, **engine)
 
 
 def default_params(llm: AsyncLLM, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

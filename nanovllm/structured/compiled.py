@@ -72,6 +72,11 @@ class CompiledGrammars:
             self._drop()
         return compiled.matcher()
 
+    def has(self, asked: StructuredOutputs) -> bool:
+        """Whether the grammar is kept."""
+        with self._lock:
+            return asked in self._kept
+
     def _drop(self) -> None:
         """Drop the least recently used grammars, down to the bounds; the last one stays."""
         seconds = sum(compiled.seconds for compiled in self._kept.values())

@@ -52,7 +52,7 @@ class Grammars:
         self._compiled = CompiledGrammars(self._compile)
         self._refused: dict[StructuredOutputs, str] = {}  # the last ones: some take seconds
         self._reaching = functools.lru_cache(MOST_MARKERS)(self._find_reaching)
-        self._beyond = functools.lru_cache(MOST_MARKERS)(self._find_beyond)
+        self._beyond: dict[StructuredOutputs, dict[int, tuple[int, ...]]] = {}  # the last ones
 
     def constraint(
         self, asked: StructuredOutputs, eos_token_ids: Iterable[int] | None = None
@@ -69,11 +69,16 @@ class Grammars:
         free = None
         if asked.after is not None:
             marker, tokens_of = asked.after.encode(), tokenizer.tokenize_bytes
-            free = FreeText(marker, self._bytes_of, tokens_of, self._beyond(asked))
+            free = FreeText(marker, self._bytes_of, tokens_of, self._beyond_of(asked))
         excluded = set(tokenizer.eos_tokens).difference(ends)
         return GrammarConstraint(
             matcher, tokenizer.vocab_size, excluded, free, tokenizer.eos_tokens
         )
+
+    def has(self, asked: StructuredOutputs) -> bool:
+        """Whether the grammar is compiled, or known to be wrong: a constraint is made soon."""
+        known = asked.after is None or asked in self._beyond
+        return asked in self._refused or (known and self._compiled.has(asked))
 
     @functools.cached_property
     def _added(self) -> dict[str, int]:
@@ -113,6 +118,13 @@ class Grammars:
                     found.setdefault(length, []).append((token_id, text[size:]))
         return found
 
+    def _beyond_of(self, asked: StructuredOutputs) -> dict[int, tuple[int, ...]]:
+        found = self._beyond.get(asked)
+        if found is None:
+            found = self._find_beyond(asked)
+            self._keep(self._beyond, asked, found, MOST_MARKERS)
+        return found
+
     def _find_beyond(self, asked: StructuredOutputs) -> dict[int, tuple[int, ...]]:
         """Those of them with text after the marker that the grammar does not allow."""
         assert asked.after is not None
@@ -137,12 +149,16 @@ class Grammars:
                 error = "it is nested too deeply: JSON may have 127 levels"
         if error:
             error = f"structured_outputs: {asked.kind}: {error[:MOST_SHOWN]}"
-            with self._lock:
-                self._refused[asked] = error
-                while len(self._refused) > MOST_REFUSED:
-                    del self._refused[next(iter(self._refused))]
+            self._keep(self._refused, asked, error, MOST_REFUSED)
             raise ValueError(error)
         return matcher
+
+    def _keep(self, kept: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+        """Keep a value, and drop the oldest ones if there are more than `most`."""
+        with self._lock:
+            kept[key] = value
+            while len(kept) > most:
+                del kept[next(iter(kept))]
 
     def _tokenizer(self) -> "LLTokenizer":
         """llguidance's view of the tokenizer, made when it is first needed."""

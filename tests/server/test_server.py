@@ -399,6 +399,15 @@ BAD: list[tuple[str, Any, int, str]] = [
         "stop must have at most 4096 characters in all (max_stop_chars), got 4097",
     ),
     (
+        "/v1/completions", dict(prompt="a", structured_outputs=dict(regex="a" * (256 << 10))), 400,
+        "structured_outputs must have at most 256 KiB (max_grammar_kib), got 257",
+    ),
+    (
+        "/v1/chat/completions",
+        dict(messages=HI, response_format=dict(type="json_schema", json_schema="a" * (300 << 10))),
+        400, "response_format must have at most 256 KiB (max_grammar_kib), got 301",
+    ),
+    (
         "/v1/completions", dict(prompt="a", prompt_logprobs=0, stream=True), 400,
         "prompt_logprobs must not be streamed",
     ),

@@ -26,7 +26,9 @@ from nanovllm.models.generation_config import recommended_params
 from nanovllm.outputs import EngineStats
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import GRAMMAR_SECONDS
 from nanovllm.utils.checks import check_int, shorten
+from nanovllm.utils.option import float_range
 
 
 class AsyncEngine:
@@ -41,10 +43,16 @@ class AsyncEngine:
     PROCESS = "nanovllm.engine_main"
 
     def __init__(
-        self, model: str | os.PathLike[str], *, max_waiting: int = MAX_WAITING, **options: Any
+        self,
+        model: str | os.PathLike[str],
+        *,
+        max_waiting: int = MAX_WAITING,
+        grammar_seconds: float = GRAMMAR_SECONDS,
+        **options: Any,
     ) -> None:
         asked = self.asked = Config(model=model, **options)  # type: ignore[arg-type]
         self.max_waiting = check_int("max_waiting", max_waiting, 0)
+        float_range(0.0, above=True).check("grammar_seconds", grammar_seconds)
         self.model_path = path = resolve_model(
             asked.model, revision=asked.revision, download_dir=asked.download_dir
         )
@@ -60,7 +68,9 @@ class AsyncEngine:
         except BaseException:
             self.connection.process.close()
             raise
-        self.open_requests = RequestTable(self.connection, self.config.max_num_seqs, max_waiting)
+        self.open_requests = RequestTable(
+            self.connection, self.config.max_num_seqs, max_waiting, grammar_seconds
+        )
         # The engine's process has the adapters.
         self.intake = Intake(
             self.config, self.model_config, self.tokenizer, self.features, RequestAdapters()

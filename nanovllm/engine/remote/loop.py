@@ -8,11 +8,11 @@ import pickle
 import queue
 from array import array
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.ranks.frames import Outbox, sendable
+from nanovllm.engine.remote.compilers import Compilers
 from nanovllm.engine.remote.messages import (
     Ask,
     Command,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from nanovllm.engine.requests.intake import Accepted
     from nanovllm.engine.requests.request import Request
 
-COMPILERS = 2  # threads that compile constraints, while steps go on
 RETRY_SECONDS = 0.001  # until messages that a slow caller had no room for are sent again
 
 
@@ -121,8 +120,8 @@ def _progress(number: int, seq: Sequence, start: int) -> SampleProgress:
 class EngineLoop:
     """Steps an engine as long as it has requests; between steps it takes commands.
 
-    Meanwhile other threads compile constraints, tokenize bad words and read adapters. `answers` has
-    the function that answers each question.
+    Meanwhile the threads of `Compilers` compile constraints, tokenize bad words and read adapters.
+    `answers` has the function that answers each question.
     """
 
     def __init__(
@@ -134,8 +133,7 @@ class EngineLoop:
     ) -> None:
         self._engine, self._answers = engine, answers
         self._commands, self._outbox = commands, outbox
-        self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="nanovllm-compile")
-        self._compiling: set[int] = set()  # numbers of requests that were not dropped
+        self._compilers = Compilers()
         self._followed: dict[int, ReportedRequest] = {}  # by the caller's number
         self._numbers: dict[int, int] = {}  # the caller's number by the engine's id
 
@@ -145,7 +143,7 @@ class EngineLoop:
             if self._can_step:
                 self._engine.alone(self._engine.advance)
                 self._report()
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._compilers.close()
 
     @property
     def _can_step(self) -> bool:
@@ -155,11 +153,14 @@ class EngineLoop:
         """Run the commands; without requests to compute, wait for a command. False: quit."""
         while True:
             all_sent = self._outbox.flush()
+            for number, error in self._compilers.late():
+                self._enqueue(number, error)
             try:
                 if self._can_step:
                     command = self._commands.get_nowait()
                 else:
-                    command = self._commands.get(timeout=None if all_sent else RETRY_SECONDS)
+                    tick = self._compilers.tick
+                    command = self._commands.get(timeout=tick if all_sent else RETRY_SECONDS)
             except queue.Empty:
                 return True
             if isinstance(command, Quit):
@@ -170,11 +171,10 @@ class EngineLoop:
         if isinstance(command, SubmitRequest):
             self._submit(command)
         elif isinstance(command, CheckedRequest):
-            if command.number in self._compiling:
-                self._compiling.remove(command.number)
+            if self._compilers.drop(command.number):
                 self._enqueue(command.number, command.result)
         elif isinstance(command, DropRequest):
-            self._compiling.discard(command.number)
+            self._compilers.drop(command.number)
             if (followed := self._followed.pop(command.number, None)) is not None:
                 del self._numbers[followed.request.request_id]
                 self._engine.discard_requests([followed.request.request_id])
@@ -185,7 +185,7 @@ class EngineLoop:
         elif isinstance(command, EngineAnswer):
             self._outbox.send([command])
         elif isinstance(command, Ask) and not command.between_steps:
-            self._compilers.submit(self._answer_in_thread, command)
+            self._compilers.read(self._answer_in_thread, command)
         elif isinstance(command, Ask):
             self._outbox.send([self._answer(command)])
             self._report()  # the failure may have ended requests
@@ -213,8 +213,9 @@ class EngineLoop:
         if not takes_long and command.lora_request is None:
             self._enqueue(command.number, self._accept(command))
             return
-        self._compiling.add(command.number)
-        self._compilers.submit(self._compile, command)
+        compiles = self._engine.intake.compiles(params)
+        seconds = command.grammar_seconds if compiles else None
+        self._compilers.check(command.number, lambda: self._compile(command), seconds)
 
     def _compile(self, command: SubmitRequest) -> None:
         """Check a request in a thread, which puts the result into the commands."""
@@ -222,8 +223,6 @@ class EngineLoop:
 
     def _compiled(self, command: SubmitRequest) -> "Accepted | Exception":
         """The checked request. An error refuses only this request."""
-        if command.number not in self._compiling:  # its caller has left
-            return RuntimeError("the request was dropped")
         try:
             return self._accept(command)
         except BaseException as error:  # llguidance's panics are no Exceptions

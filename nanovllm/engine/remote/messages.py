@@ -11,6 +11,7 @@ from nanovllm.lora_request import LoRARequest
 from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import GRAMMAR_SECONDS
 
 NO_ARGUMENTS = pickle.dumps(((), {}))
 NOTHING = pickle.dumps(None)
@@ -20,7 +21,8 @@ class SubmitRequest(NamedTuple):
     """Queue a request, with the caller's `number` for it. The caller finds its stop strings itself.
 
     `token_ids` are 32-bit integers, which are sent faster than a list. `wanted` is an argument of
-    `Intake.accept`. `processors` are `logits_processors`, pickled: loading them may fail.
+    `Intake.accept`. `processors` are `logits_processors`, pickled: loading them may fail. A
+    constraint must be compiled within `grammar_seconds`.
     """
 
     number: int
@@ -29,6 +31,7 @@ class SubmitRequest(NamedTuple):
     wanted: Wanted | None = None
     lora_request: LoRARequest | None = None
     processors: bytes | None = None
+    grammar_seconds: float = GRAMMAR_SECONDS
 
 
 class DropRequest(NamedTuple):

@@ -25,6 +25,7 @@ from nanovllm.engine.remote.request_copy import RequestCopy
 from nanovllm.engine.requests.intake import Accepted
 from nanovllm.lora_request import LoRARequest
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import GRAMMAR_SECONDS
 from nanovllm.utils.checks import shorten
 
 
@@ -32,11 +33,17 @@ class RequestTable:
     """The open requests by their numbers, and `num_open`, the samples that callers wait for.
 
     At most `max_num_seqs` run and `max_waiting` wait. An error in one request ends only this
-    request.
+    request. A request waits `grammar_seconds` until its constraint is compiled.
     """
 
-    def __init__(self, connection: EngineConnection, max_num_seqs: int, max_waiting: int) -> None:
-        self._connection = connection
+    def __init__(
+        self,
+        connection: EngineConnection,
+        max_num_seqs: int,
+        max_waiting: int,
+        grammar_seconds: float = GRAMMAR_SECONDS,
+    ) -> None:
+        self._connection, self._grammar_seconds = connection, grammar_seconds
         self._max_num_seqs, self._max_waiting = max_num_seqs, max_waiting
         self.num_open = 0
         self.by_number: dict[int, OpenRequest] = {}
@@ -87,7 +94,13 @@ class RequestTable:
         if params.stop is not None or processors is not None:  # stops are found here
             params = dataclasses.replace(params, stop=None, logits_processors=None)
         message = SubmitRequest(
-            number, token_ids, params, accepted.wanted, lora_request, processors
+            number,
+            token_ids,
+            params,
+            accepted.wanted,
+            lora_request,
+            processors,
+            self._grammar_seconds,
         )
         self._connection.send(message)
         request = self.by_number[number] = OpenRequest(number, name, copy, is_whole, num_open)

@@ -65,6 +65,12 @@ class Extras:
         size = self.vocab_size
         return tuple(dict.fromkeys(ids for ids in encoded if ids and max(ids) < size))
 
+    def compiles(self, params: SamplingParams) -> bool:
+        """Whether the constraint for `structured_outputs` is not compiled yet."""
+        asked = params.structured_outputs
+        assert not isinstance(asked, Mapping), "SamplingParams has checked it"
+        return asked is not None and (self._constraints is None or not self._constraints.has(asked))
+
     def constraint(self, params: SamplingParams) -> "Constraint | None":
         """The constraint for `structured_outputs`, if there are any; raises if they are wrong."""
         asked = params.structured_outputs

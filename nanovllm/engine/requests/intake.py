@@ -118,6 +118,10 @@ class Intake:
             known[lora_request] = self._adapters.read(lora_request)
         return replace(accepted, adapter=known[lora_request])
 
+    def compiles(self, params: SamplingParams) -> bool:
+        """Whether `accept` will compile a constraint, which may take long."""
+        return (extras := self._extras_of(params)) is not None and extras.compiles(params)
+
     def _accept(
         self, prompt: Prompt, params: SamplingParams, wanted: "Wanted | None" = None
     ) -> Accepted:

@@ -22,6 +22,9 @@ class Constraints(Protocol):
     ) -> Constraint:
         """A constraint in the state before the first token; a ValueError if `asked` is wrong."""
 
+    def has(self, asked: StructuredOutputs) -> bool:
+        """Whether this constraint is made without compiling it."""
+
 
 class Keeper(Protocol):
     """Keeps hidden states, or the log-probabilities of labels. `wanted` are prompt tokens."""

@@ -14,7 +14,7 @@ from reference import make_llm
 from waiting import LIMIT
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.errors import RankError
+from nanovllm.engine.errors import EngineFullError, RankError
 from nanovllm.engine.ranks.frames import Outbox, receive
 from nanovllm.engine.remote.loop import EngineLoop
 from nanovllm.engine.remote.messages import (
@@ -25,6 +25,7 @@ from nanovllm.engine.remote.messages import (
     Question,
     Quit,
     RequestEnd,
+    RequestRefused,
     SubmitRequest,
 )
 from nanovllm.engine_main import answers_of
@@ -109,9 +110,59 @@ def test_constraints_compile_beside_the_steps(llm: LLM, monkeypatch: pytest.Monk
     finally:
         let_go.set()
     assert _numbers(running.until(RequestEnd, 1)) == {1}
-    running.loop._compilers.shutdown()  # both have been compiled
+    running.loop._compilers._compilers.shutdown()  # both have been compiled
     before, stats = running.stats(4)
     assert not before and (stats.num_finished, stats.num_aborted) == (2, 0)
+    running.end()
+
+
+def test_constraints_that_compile_long_stop_no_other_work(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All compilers are occupied, and a third constraint waits: after the limit both get errors.
+
+    Bad words are read meanwhile, and a grammar that is compiled already needs no compiler.
+    """
+    llm.intake.accept([1], CONSTRAINED)
+    let_go, compiling = threading.Event(), threading.Semaphore(0)
+    kept: Any = llm.intake._extras._constraints
+    compile_one = kept._compiled._compile_one
+
+    def slow(asked: Any) -> Any:
+        compiling.release()
+        assert let_go.wait(LIMIT)
+        return compile_one(asked)
+
+    monkeypatch.setattr(kept._compiled, "_compile_one", slow)
+    running = Running(llm)
+
+    def submit(number: int, seconds: float, **params: Any) -> None:
+        asked = SamplingParams(max_tokens=2, ignore_eos=True, **params)
+        running.commands.put(SubmitRequest(number, PROMPT, asked, grammar_seconds=seconds))
+
+    try:
+        for number, seconds in ((0, LIMIT), (1, 0.3)):
+            submit(number, seconds, structured_outputs=dict(regex=f"[a-f]{{{number + 4}}}"))
+            assert compiling.acquire(timeout=LIMIT)
+        submit(2, 0.1, structured_outputs=dict(regex="[a-f]{9}"))
+        submit(3, LIMIT, bad_words=["a"])
+        submit(4, LIMIT, structured_outputs=CONSTRAINED.structured_outputs)
+        events = list[Any]()
+        while (
+            len(refused := [e for e in events if isinstance(e, RequestRefused)]) < 2
+            or len(ended := [e.number for e in events if isinstance(e, RequestEnd)]) < 2
+        ):
+            events += receive(running.ours)
+    finally:
+        let_go.set()
+    assert sorted(ended) == [3, 4] and [e.number for e in refused] == [2, 1]
+    waited, compiled = (e.error for e in refused)
+    assert isinstance(waited, EngineFullError) and isinstance(compiled, ValueError)
+    assert "for 0.1 seconds (grammar_seconds); try again later" in str(waited)
+    assert "take longer than 0.3 seconds (grammar_seconds) to compile" in str(compiled)
+    running.loop._compilers._compilers.shutdown()  # all have been compiled
+    assert _numbers(running.until(RequestEnd, 0)) == {0}
+    assert running.stats(6)[1].num_finished == 3
     running.end()
 
 
