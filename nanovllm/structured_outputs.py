@@ -169,6 +169,13 @@ class StructuredOutputs:
         """Which one of `KINDS` is set."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
+    @property
+    def size(self) -> int:
+        """The characters of its texts."""
+        values = (getattr(self, name) for name in (*KINDS, "whitespace_pattern", "after"))
+        texts = (value for value in values if isinstance(value, str | tuple))
+        return sum(sum(map(len, text)) if isinstance(text, tuple) else len(text) for text in texts)
+
 
 StructuredOutputsParams = StructuredOutputs  # vLLM's name
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 MOST_KEPT = 256
+MOST_BYTES = 8 << 20  # of the texts of all kept grammars, which llguidance keeps several times
 # The most seconds of all kept grammars, if there are several. This bounds their memory: a second is
 # at most about 100 MiB. It is the thread's own time, which other threads do not change.
 MOST_SECONDS = 3.0
@@ -32,6 +33,7 @@ class Compiled:
 
     def __init__(self, compile_one: Compile, asked: StructuredOutputs) -> None:
         self._compile_one, self._asked = compile_one, asked
+        self.size = asked.size
         self.seconds = 0.0  # to compile all matchers
         self._matchers = [self._compile()]
         self._most = MOST_MATCHERS if self.seconds < CHEAP else 1
@@ -80,6 +82,10 @@ class CompiledGrammars:
     def _drop(self) -> None:
         """Drop the least recently used grammars, down to the bounds; the last one stays."""
         seconds = sum(compiled.seconds for compiled in self._kept.values())
-        while len(self._kept) > 1 and (len(self._kept) > MOST_KEPT or seconds > MOST_SECONDS):
+        size = sum(compiled.size for compiled in self._kept.values())
+        while len(self._kept) > 1 and (
+            len(self._kept) > MOST_KEPT or seconds > MOST_SECONDS or size > MOST_BYTES
+        ):
             _, dropped = self._kept.popitem(last=False)
             seconds -= dropped.seconds
+            size -= dropped.size

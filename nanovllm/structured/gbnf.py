@@ -7,7 +7,8 @@ place.
 import re
 from collections import Counter
 
-PARTS = re.compile(r'#[^\n]*|"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]')
+# A text or class without an end takes the rest of its line, so that each letter is read once.
+PARTS = re.compile(r'#[^\n]*|"(?:\\.|[^"\\\n])*"?|\[(?:\\.|[^\]\\\n])*\]?')
 ESCAPE = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([^\w\s\"\\])|.)|[&~\[]", re.ASCII
 )
@@ -35,7 +36,7 @@ def _plain(part: "re.Match[str]", grammar: str) -> str:
     The converter drops the zeros at the start of a number, and Rust's classes have operators.
     """
     text = part[0]
-    if text.startswith("#"):
+    if text.startswith("#") or text[1:][-1:] not in ('"', "]"):  # the converter has an error for it
         return text
 
     def character(found: "re.Match[str]") -> str:

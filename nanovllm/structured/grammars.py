@@ -7,7 +7,7 @@ import threading
 from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.structured.compiled import CompiledGrammars
+from nanovllm.structured.compiled import MOST_BYTES, CompiledGrammars
 from nanovllm.structured.constraint import FreeText, GrammarConstraint, reason_of
 from nanovllm.structured.lark import (
     JSON_OPTIONS,
@@ -153,12 +153,17 @@ class Grammars:
             raise ValueError(error)
         return matcher
 
-    def _keep(self, kept: dict[Any, Any], key: Any, value: Any, most: int) -> None:
-        """Keep a value, and drop the oldest ones if there are more than `most`."""
+    def _keep(
+        self, kept: dict[StructuredOutputs, Any], asked: StructuredOutputs, value: Any, most: int
+    ) -> None:
+        """Keep a value, and drop the oldest ones above `most` values or `MOST_BYTES` of texts."""
         with self._lock:
-            kept[key] = value
-            while len(kept) > most:
-                del kept[next(iter(kept))]
+            kept[asked] = value
+            size = sum(one.size for one in kept)
+            while len(kept) > 1 and (len(kept) > most or size > MOST_BYTES):
+                oldest = next(iter(kept))
+                size -= oldest.size
+                del kept[oldest]
 
     def _tokenizer(self) -> "LLTokenizer":
         """llguidance's view of the tokenizer, made when it is first needed."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from nanovllm.structured.costs import check_lark, check_pattern
 from nanovllm.structured.gbnf import gbnf_to_lark
 from nanovllm.structured.schemas import check_schema, without_neutral
 from nanovllm.utils.checks import shorten
@@ -18,7 +19,8 @@ JSON_OPTIONS = {"coerce_one_of": False, "lenient": False, "json_allowed_escapes"
 
 SPACING = {"item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern"}
 # %json, and texts, comments and patterns, which may contain "%json" with no meaning.
-LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/|%json(?!\w)')
+# A text or pattern without an end takes the rest of its line, so that each letter is read once.
+LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/?|%json(?!\w)')
 
 
 def literal(text: str) -> str:
@@ -32,6 +34,7 @@ def pattern_literal(pattern: str) -> str:
 
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
         raise ValueError("a backslash at the end has nothing to escape")
+    check_pattern(pattern)
     written = f"/{_escaped(pattern)}/"
     error = LLMatcher.validate_grammar(f"start: TEXT\nTEXT: {written}")
     if error:
@@ -80,6 +83,7 @@ def lark_of(grammar: str) -> str:
     for place, schema, start, end in _schemas_in(lark):
         pieces += [lark[last:start], json.dumps(_with_options(place, schema))]
         last = end
+    check_lark(lark)
     return "".join([*pieces, lark[last:]])
 
 
@@ -90,14 +94,16 @@ def schemas_in_lark(lark: str) -> list[tuple[str, Any]]:
 
 def _schemas_in(lark: str) -> Iterator[tuple[str, Any, int, int]]:
     """For each %json: its place, the schema, and where the schema starts and ends."""
-    at = 0
+    at = counted = 0
+    line = 1
     while found := LARK_TOKEN.search(lark, at):
         at = found.end()
         if found[0] != "%json":
             continue
         while lark[at : at + 1].isspace():
             at += 1
-        place = f"%json in line {lark.count(chr(10), 0, at) + 1}"
+        line += lark.count("\n", counted, at)
+        counted, place = at, f"%json in line {line}"
         try:
             schema, end = parse_json_at(lark, at)
         except json.JSONDecodeError:

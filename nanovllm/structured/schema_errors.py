@@ -82,6 +82,8 @@ def _find(root: str, schema: dict[str, Any], error: str) -> tuple[str, Any]:
         node.items(), key=lambda item: not re.search(rf"\b{re.escape(item[0])}\b", error)
     )
     for name, value in named_first:
+        if time.thread_time() >= until:
+            break
         before = dict(node)
         del node[name]
         found = is_another()

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from nanovllm.structured.costs import check_pattern
 from nanovllm.utils.checks import did_you_mean, shorten
 
 # Keywords with a schema or a list of schemas; keywords with schemas by names.
@@ -43,6 +44,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:[01].|7f)")
 # llguidance uses stack for each level, and overflows at two to three times this number.
 MOST_LEVELS = 1_000
+MOST_NAME = 200  # characters of a name in a place
+# Properties of an object: the time to compile them grows by their square. llguidance refuses more
+# than 500 that may be left out, but only after this time.
+MOST_OPTIONAL, MOST_PROPERTIES = 1_000, 10_000
+MOST_ANNOTATIONS = 1_000  # names that are compared with all keywords
 HOME = re.compile(r"#.*?/(?:\$defs|definitions)/[^/]*|#")
 KNOWN = (*PARTS, *NAMED_PARTS, *VALUES, *NOTES)
 
@@ -69,7 +75,15 @@ def children(schema: dict[str, Any], path: str) -> Iterator[tuple[str, Any, Any]
     for name in NAMED_PARTS:
         parts = schema.get(name)
         if isinstance(parts, dict):
-            yield from ((f"{path}/{name}/{key}", parts, key) for key in parts)
+            yield from (
+                (f"{path}/{name}/{_short(key, number)}", parts, key)
+                for number, key in enumerate(parts)
+            )
+
+
+def _short(key: str, number: int) -> str:
+    """A name in a place. Long ones get a number: places of 10,000 parts in it need memory, too."""
+    return key if len(key) <= MOST_NAME else f"{key[:MOST_NAME]}...({number})"
 
 
 def without_neutral(schema: Any) -> Any:
@@ -108,24 +122,56 @@ def check_schema(schema: Any, root: str = "#") -> None:
     """
     if _levels(schema) > MOST_LEVELS:
         raise ValueError(f"{root}: its definitions have more than {MOST_LEVELS} levels")
+    annotations = set[str]()
     for path, part in subschemas(schema, root):
-        for name in part:
+        for name in part.keys() - annotations:
             if name in REFUSED:
                 raise ValueError(f"{path}/{name}: {REFUSED[name]}")
-            hint = "" if name in KNOWN or name.startswith("x-") else did_you_mean(name, KNOWN)
-            if hint:
+            if name in KNOWN or name.startswith("x-"):
+                continue
+            if hint := did_you_mean(name, KNOWN):
                 raise ValueError(f"{path}: JSON Schema has no {shorten(name)}{hint}")
+            annotations.add(name)
+            if len(annotations) > MOST_ANNOTATIONS:
+                raise ValueError(
+                    f"{path}: at most {MOST_ANNOTATIONS} names that JSON Schema does not know are"
+                    " allowed, if they do not begin with x-"
+                )
         for name in ("const", "enum"):
             found = CONTROL.search(json.dumps(part.get(name)).replace("\x7f", "\\u007f"))
             if found:
                 raise ValueError(f"{path}/{name}: no string is written with {found[0][-6:]}")
         least, required = part.get("minProperties"), part.get("required")
-        countable = 1 + len(set(map(str, required)) if isinstance(required, list) else ())
+        required = set(map(str, required) if isinstance(required, list) else ())
+        _check_costs(path, part, required)
+        countable = 1 + len(required)
         if isinstance(least, int) and least > countable:
             raise ValueError(
                 f"{path}/minProperties: must be <= {countable}, got {least}: of properties that"
                 " are not in required, names could occur twice"
             )
+
+
+def _check_costs(path: str, part: dict[str, Any], required: set[str]) -> None:
+    """Refuse patterns and objects that llguidance would compile for minutes."""
+    properties, patterns = part.get("properties"), part.get("patternProperties")
+    names = properties.keys() if isinstance(properties, dict) else set[str]()
+    if len(names - required) > MOST_OPTIONAL:
+        raise ValueError(
+            f"{path}: at most {MOST_OPTIONAL} properties may be left out, got"
+            f" {len(names - required)}; others must be in required"
+        )
+    if len(names | required) > MOST_PROPERTIES:
+        raise ValueError(
+            f"{path}: at most {MOST_PROPERTIES} properties are possible, got"
+            f" {len(names | required)}"
+        )
+    for pattern in (part.get("pattern"), *(patterns if isinstance(patterns, dict) else ())):
+        if isinstance(pattern, str):
+            try:
+                check_pattern(pattern)
+            except ValueError as error:
+                raise ValueError(f"{path}/pattern: {error}") from None
 
 
 def _levels(schema: Any) -> int:

@@ -9,6 +9,7 @@ from nanovllm import StructuredOutputs
 from nanovllm.structured import grammars
 from nanovllm.structured.compiled import (
     CHEAP,
+    MOST_BYTES,
     MOST_KEPT,
     MOST_MATCHERS,
     SHARING,
@@ -140,3 +141,23 @@ def test_constraints_of_all_matchers_are_alike() -> None:
     for _ in range(SHARING * 2 + 1):
         constraint = grammars.constraint(StructuredOutputs(choice=["ab", "cd"]))
         assert accepts(constraint, "cd")
+
+
+def test_few_large_texts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they are: a regular expression, or choices."""
+    kept = CompiledGrammars(lambda _: object())  # type: ignore[arg-type,return-value]
+    size = MOST_BYTES // 4
+    asked = [
+        StructuredOutputs(choice=[str(i), "a" * (size // 2 - 1), "b" * (size // 2)])
+        if i % 2
+        else StructuredOutputs(regex=str(i) + "a" * (size - 1))
+        for i in range(6)
+    ]
+    for one in asked:
+        assert one.size == size
+        kept.matcher(one)
+    assert [kept.has(one) for one in asked] == [False, False, True, True, True, True]
+    grammars = words_grammars()
+    for one in asked:
+        grammars._keep(grammars._refused, one, "no", 16)
+    assert [*grammars._refused] == asked[2:]
