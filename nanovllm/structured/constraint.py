@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from nanovllm.engine.schedule.sequence import End, Sequence
+from nanovllm.structured.long_text import LongText
 from nanovllm.structured.masks import WORD, masks_of
 
 if TYPE_CHECKING:
@@ -89,12 +90,15 @@ class GrammarConstraint:
     """
 
     __slots__ = (
+        "_ahead",
+        "_last",
         "_start",
         "_start_text",
         "dead_ends",
         "ends",
         "excluded",
         "free",
+        "long",
         "matcher",
         "num_followed",
         "num_tokens",
@@ -112,8 +116,9 @@ class GrammarConstraint:
         excluded: Iterable[int] = (),
         free: FreeText | None = None,
         ends: Iterable[int] = (),
+        long: LongText | None = None,
     ) -> None:
-        self._start, self._start_text = matcher, free
+        self._start, self._start_text, self.long = matcher, free, long
         self.num_tokens, self.num_words = num_tokens, -(-num_tokens // WORD)
         self.excluded, self.ends = tuple(excluded), tuple(ends)
         self.dead_ends: set[int] = set()
@@ -122,13 +127,15 @@ class GrammarConstraint:
     def copy(self) -> "GrammarConstraint":
         """A new constraint at its start."""
         start, free = self._start, self._start_text
-        return GrammarConstraint(start, self.num_tokens, self.excluded, free, self.ends)
+        return GrammarConstraint(start, self.num_tokens, self.excluded, free, self.ends, self.long)
 
     def reset(self) -> None:
         """Start over: the next `update` follows every token of the output."""
         self.matcher = self._start.deep_copy()
         self.free = self._start_text and self._start_text.copy()
         self.num_followed = 0
+        self._last: int | None = None  # the last token that the matcher has
+        self._ahead: list[int] | None = None  # tokens of a long text; None: not known
 
     def update(self, seq: Sequence) -> End | None:
         """Follow new tokens. Returns the end of the sequence if they bring it."""
@@ -138,7 +145,7 @@ class GrammarConstraint:
         if end < self.num_followed:  # a token was removed again
             self.reset()
         indices = range(max(self.num_followed, seq.num_prompt_tokens), end)
-        self.num_followed = end
+        self.num_followed, self._ahead = end, None
         if not indices:
             return None
         new = seq.token_ids[indices.start : indices.stop]
@@ -152,8 +159,12 @@ class GrammarConstraint:
             if begun is None:
                 return self._failure()
             self.matcher, self.free, new = begun, None, new[ended[0] :]
+            if ended[1] and not new:  # the matcher has a part of the last token
+                self._ahead = []
         if new and self.matcher.try_consume_tokens(new) < len(new):
             return self._failure()
+        if new:
+            self._last = new[-1]
         return self._end(seq) if self.matcher.is_stopped() else None
 
     def _end(self, seq: Sequence) -> End | None:
@@ -173,12 +184,29 @@ class GrammarConstraint:
         """
         if self.update(seq) is not None or self.free is not None:
             return []
+        if ahead := self.ahead():
+            return [*itertools.takewhile(lambda i: i not in self.excluded, ahead[:most])]
         matcher = self.matcher.deep_copy()
         found = matcher.compute_ff_tokens()
         tokens = [*itertools.takewhile(lambda i: i not in self.excluded, found[:most])]
         if tokens and matcher.consume_tokens(tokens) and matcher.is_stopped():
             tokens.pop()
         return tokens
+
+    def ahead(self) -> list[int]:
+        """The next tokens of a long text that the grammar forces; none if there is no such text."""
+        if self.long is None or self.free is not None:
+            return []
+        if self._ahead is None:
+            self._ahead = self.long.tokens(self.matcher, self._last)
+        return self._ahead
+
+    def sole(self, drafts: list[int]) -> int | None:
+        """The only token that is allowed after the drafts, if all are of a long text."""
+        ahead = self.ahead()
+        if len(drafts) >= len(ahead) or drafts != ahead[: len(drafts)]:
+            return None
+        return ahead[len(drafts)]
 
     def after(self, drafts: list[int]) -> "LLMatcher | None":
         """The matcher after the drafts, which may be wrong; None if all tokens are allowed then."""

@@ -16,6 +16,7 @@ from nanovllm.structured.lark import (
     pattern_literal,
     schemas_in_lark,
 )
+from nanovllm.structured.long_text import LongText, may_be_long
 from nanovllm.structured.schema_errors import explained
 from nanovllm.structured.schemas import check_schema, without_neutral
 from nanovllm.structured.structural_tags.formats import schemas_in
@@ -71,9 +72,14 @@ class Grammars:
             marker, tokens_of = asked.after.encode(), tokenizer.tokenize_bytes
             free = FreeText(marker, self._bytes_of, tokens_of, self._beyond_of(asked))
         excluded = set(tokenizer.eos_tokens).difference(ends)
+        long = self._long_text if tokenizer.is_canonical and may_be_long(asked) else None
         return GrammarConstraint(
-            matcher, tokenizer.vocab_size, excluded, free, tokenizer.eos_tokens
+            matcher, tokenizer.vocab_size, excluded, free, tokenizer.eos_tokens, long
         )
+
+    @functools.cached_property
+    def _long_text(self) -> LongText:
+        return LongText(self._bytes_of, self._tokenizer().tokenize_bytes)
 
     def has(self, asked: StructuredOutputs) -> bool:
         """Whether the grammar is compiled, or known to be wrong: a constraint is made soon."""

@@ -31,10 +31,13 @@ class Masked(Protocol):
     num_followed: int
 
     @property
+    def long(self) -> object | None: ...
+    @property
     def matcher(self) -> "LLMatcher": ...
     @property
     def free(self) -> object | None: ...
     def after(self, drafts: list[int]) -> "LLMatcher | None": ...
+    def sole(self, drafts: list[int]) -> int | None: ...
     def barred(self, drafts: list[int]) -> tuple[int, ...]: ...
     def update(self, seq: Sequence) -> End | None: ...
 
@@ -83,7 +86,8 @@ class Masks:
 
     def fill(self) -> set[int]:
         """Write all rows. Returns the rows that have failed, which allow nothing."""
-        jobs, free = self._jobs()
+        sole = self._sole()
+        jobs, free = self._jobs(sole)
         # A sequence with fewer drafts repeats rows. Only one thread may use each matcher.
         if len(dict(jobs)) < len(jobs):
             jobs = [(matcher.deep_copy(), row) for matcher, row in jobs]
@@ -96,21 +100,34 @@ class Masks:
         failed = {row for matcher, row in jobs if matcher.is_error()}
         for row in failed:  # where the text cannot continue, llguidance lets it end
             self.array[row] = 0
+        for row, token_id in sole.items():
+            self.array[row] = 0
+            self.allow_one(row, token_id)
         self._bar(free)
         return failed
 
-    def _jobs(self) -> tuple[Jobs, list[int]]:
+    def _sole(self) -> dict[int, int]:
+        """The only tokens of rows in which a long text is forced."""
+        found = {
+            row: constraint.sole(drafts)
+            for row, (constraint, drafts) in enumerate(self._asked)
+            if constraint.long is not None
+        }
+        return {row: token_id for row, token_id in found.items() if token_id is not None}
+
+    def _jobs(self, sole: Collection[int]) -> tuple[Jobs, list[int]]:
         """The matchers with their rows, and the rows in which all tokens are allowed."""
         jobs = [
             (constraint.matcher, row)
             for row, (constraint, drafts) in enumerate(self._asked)
             if not drafts and constraint.free is None
         ]
-        if len(jobs) == len(self._asked):  # the usual case
+        if len(jobs) == len(self._asked) and not sole:  # the usual case
             return jobs, []
-        matchers = [constraint.after(drafts) for constraint, drafts in self._asked]
-        jobs = [(matcher, row) for row, matcher in enumerate(matchers) if matcher is not None]
-        return jobs, [row for row, matcher in enumerate(matchers) if matcher is None]
+        rows = [row for row in range(len(self._asked)) if row not in sole]
+        matchers = {row: self._asked[row][0].after(self._asked[row][1]) for row in rows}
+        jobs = [(matcher, row) for row, matcher in matchers.items() if matcher is not None]
+        return jobs, [row for row, matcher in matchers.items() if matcher is None]
 
     def _bar(self, free: list[int]) -> None:
         """Clear the forbidden tokens that matchers, or the `free` rows, allow."""
