@@ -22,6 +22,7 @@ from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.engine.errors import EngineFullError, NotReadyError
 from nanovllm.engine.remote import request_copy
 from nanovllm.engine.remote.readers import LARGE, MESSAGE, PROMPT, SMALL, all_size, prompt_size
+from nanovllm.engine.requests import extras
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.engine_main import read_vocabulary
 from nanovllm.vectors import plans
@@ -203,7 +204,6 @@ def test_a_constraint_is_taken_out_of_parameters_beside_the_event_loop(
 @pytest.mark.parametrize(
     "call",
     [
-        lambda engine: engine.complete("a", SamplingParams(max_tokens=1, bad_words=["b"])),
         lambda engine: engine.score("a" * 200, ["b"] * 12),
         lambda engine: engine.score(["a" * 450] * 3, ["b", "c", "d"]),
         lambda engine: engine.embed(["a"] * 300),
@@ -223,6 +223,18 @@ def test_what_takes_long_is_read_beside_the_event_loop(
     monkeypatch.setattr(engine.intake, "accept", noted)
     run(call(engine))
     assert threads and threading.current_thread() not in threads
+
+
+def test_bad_words_are_tokenized_by_the_engines_process_alone(
+    engine: AsyncLLM, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A list of 20,000 would hold up the event loop. The engine refuses what does not fit."""
+    monkeypatch.setattr(extras, "BadWords", None)
+    output = run(engine.complete("a", SamplingParams(max_tokens=5, bad_words=["b"])))
+    assert output.token_ids
+    params = SamplingParams(allowed_token_ids=[64], bad_words=["a"])
+    with pytest.raises(ValueError, match="allowed_token_ids must hold more than bad_words"):
+        run(engine.complete("a", params))
 
 
 def test_outputs_equal_those_of_generate(engine: AsyncLLM, llm: LLM, run: Run[Any]) -> None:

@@ -90,9 +90,11 @@ def test_bad_words_never_occur(llm: LLM) -> None:
 
 
 def test_bad_words_are_forbidden_at_the_start_and_behind_a_space(llm: LLM) -> None:
-    accepted = llm.intake.accept("x", SamplingParams(bad_words=["ab"]))
-    texts = [llm.tokenizer.decode(ids) for ids in accepted.bad_words]
-    assert texts == ["ab", " ab"]
+    words = llm.intake.accept("x", SamplingParams(bad_words=["ab"])).bad_words
+    assert words is not None
+    found = {start: words.after(llm.tokenizer.encode(start)) for start in ("a", " a", "x", "")}
+    assert {start: len(sets) for start, sets in found.items()} == {"a": 1, " a": 2, "x": 0, "": 0}
+    assert {llm.tokenizer.decode(some.array) for some in found[" a"]} == {"b"}
 
 
 def test_allowed_tokens_prevail_over_bad_words(llm: LLM) -> None:

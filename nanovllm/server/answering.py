@@ -29,12 +29,7 @@ from nanovllm.server.errors import APIError, as_api_error, error_body
 from nanovllm.server.gone import unless_gone
 from nanovllm.server.log import CLIENT_LEFT, RequestLine
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.refusals import (
-    check_grammar,
-    check_id_lists,
-    check_logprobs,
-    check_stops,
-)
+from nanovllm.server.refusals import check_asked, check_body
 from nanovllm.utils.slices import in_slices
 from nanovllm.utils.tasks import all_of, cancel
 
@@ -69,8 +64,7 @@ class Answering:
         return self._body(line, asked)
 
     def _parse(self, url: str, body: Mapping[str, Any]) -> APIRequest:
-        check_stops(body.get("stop"), self._options)
-        check_grammar(body, self._options)
+        check_body(body, self._options)
         asked = parse_body(url, body, self._defaults[url])
         self._models.adapter(asked.model)  # an error, if there is no such model
         if not self._options.trust_request_chat_template:
@@ -81,8 +75,7 @@ class Answering:
                 400, f"prompts times n must be at most {most} (max_num_seqs and max_waiting), got"
                 f" {len(asked.prompts)} times {asked.params.n}"
             )  # fmt: skip
-        check_logprobs(asked, self._options)
-        check_id_lists(asked, self._llm.model_config.vocab_size)
+        check_asked(asked, self._options, self._llm.model_config.vocab_size)
         return asked
 
     async def _prepare(self, asked: APIRequest) -> tuple[APIRequest, list[Any]]:

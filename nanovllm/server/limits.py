@@ -51,6 +51,7 @@ class Limits:
         "seconds that a request waits for its `structured_outputs` to be compiled",
         float_range(0.0, above=True),
     )
+    max_bad_words: int = option(10_000, "most texts in `bad_words` of a request", int_range(1))
     max_stops: int = option(64, "most texts in `stop` of a request", int_range(1))
     max_stop_chars: int = option(
         4096, "most characters of all texts in `stop` of a request", int_range(1)

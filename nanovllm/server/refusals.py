@@ -11,11 +11,25 @@ from nanovllm.server.errors import APIError
 from nanovllm.server.limits import Limits
 
 
-def check_stops(stops: Any, limits: Limits) -> None:
-    """Raise if the field `stop` of a body has too many texts or characters.
+def check_body(body: Mapping[str, Any], limits: Limits) -> None:
+    """Raise if fields of a body are too long to be read. Wrong types have other errors, later."""
+    _check_stops(body.get("stop"), limits)
+    _check_grammar(body, limits)
+    _check_bad_words(body.get("bad_words"), limits)
 
-    It is checked before anything else reads the texts. Other types than texts have other errors.
-    """
+
+def check_asked(asked: APIRequest, limits: Limits, vocab_size: int) -> None:
+    """Raise if a request asks for more than the limits, or than can be streamed."""
+    _check_id_lists(asked, vocab_size)
+    _check_logprobs(asked, limits)
+    if asked.streams and asked.echo and asked.params.logprobs is not None:
+        raise APIError(400, "echo with logprobs must not be streamed")
+    if asked.streams and asked.params.prompt_logprobs is not None:
+        raise APIError(400, "prompt_logprobs must not be streamed")
+
+
+def _check_stops(stops: Any, limits: Limits) -> None:
+    """Raise for too many stop texts, or characters in them."""
     listed = stops if isinstance(stops, list) else [stops]
     if len(listed) > limits.max_stops:
         raise APIError(
@@ -29,8 +43,8 @@ def check_stops(stops: Any, limits: Limits) -> None:
         )  # fmt: skip
 
 
-def check_grammar(body: Mapping[str, Any], limits: Limits) -> None:
-    """Raise if a body's constraint is too large as JSON. It is checked before it is read."""
+def _check_grammar(body: Mapping[str, Any], limits: Limits) -> None:
+    """Raise if a constraint is too large as JSON."""
     for name in ("structured_outputs", "response_format"):
         value = body.get(name)
         if isinstance(value, dict):
@@ -49,21 +63,26 @@ def _json_size(value: Any) -> int:
         return len(json.dumps(value))
 
 
-def check_logprobs(asked: APIRequest, limits: Limits) -> None:
-    """Raise for too many log-probabilities, and for those of a prompt in a stream."""
+def _check_bad_words(words: Any, limits: Limits) -> None:
+    """Raise for too many bad words, which would be tokenized."""
+    if isinstance(words, list) and len(words) > limits.max_bad_words:
+        raise APIError(
+            400, f"bad_words must have at most {limits.max_bad_words} texts (max_bad_words), got"
+            f" {len(words)}"
+        )  # fmt: skip
+
+
+def _check_logprobs(asked: APIRequest, limits: Limits) -> None:
+    """Raise for too many log-probabilities."""
     most = limits.max_logprobs
     for name in ("logprobs", "prompt_logprobs"):
         number = getattr(asked.params, name)
         if number is not None and number > most:
             also = " (top_logprobs)" if name == "logprobs" and asked.url == CHAT else ""
             raise APIError(400, f"{name}{also} must be at most {most} (max_logprobs), got {number}")
-    if asked.streams and asked.echo and asked.params.logprobs is not None:
-        raise APIError(400, "echo with logprobs must not be streamed")
-    if asked.streams and asked.params.prompt_logprobs is not None:
-        raise APIError(400, "prompt_logprobs must not be streamed")
 
 
-def check_id_lists(asked: APIRequest, vocab_size: int) -> None:
+def _check_id_lists(asked: APIRequest, vocab_size: int) -> None:
     """Raise for a list of token ids that is longer than the vocabulary."""
     for name in ("stop_token_ids", "allowed_token_ids"):
         number = len(getattr(asked.params, name) or ())

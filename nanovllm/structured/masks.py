@@ -186,11 +186,11 @@ def mark_dead_ends(
 def _forbid(
     masks: npt.NDArray[np.int32], ids_of_rows: Iterable[tuple[int, Collection[int]]]
 ) -> None:
-    listed = [(row, ids) for row, ids in ids_of_rows if ids]
+    listed = [(row, ids) for row, ids in ids_of_rows if len(ids)]
     if listed:
         row_numbers, lists = zip(*listed, strict=True)
         rows = np.repeat(np.array(row_numbers), [*map(len, lists)])
-        ids = np.fromiter(itertools.chain.from_iterable(lists), np.int64)
+        ids = np.concatenate([np.asarray(ids, np.int64) for ids in lists])
         bits = np.uint32(1) << (ids % WORD).astype(np.uint32)
         np.bitwise_and.at(masks.view(np.uint32), (rows, ids // WORD), ~bits)
 

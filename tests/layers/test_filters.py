@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from selection import examples
 
 from nanovllm import SamplingParams
+from nanovllm.engine.requests.bad_words import BadWords
 from nanovllm.engine.run import narrowing
 from nanovllm.engine.run.filters import listed
 from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
@@ -32,7 +33,7 @@ def make_seq(
         prompt,
         params,
         eos_token_ids=frozenset({EOS}),
-        parts=SequenceParts(bad_words=tuple(bad_words)),
+        parts=SequenceParts(bad_words=BadWords(bad_words) if bad_words else None),
     )
     seq.token_ids += output
     return seq
@@ -169,7 +170,8 @@ def twin(logits: np.ndarray, seq: Sequence) -> tuple[np.ndarray, bool]:
     x = logits.astype(np.float64)
     if params.allowed_token_ids is not None:
         x[[i for i in range(size) if i not in params.allowed_token_ids]] = -np.inf
-    x[sorted(listed.forbidden_token_ids(seq, []))] = -np.inf
+    for some in listed.forbidden_tokens(seq, []):
+        x[sorted(some.ids)] = -np.inf
     for token_id, bias in (params.logit_bias or {}).items():
         x[token_id] += bias
     times = Counter(seq.output_token_ids)

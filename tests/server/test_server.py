@@ -395,6 +395,10 @@ BAD: list[tuple[str, Any, int, str]] = [
         "stop must have at most 64 texts (max_stops), got 65",
     ),
     (
+        "/v1/completions", dict(prompt="a", bad_words=["a"] * 10_001), 400,
+        "bad_words must have at most 10000 texts (max_bad_words), got 10001",
+    ),
+    (
         "/v1/chat/completions", dict(messages=HI, stop=["a" * 4000, "b" * 97]), 400,
         "stop must have at most 4096 characters in all (max_stop_chars), got 4097",
     ),

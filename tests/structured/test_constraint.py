@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams, StructuredOutputs
+from nanovllm.engine.requests.bad_words import BadWords
 from nanovllm.engine.run.draw_inputs import draw_inputs
 from nanovllm.engine.schedule.sequence import End, Sequence, SequenceParts
 from nanovllm.kernels.plain.mask import mask
@@ -367,7 +368,9 @@ def test_tokens_that_may_not_come_are_cleared_from_the_mask() -> None:
     params = SamplingParams(min_tokens=1, stop_token_ids=[ord("c")])
     seqs = [
         Sequence(
-            [0], params, parts=SequenceParts(bad_words=((ord("a"),),), constraint=constraints[0])
+            [0],
+            params,
+            parts=SequenceParts(bad_words=BadWords([(ord("a"),)]), constraint=constraints[0]),
         ),
         Sequence([0], SamplingParams(), parts=SequenceParts(constraint=constraints[1])),
     ]

@@ -100,7 +100,7 @@ class AsyncEngine:
         self.open_requests.check_room(params.n)
         self.check()
         accepted = await self.readers.run(
-            lambda: self.intake.accept(prompt, _unconstrained(params)),
+            lambda: self.intake.accept(prompt, _for_copy(params)),
             prompt_size(prompt) + params_size(params),
         )
         queued = self.queued(
@@ -223,8 +223,8 @@ def params_of(given: Any, priority: int | None) -> SamplingParams:
     return params if priority is None else dataclasses.replace(params, priority=priority)
 
 
-def _unconstrained(params: SamplingParams) -> SamplingParams:
-    """The parameters without a constraint; only the engine's process compiles constraints."""
-    if params.structured_outputs is None:
+def _for_copy(params: SamplingParams) -> SamplingParams:
+    """The parameters without what only the engine's process prepares: a constraint, bad words."""
+    if params.structured_outputs is None and not params.bad_words:
         return params
-    return dataclasses.replace(params, structured_outputs=None)
+    return dataclasses.replace(params, structured_outputs=None, bad_words=None)

@@ -68,8 +68,8 @@ def _sum_to_large(sizes: Iterable[int]) -> int:
 
 
 def params_size(params: SamplingParams) -> int:
-    """The size of the parameters to check. Bad words are never small, as they are tokenized."""
+    """The size of the parameters to check."""
     lists: tuple[Any, ...] = (
         params.allowed_token_ids, params.logit_bias, params.stop, params.stop_token_ids,
     )  # fmt: skip
-    return sum(len(each or ()) for each in lists) + (SMALL if params.bad_words else 0)
+    return sum(len(each or ()) for each in lists)

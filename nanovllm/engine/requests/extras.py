@@ -1,8 +1,10 @@
 """Extras: checks and makes what goes beyond plain sampling. Imported when first asked for."""
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.engine.requests.bad_words import BadWords
 from nanovllm.engine.requests.logprobs import Logprobs
 from nanovllm.engine.requests.processors import Processors
 from nanovllm.engine.requests.token_counts import TokenCounts
@@ -13,6 +15,8 @@ from nanovllm.utils.checks import check_int, shorten
 if TYPE_CHECKING:
     from nanovllm.engine.features import Features
     from nanovllm.engine.requests.parts import Constraint, Constraints
+
+TOGETHER = 64  # bad words are tokenized before another thread may go on: about a millisecond
 
 
 class Extras:
@@ -39,31 +43,38 @@ class Extras:
                     f"{name}: there is no text, as the model directory has no tokenizer; pass"
                     " tokenizer=... when the engine is made"
                 )
-        if params.allowed_token_ids is not None:
-            self._check_allowed(params)
 
-    def _check_allowed(self, params: SamplingParams) -> None:
+    def _check_allowed(self, params: SamplingParams, words: BadWords | None) -> None:
         """Raise if no token of the list may come first."""
         left = set(params.allowed_token_ids or ())
         if params.min_tokens:
             left -= set() if params.ignore_eos else self.eos_token_ids
             left -= set(params.stop_token_ids or ())
-        left -= {ids[0] for ids in self.bad_words(params) if len(ids) == 1}
+        left -= frozenset() if words is None else words.alone
         if not left:
             raise ValueError(
                 "allowed_token_ids must hold more than bad_words, and with min_tokens more than"
                 f" tokens that stop, got {shorten(params.allowed_token_ids)}"
             )
 
-    def bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The token ids of bad words, both at the start of a text and after another word.
+    def bad_words(self, params: SamplingParams) -> BadWords | None:
+        """The bad words as token ids, both at the start of a text and after another word.
 
-        Words with ids outside the model's vocabulary cannot come, and are left out.
+        Words with ids outside the model's vocabulary cannot come, and are left out. Raises if they
+        leave none of the allowed tokens.
         """
         texts = (start + word.lstrip(" ") for word in params.bad_words or () for start in ("", " "))
-        encoded = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        size = self.vocab_size
-        return tuple(dict.fromkeys(ids for ids in encoded if ids and max(ids) < size))
+        words = []
+        for number, text in enumerate(texts):
+            ids = tuple(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
+            if ids and max(ids) < self.vocab_size:
+                words.append(ids)
+            if not number % TOGETHER:
+                time.sleep(0)  # the engine's steps go on
+        bad_words = BadWords(words) if words else None
+        if params.allowed_token_ids is not None:
+            self._check_allowed(params, bad_words)
+        return bad_words
 
     def compiles(self, params: SamplingParams) -> bool:
         """Whether the constraint for `structured_outputs` is not compiled yet."""

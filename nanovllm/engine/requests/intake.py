@@ -18,6 +18,7 @@ from nanovllm.utils.checks import as_list, check_int, check_text, shorten
 
 if TYPE_CHECKING:
     from nanovllm.engine.features import Features, RequestAdapters
+    from nanovllm.engine.requests.bad_words import BadWords
     from nanovllm.engine.requests.extras import Extras
     from nanovllm.engine.requests.parts import Constraint, Keeper, Wanted
     from nanovllm.lora_request import LoRARequest, LoRARequests
@@ -29,8 +30,8 @@ LONG_TEXT = 100_000  # characters; the length of a longer text is checked before
 class Accepted:
     """A prompt as token ids, its text if it has one, and its parameters: all fit the model.
 
-    `constraint` is compiled from `structured_outputs`; each sample gets a copy. `bad_words` are
-    token ids. With a `keeper`, hidden states are wanted instead of tokens. An `adapter` changes
+    `constraint` is compiled from `structured_outputs`; each sample gets a copy. All samples share
+    `bad_words`. With a `keeper`, hidden states are wanted instead of tokens. An `adapter` changes
     the model's weights.
     """
 
@@ -38,7 +39,7 @@ class Accepted:
     text: str | None
     params: SamplingParams
     constraint: "Constraint | None"
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: "BadWords | None" = None
     keeper: "Keeper | None" = None
     adapter: Any = None
 
@@ -153,7 +154,7 @@ class Intake:
                 f"min_tokens must be at most {room} (max_model_len={self.max_model_len} less"
                 f" {len(token_ids)} prompt tokens), got {params.min_tokens}"
             )
-        bad_words = () if extras is None else extras.bad_words(params)
+        bad_words = None if extras is None else extras.bad_words(params)
         constraint = None if extras is None else extras.constraint(params)
         keeper = None if wanted is None else wanted.keeper(len(token_ids))
         return Accepted(token_ids, text, params, constraint, bad_words, keeper)

@@ -53,7 +53,7 @@ class SequenceParts:
     counts: Any = None  # how often each token occurs: a follower
     constraint: Any = None  # which tokens may come next: a follower
     processors: Any = None  # callables that change logits: a follower
-    bad_words: tuple[tuple[int, ...], ...] = ()  # as token ids, in each spelling
+    bad_words: Any = None  # what they forbid after the last tokens
     logprobs: Any = None  # with `wanted`
     keeper: Any = None  # keeps results of the model, with `wanted`; says whether to generate
     adapter: Any = None  # changes the model's weights
@@ -68,7 +68,7 @@ class SequenceParts:
     @property
     def filters(self) -> bool:
         """Whether tokens or callables of the request narrow each draw."""
-        return bool(self.bad_words) or self.processors is not None
+        return self.bad_words is not None or self.processors is not None
 
     @property
     def generates(self) -> bool:

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from selection import examples
 
 from nanovllm import SamplingParams
+from nanovllm.engine.requests.bad_words import BadWords
 from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.run.draw_inputs import draw_inputs
 from nanovllm.engine.run.filters import entries
 from nanovllm.engine.run.filters.biases import Biases
-from nanovllm.engine.run.filters.listed import AllowedIds, ForbiddenIds, forbidden_token_ids
+from nanovllm.engine.run.filters.listed import AllowedIds, ForbiddenIds, forbidden_tokens
 from nanovllm.engine.run.filters.penalties import Penalties
 from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
 from nanovllm.layers.filters import Filters
@@ -90,7 +91,8 @@ def test_entries_are_those_of_the_rows_one_by_one(given_params: list[dict[str, A
         forbidden = change_of(only, ForbiddenIds)
         assert (forbidden is None) == (not stops)
         if forbidden is not None:
-            assert as_lists(forbidden.entries) == pairs(stops)
+            found = {*zip(*as_lists(forbidden.entries), strict=True)}
+            assert found == {*zip(*pairs(stops), strict=True)}
 
 
 def test_rows_of_penalties_are_filled_up_with_their_first_token() -> None:
@@ -129,18 +131,28 @@ def test_arrays_of_ids_end_with_their_params() -> None:
     assert len(entries._kept) == before
 
 
+def forbidden_by(seq: Sequence, assumed: list[int]) -> set[int]:
+    """The tokens that the sequence forbids, which are equal as sets and as arrays."""
+    found = forbidden_tokens(seq, assumed)
+    arrays = {i for some in found for i in some.array.tolist()}
+    assert arrays == {i for some in found for i in some.ids}
+    return arrays
+
+
 def test_bad_words_begin_in_the_output() -> None:
     """The prompt's last token is no part of one; a draft is."""
-    seq = Sequence([4, 5], SamplingParams(), parts=SequenceParts(bad_words=((5, 6), (7,))))
-    assert forbidden_token_ids(seq, []) == {7}
-    assert forbidden_token_ids(seq, [5]) == {6, 7}
+    seq = Sequence(
+        [4, 5], SamplingParams(), parts=SequenceParts(bad_words=BadWords([(5, 6), (7,)]))
+    )
+    assert forbidden_by(seq, []) == {7}
+    assert forbidden_by(seq, [5]) == {6, 7}
     seq.token_ids.append(5)
-    assert forbidden_token_ids(seq, []) == {6, 7}
-    assert forbidden_token_ids(seq, [8]) == {7}
+    assert forbidden_by(seq, []) == {6, 7}
+    assert forbidden_by(seq, [8]) == {7}
 
 
 def test_stops_are_forbidden_up_to_min_tokens() -> None:
     """Drafts count as tokens: the stop may come behind the last one of `min_tokens`."""
     ends = frozenset({2, 3})
     seq = Sequence([1], SamplingParams(min_tokens=2), eos_token_ids=ends)
-    assert [forbidden_token_ids(seq, [5] * n) for n in range(3)] == [ends, ends, set()]
+    assert [forbidden_by(seq, [5] * n) for n in range(3)] == [ends, ends, set()]

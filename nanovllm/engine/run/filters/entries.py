@@ -4,7 +4,7 @@ A list of a request may have 100,000 ids: it becomes an array once for each Samp
 step joins arrays.
 """
 
-import itertools
+import functools
 import weakref
 from collections.abc import Iterable
 from collections.abc import Sequence as Listed
@@ -22,7 +22,7 @@ Row = tuple[int, Sequence, list[int]]  # with the tokens assumed before the draw
 IdsOfRows = list[tuple[int, Any]]  # pairs of a row and its token ids
 ParamsOfRows = list[tuple[int, SamplingParams]]
 
-_kept: dict[int, tuple[Array, Array, Array]] = {}  # by the id() of living SamplingParams
+_kept: dict[int, tuple[Array, Array, Array, Array]] = {}  # by the id() of living SamplingParams
 
 
 def allowed_entries(params_of_rows: ParamsOfRows) -> tuple[torch.Tensor, Entries]:
@@ -34,7 +34,7 @@ def allowed_entries(params_of_rows: ParamsOfRows) -> tuple[torch.Tensor, Entries
 
 def biased_entries(params_of_rows: ParamsOfRows) -> tuple[Entries, torch.Tensor]:
     """The ids that have biases in each row, and the biases."""
-    _, ids, biases = zip(*(_arrays(params) for _, params in params_of_rows), strict=True)
+    _, ids, biases, _ = zip(*(_arrays(params) for _, params in params_of_rows), strict=True)
     rows = np.array([row for row, _ in params_of_rows])
     return _entries(rows, ids, np.concatenate(ids)), torch.from_numpy(np.concatenate(biases))
 
@@ -42,12 +42,22 @@ def biased_entries(params_of_rows: ParamsOfRows) -> tuple[Entries, torch.Tensor]
 def forbidden_entries(ids_of_rows: IdsOfRows) -> Entries:
     """The ids that each row forbids, which vary from step to step."""
     rows, lists = zip(*ids_of_rows, strict=True)
-    ids = np.fromiter(itertools.chain.from_iterable(lists), np.int64)
-    return _entries(np.array(rows), lists, ids)
+    return _entries(np.array(rows), lists, np.concatenate(lists))
 
 
-def _arrays(params: SamplingParams) -> tuple[Array, Array, Array]:
-    """The allowed ids, the biased ids and the biases, kept as long as `params` live."""
+def stop_ids(seq: Sequence) -> Array:
+    """The stop tokens of a sequence; some may be there twice."""
+    eos = _eos_ids(seq.eos_token_ids)
+    return np.append(eos, _arrays(seq.params)[3]) if seq.params.stop_token_ids else eos
+
+
+@functools.lru_cache(16)
+def _eos_ids(ids: frozenset[int]) -> Array:
+    return np.array([*ids], np.int64)
+
+
+def _arrays(params: SamplingParams) -> tuple[Array, Array, Array, Array]:
+    """Allowed ids, biased ids, biases and ids that stop, kept as long as `params` live."""
     key = id(params)  # the hash of `params` would read all ids
     if key not in _kept:
         bias = params.logit_bias or {}
@@ -55,6 +65,7 @@ def _arrays(params: SamplingParams) -> tuple[Array, Array, Array]:
             np.array(params.allowed_token_ids or (), np.int64),
             np.array([*bias], np.int64),
             np.array([*bias.values()], np.float32),
+            np.array(params.stop_token_ids or (), np.int64),
         )
         weakref.finalize(params, _kept.pop, key).atexit = False
     return _kept[key]

@@ -2,16 +2,22 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from nanovllm.engine.requests.bad_words import TokenSet
 from nanovllm.engine.run.filters.entries import (
     IdsOfRows,
     Row,
     allowed_entries,
     forbidden_entries,
+    stop_ids,
 )
+from nanovllm.engine.run.transfer import Array
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.layers.filters import FORBIDDEN, Entries
+
+NONE = np.array((), np.int64)
 
 
 @dataclass(slots=True)
@@ -61,34 +67,37 @@ def forbidden_of(rows: list[Row]) -> IdsOfRows:
     return [
         (row, ids)
         for row, seq, assumed in rows
-        if may_forbid(seq) and (ids := _forbidden(seq, assumed))
+        if may_forbid(seq) and len(ids := _forbidden(seq, assumed))
     ]
 
 
 def may_forbid(seq: Sequence) -> bool:
-    """Whether `forbidden_token_ids` may return tokens; otherwise it need not be called."""
-    return bool(seq.parts.bad_words) or len(seq.token_ids) < seq.min_num_tokens
+    """Whether `forbidden_tokens` may return tokens; otherwise it need not be called."""
+    return seq.parts.bad_words is not None or len(seq.token_ids) < seq.min_num_tokens
 
 
-def forbidden_token_ids(seq: Sequence, assumed: list[int]) -> set[int]:
+def forbidden_tokens(seq: Sequence, assumed: list[int]) -> list[TokenSet]:
     """The tokens that may not come after the `assumed` ones, or next if there are none.
 
     They are the last tokens of bad words, and all stop tokens before `min_tokens`. Bad words are
     looked for in the output alone, not in the prompt.
     """
     num_tokens, bad_words = len(seq.token_ids) + len(assumed), seq.parts.bad_words
-    forbidden = set(seq.stop_token_ids) if num_tokens < seq.min_num_tokens else set()
-    if not bad_words:
-        return forbidden
-    start = len(seq.token_ids) - max(map(len, bad_words))
-    output = seq.token_ids[max(start, seq.num_prompt_tokens) :] + assumed  # its last tokens
-    for *before, last in bad_words:
-        if output[len(output) - len(before) :] == before:
-            forbidden.add(last)
-    return forbidden
+    found = []
+    if num_tokens < seq.min_num_tokens:
+        found.append(TokenSet(seq.stop_token_ids, stop_ids(seq)))
+    if bad_words is not None:
+        start = len(seq.token_ids) - bad_words.longest
+        output = seq.token_ids[max(start, seq.num_prompt_tokens) :] + assumed  # its last tokens
+        found += bad_words.after(output)
+    return found
 
 
-def _forbidden(seq: Sequence, assumed: list[int]) -> set[int]:
+def _forbidden(seq: Sequence, assumed: list[int]) -> Array:
     """A sequence's forbidden tokens; none if all of the allowed ones would be forbidden."""
-    forbidden, allowed = forbidden_token_ids(seq, assumed), seq.params.allowed_token_ids
-    return set() if allowed and all(map(forbidden.__contains__, allowed)) else forbidden
+    found, allowed = forbidden_tokens(seq, assumed), seq.params.allowed_token_ids
+    if allowed and all(any(i in some.ids for some in found) for i in allowed):
+        return NONE
+    if len(found) == 1:
+        return found[0].array
+    return np.concatenate([NONE, *(some.array for some in found)])
