@@ -7,6 +7,7 @@ import pytest
 from reference import HARD, SMALL_POOL, Case, audit_at_rest, make_case, make_llm, make_prompts
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.requests import sample_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
@@ -151,10 +152,16 @@ def test_aborting_a_request_aborts_all_samples(num_steps: int, model_dir: Path) 
         audit_at_rest(llm)
 
 
-def test_more_samples_than_can_run_at_once(model_dir: Path) -> None:
-    """`n` above `max_num_seqs`, and too many for the pool: some wait, all finish."""
+def test_more_samples_than_can_run_at_once(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`n` above `max_num_seqs`, and too many for the pool: some wait, all finish.
+
+    They share their prompt's list, as those of long prompts do.
+    """
     with make_llm(model_dir) as llm:
         expected = samples(llm, PROMPT, SamplingParams(n=40, **DRAWN))
+    monkeypatch.setattr(sample_tokens, "LONG", 1)
     for options in (dict(max_num_seqs=7), dict(kvcache_block_size=4, num_kvcache_blocks=7)):
         with make_llm(model_dir, max_model_len=28, **options) as llm:
             assert samples(llm, PROMPT, SamplingParams(n=40, **DRAWN)) == expected

@@ -161,16 +161,20 @@ class Intake:
 
     def request(self, accepted: Accepted, streams: bool) -> Request:
         """Make a request of what `accept` returned. If it `streams`, its text is followed."""
-        params = accepted.params
+        params, prompt = accepted.params, accepted.token_ids
+        if params.n > 1:
+            from nanovllm.engine.requests.sample_tokens import shared
+
+            prompt = shared(prompt)
         number = self._num_requests.to_bytes(8, "little")
         self._num_requests += 1
         seqs: list[Sequence] = []
         for index in range(params.n):
             seq = Sequence(
-                accepted.token_ids,
+                prompt,
                 params,
                 index=index,
-                request_id=seqs[0].request_id if seqs else None,
+                first=seqs[0] if seqs else None,
                 eos_token_ids=self.eos_token_ids,
                 max_model_len=self.max_model_len,
                 default_seed=xxhash.xxh64_intdigest(number, seed=self.seed),

@@ -28,7 +28,6 @@ class OutputText:
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = params.skip_special_tokens
-        self._detokenizer: Detokenizer | None
         self.reset()
 
     def update(self, seq: Sequence) -> End | None:
@@ -61,14 +60,13 @@ class OutputText:
         """The whole text, joined here. Where only its end is of interest, `part` reads less."""
         return "".join(self._pieces)
 
-    def part(self, start: int, end: int | None = None) -> str:
+    def part(self, start: int, end: int) -> str:
         """The characters from `start` to `end`; reads only the pieces from `start` on."""
-        pieces, at, number = self._pieces, self.num_chars, 0
+        first, at = len(self._pieces), self.num_chars
         while at > start:
-            number -= 1
-            at -= len(pieces[number])
-        text = pieces[-1] if number == -1 else "".join(pieces[number:] if number else ())
-        return text[start - at : None if end is None else end - at]
+            first -= 1
+            at -= len(self._pieces[first])
+        return "".join(self._pieces[first:])[start - at : end - at]
 
     @property
     def num_certain(self) -> int:
@@ -79,16 +77,12 @@ class OutputText:
         """Start over: the next `update` adds every token again."""
         self._pieces: list[str] = []
         self.num_chars = self._num_tokens = 0
-        self._detokenizer = (
-            None
-            if self._tokenizer is None
-            else Detokenizer(self._tokenizer, self._skip_special_tokens)
-        )
+        self._detokenizer: Detokenizer | None = None
+        if self._tokenizer is not None:
+            self._detokenizer = Detokenizer(self._tokenizer, self._skip_special_tokens)
 
     def _add_tokens(self, detokenizer: Detokenizer, seq: Sequence, new: range) -> None:
-        piece = detokenizer.add_all(seq.token_ids[new.start : new.stop])
-        self._pieces.append(piece)
-        self.num_chars += len(piece)
+        self._add(detokenizer.add_all(seq.token_ids[new.start : new.stop]), may_stop=False)
 
     def _add(self, piece: str, may_stop: bool) -> None:  # noqa: ARG002
         """Add a piece of text, which may stop the sequence or come before `min_tokens`."""

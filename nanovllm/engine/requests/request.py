@@ -48,7 +48,6 @@ class Request:
         first = self.seqs[0]
         tokenizer = tokenizer if first.params.detokenize else None
         outputs = made or [completion(seq, tokenizer) for seq in self.seqs]
-        longest = max(len(output.token_ids) for output in outputs)
         prompt_logprobs = None
         if first.params.prompt_logprobs is not None:
             prompt_logprobs = first.parts.logprobs.of_prompt(tokenizer)
@@ -66,7 +65,7 @@ class Request:
             num_prompt_tokens=first.num_prompt_tokens,
             num_cached_tokens=first.num_hit_tokens or 0,
             prompt_logprobs=prompt_logprobs,
-            metrics=self.times.metrics(longest),
+            metrics=self.times.metrics(max(len(output.token_ids) for output in outputs)),
         )
         if first.parts.keeper is not None and first.generates:
             output["prompt_hidden_states"] = first.parts.keeper.prompt
@@ -83,14 +82,13 @@ def check_no_error(seq: Sequence) -> None:
 def completion(seq: Sequence, tokenizer: Any) -> CompletionOutput:
     """The output of a finished sequence."""
     text, reason, stop = ending(seq, tokenizer)
-    token_ids = seq.output_token_ids
     likely = None
     if seq.params.logprobs is not None:
         likely = seq.parts.logprobs.since(seq, seq.num_prompt_tokens, tokenizer)
     output = CompletionOutput(
         index=seq.index,
         text=text,
-        token_ids=token_ids,
+        token_ids=seq.output_token_ids,
         finish_reason=reason,
         stop_reason=stop,
         logprobs=likely,

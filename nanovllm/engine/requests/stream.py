@@ -24,13 +24,8 @@ class Stream:
         index = self.open[request_id]
         if request is None:
             samples = enumerate(self.reported[index])
-            return [
-                _aborted(index, sample, request_id)
-                for sample, place in samples
-                if place is not None
-            ]
-        events = (self.event(index, seq) for seq in request.seqs)
-        return [event for event in events if event is not None]
+            return [_aborted(index, i, request_id) for i, place in samples if place is not None]
+        return [e for seq in request.seqs if (e := self.event(index, seq)) is not None]
 
     def event(self, index: int, seq: Sequence) -> StreamEvent | None:
         """An event with the new part of a sample, if there is one; counts it as reported."""

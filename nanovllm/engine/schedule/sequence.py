@@ -128,15 +128,15 @@ class Sequence:
         params: SamplingParams,
         *,
         index: int = 0,
-        request_id: int | None = None,
+        first: "Sequence | None" = None,
         eos_token_ids: frozenset[int] = frozenset(),
         max_model_len: int = 2**31,
         default_seed: int = 0,
         parts: SequenceParts | None = None,
     ) -> None:
         self.seq_id = next(Sequence._ids)
-        self.request_id = self.seq_id if request_id is None else request_id
-        self.index = index  # among the samples of its request
+        self.request_id: int = self.seq_id if first is None else first.request_id
+        self.index = index  # among the samples of its request, after the `first`
         self.siblings: list[Sequence] = []
         self.order = (params.priority, self.seq_id)  # the lower, the sooner it runs
         self.status = SequenceStatus.WAITING
@@ -145,29 +145,28 @@ class Sequence:
         self.followers, self.generates, self.root = parts.followers, parts.generates, parts.root
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self._set_tokens(prompt_token_ids, max_model_len, eos_token_ids)
+        self._set_tokens(prompt_token_ids, max_model_len, eos_token_ids, first)
         self._set_draws(default_seed)
 
     def _set_tokens(
-        self, prompt: list[int], max_model_len: int, eos_token_ids: frozenset[int]
+        self, prompt: list[int], max_model_len: int, eos: frozenset[int], first: "Sequence | None"
     ) -> None:
         """Start from the prompt, with nothing cached; set the output's bounds and stop tokens."""
         params = self.params
-        self.token_ids = list(prompt)
+        self.token_ids = prompt.copy()
         self.num_prompt_tokens = len(self.token_ids)
-        self.num_cached_tokens = 0
-        self.num_scheduled_tokens = 0
-        self.num_pending_tokens = 0
-        self.num_possible_tokens = 0
+        self.num_pending_tokens = self.num_possible_tokens = 0
         self.num_hit_tokens: int | None = None  # prefix-cache hits, set on first admission
         self.block_hashes: list[int] = []  # of the first full blocks, as far as computed
-        self._clear_tables()
+        self.release_cache()
         max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
         most = self.num_prompt_tokens + (max_tokens if self.generates else 0)
         self.max_num_tokens = min(most, max_model_len)
         self.min_num_tokens = self.num_prompt_tokens + params.min_tokens
-        self.eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
-        self.stop_token_ids = self.eos_token_ids.union(params.stop_token_ids or ())
+        self.eos_token_ids = eos = frozenset() if params.ignore_eos else eos
+        ends = params.stop_token_ids or ()
+        self.stop_token_ids: frozenset[int]  # all samples share the set
+        self.stop_token_ids = eos.union(ends) if first is None else first.stop_token_ids
 
     def _set_draws(self, default_seed: int) -> None:
         """Set how tokens are drawn, and whether draws read the tokens."""
@@ -312,11 +311,6 @@ class Sequence:
 
     def release_cache(self) -> None:
         """Go back to nothing computed, tokens kept; the caller frees the blocks."""
-        self._clear_tables()
-        self.num_cached_tokens = 0
-        self.num_scheduled_tokens = 0
-
-    def _clear_tables(self) -> None:
         self.block_tables: list[list[int]] = []
         self.room = 0
         self.num_published_blocks = 0
@@ -324,6 +318,8 @@ class Sequence:
         self.num_passed_blocks: list[int] = []
         self.state_slots: list[int] = []
         self.checkpoints: dict[int, int] = {}
+        self.num_cached_tokens = 0
+        self.num_scheduled_tokens = 0
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End the sequence; the scheduler frees its blocks."""
