@@ -4,9 +4,11 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
+from nanovllm.engine.requests.fixed_ids import FixedIds, OutputIds
 from nanovllm.engine.run.transfer import download
 from nanovllm.engine.schedule.sequence import End, Sequence
 
@@ -15,6 +17,8 @@ OTHERS = (
     " token_ids, logits), as docs/usage.md shows"
 )
 EMPTY = "left no token to draw: all logits are minus infinity, or some are NaN"
+
+_prompts = WeakValueDictionary[int, FixedIds]()  # by the id of the request
 
 
 class Processors:
@@ -30,17 +34,19 @@ class Processors:
         # token was left to draw.
         self._errors: dict[int, str] = {}
         self._empty: dict[int, torch.Tensor] = {}
+        self._output = OutputIds()
+        self._prompt: FixedIds | None = None  # made if a callable takes it
 
     def apply(self, seq: Sequence, drafts: list[int], logits: torch.Tensor) -> torch.Tensor:
         """The logits [V] for the token after the `drafts`, from the model's `logits` in float32.
 
         The callables may write into `logits`. This does not wait for the device.
         """
-        index, size = len(seq.token_ids) + len(drafts), seq.num_prompt_tokens
+        index, output = len(seq.token_ids) + len(drafts), self._output
+        output.become(seq, drafts)
         self._errors.pop(index, None)
         for place, (call, takes_prompt) in enumerate(self._calls):
-            output = seq.token_ids[size:] + drafts
-            given = (seq.token_ids[:size], output) if takes_prompt else (output,)
+            given = (self._prompt_of(seq), output) if takes_prompt else (output,)
             try:
                 result = call(*given, logits)
                 _check(result, logits)
@@ -66,6 +72,16 @@ class Processors:
         """Drop the recorded failures: these tokens are drawn again."""
         self._errors.clear()
         self._empty.clear()
+        self._output = OutputIds()
+
+    def _prompt_of(self, seq: Sequence) -> FixedIds:
+        """The prompt, in a list that all samples of the request share."""
+        if self._prompt is None:
+            prompt = _prompts.get(seq.request_id)
+            if prompt is None:
+                prompt = FixedIds(seq.token_ids[: seq.num_prompt_tokens])
+            self._prompt = _prompts.setdefault(seq.request_id, prompt)
+        return self._prompt
 
 
 def _check(result: Any, logits: torch.Tensor) -> None:
