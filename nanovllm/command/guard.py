@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from typing import IO
 
 from nanovllm.command import interrupts
 from nanovllm.command.options import UsageError
@@ -19,11 +20,27 @@ from nanovllm.utils.log import log_to_stderr
 BROKEN_PIPE = 141
 
 
+class ClosedStdout(io.TextIOBase):
+    """The stdout of a command for which the caller has closed it (`>&-`): it takes no text."""
+
+    def __init__(self, holder: IO[str]) -> None:
+        self._holder = holder  # of the file descriptor
+
+    def write(self, text: str, /) -> int:
+        del text
+        raise OSError("stdout is closed")
+
+
 def prepare_streams() -> None:
-    """Replace streams that the caller has closed; let stdout take any text."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    """Replace streams that the caller has closed; let stdout take any text.
+
+    Their file descriptors are used, so that no other file gets them. Without stdin there is no
+    input, and without stderr messages are lost, but a result that cannot be written is a failure.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "r"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the caller
-            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115
+            nothing = open(os.devnull, mode)  # noqa: PTH123, SIM115
+            setattr(sys, name, ClosedStdout(nothing) if name == "stdout" else nothing)
     if isinstance(sys.stdout, io.TextIOWrapper):  # otherwise some texts would be errors
         sys.stdout.reconfigure(errors="backslashreplace")
 

@@ -7,6 +7,7 @@ that the model recommends do.
 
 import argparse
 import logging
+import sys
 
 from nanovllm.command.field_options import add_field_options, given_fields
 from nanovllm.command.options import (
@@ -42,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
         raise ImportError(f"nanovllm serve needs nanovllm[serve]: {error}") from None
 
     def announce(address: str) -> None:
-        print(f"serving {engine['model']} at {address}", flush=True)
+        if sys.stdout.writable():  # services may close it
+            print(f"serving {engine['model']} at {address}", flush=True)
 
     logging.getLogger("nanovllm.server").setLevel(logging.INFO)
     return serve(engine, options, sampling, announce)

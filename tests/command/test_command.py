@@ -339,6 +339,29 @@ def test_json_has_whole_outputs() -> None:
     assert re.search(r"nanovllm: KV cache in \w+: \d+ tokens in", log)
 
 
+@pytest.mark.parametrize("target", [">&-", ">/dev/full"])
+def test_a_result_that_cannot_be_written_is_a_failure(target: str) -> None:
+    command = shlex.join([*COMMAND, "info", str(EMBEDDED_MODEL)])
+    done = subprocess.run(
+        ["sh", "-c", f"{command} {target}"], capture_output=True, timeout=LIMIT, env=ENV
+    )
+    assert (done.returncode, done.stdout) == (1, b"")
+    why = "stdout is closed" if target == ">&-" else "[Errno 28] No space left on device"
+    assert done.stderr.decode() == f"nanovllm: error: {why}\n"
+
+
+def test_a_server_does_without_a_closed_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service may start it like that."""
+
+    def serve(engine: Any, options: Any, sampling: Any, announce: Callable[[str], None]) -> int:
+        announce("http://localhost:8000")
+        return 3
+
+    monkeypatch.setattr("nanovllm.server.serve.serve", serve)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["serve", str(EMBEDDED_MODEL)]) == 3
+
+
 @pytest.mark.slow
 def test_a_closed_pipe_ends_the_command_quietly() -> None:
     """There is more text than a pipe holds."""
