@@ -50,6 +50,7 @@ class Journal:
         try:
             self._lock()
             self._read()
+            self._sync_name()
         except BaseException:
             self._file.close()
             raise
@@ -94,6 +95,26 @@ class Journal:
         with self._naming_errors():
             os.fsync(self._file.fileno())
         self._synced = time.monotonic()
+
+    def _sync_name(self) -> None:
+        """Wait until the directory has the file's name on the disk, unless there are records.
+
+        Otherwise a power failure could lose a new file with everything that was synced to it.
+        """
+        if len(self._digests):
+            return
+        try:
+            folder = os.open(self.path.resolve().parent, os.O_RDONLY | os.O_DIRECTORY)
+        except PermissionError:  # it can be written, but not read
+            return
+        try:
+            with self._naming_errors():
+                os.fsync(folder)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # its system syncs no directories
+                raise
+        finally:
+            os.close(folder)
 
     def remove_unused(self) -> None:
         """Remove the file if it was made here and nothing has been written; `close` comes next."""

@@ -8,7 +8,9 @@ import math
 import os
 import re
 import resource
+import stat
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -702,6 +704,41 @@ def test_a_failure_before_the_first_record_leaves_no_new_output(
     with pytest.raises(MemoryError):
         fail(Journal(output), written)
     assert (output.read_bytes() if output.exists() else None) == left
+
+
+def test_the_directory_of_a_new_output_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power failure must not lose the file's name, also where a link leads to the file."""
+    synced: list[Path] = []
+
+    def fsync(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "out")
+    with Journal(tmp_path / "link") as journal:
+        assert synced == [tmp_path / "disk"]
+        journal.append([result_record(1, "a", {})])
+    synced.clear()
+    with Journal(tmp_path / "link"):
+        assert not synced, "the file has records: its name is on the disk"
+
+
+@pytest.mark.parametrize(("number", "is_refused"), [(errno.EINVAL, False), (errno.EIO, True)])
+def test_a_directory_that_cannot_be_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, is_refused: bool
+) -> None:
+    """Some file systems sync no directories; a disk that fails is an error."""
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match=r"out: .*error") if is_refused else nullcontext():
+        Journal(tmp_path / "out").close()
 
 
 def test_only_the_jobs_own_output_is_removed(tmp_path: Path) -> None:
