@@ -33,6 +33,8 @@ class AttentionSpec:
     in_graphs: bool  # whether decode steps are CUDA graphs, which hide how long launches take
     kv_dtype: torch.dtype  # of the cache: `dtype`, or that of codes
     soft_cap: bool = False  # whether some layer has a soft cap on its scores
+    has_adapters: bool = False  # whether other layers need kernels for adapters
+    is_quantized: bool = False  # whether other layers need kernels for codes of weights
 
     @property
     def heads(self) -> Heads:

@@ -4,21 +4,28 @@ import ctypes
 import dataclasses
 import logging
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from waiting import FOREVER, LIMIT
+from waiting import FOREVER, LIMIT, wait_until
 
 from nanovllm import LLM
+from nanovllm.config import Config
+from nanovllm.engine.start.placement import resolve_placement
 from nanovllm.kernels.cpu import compile as compiling
+from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.library import DEFINITIONS, SOURCE
 from nanovllm.layers.backend import AttentionSpec
 from nanovllm.layers.backends import choose_backend
+from nanovllm.layers.ranks import ALONE
+from nanovllm.models.config import ModelConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -182,22 +189,189 @@ def test_the_error_names_the_compiler_that_fails(
     assert not list(cache.iterdir()), "something is left in the cache"
 
 
-def test_a_compiler_that_never_ends_is_an_error(
+# Compilers that take long
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_slow_compiler_is_waited_for(
+    cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """A busy machine may take any time. A warning says what takes it."""
+    slow = tmp_path / "slow"
+    slow.write_text('#!/bin/sh\ncase "$*" in *" -c "*) sleep 0.5;; esac\nexec c++ "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("CXX", str(slow))
+    monkeypatch.setattr(compiling, "LONG_SECONDS", 0.05)
+    assert load(source).count(10) == 45
+    warnings = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert warnings and "slow has been compiling a kernel for 0 s; Ctrl-C ends" in warnings[0]
+
+
+@pytest.mark.usefixtures("compiler")
+def test_ctrl_c_ends_a_compiler_that_hangs_and_it_holds_up_nobody(
+    cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, others = tmp_path / "begun", list[int]()
+    monkeypatch.setenv("CXX", f"sh -c 'echo $$ > {begun}; exec sleep {FOREVER}'")
+
+    def interrupt() -> None:
+        try:
+            wait_until("no compiler", lambda: begun.exists() and begun.read_text().strip())
+            monkeypatch.delenv("CXX")
+            others.append(load(source).count(10))
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        load(source)
+    thread.join()
+    assert others == [45]
+    assert not Path(f"/proc/{begun.read_text().strip()}").exists(), "the compiler still runs"
+    assert [path.suffix for path in cache.iterdir()] == [".so"], "something is left in the cache"
+
+
+# Who may write to the cache
+
+
+def give_to_another(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a file belong to another user than that of this process."""
+    if os.geteuid() == 0:
+        os.chown(path, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_only_the_user_can_write_to_the_cache(cache: Path, source: Path) -> None:
+    """Whatever the umask is: others could replace what this user runs."""
+    before = os.umask(0)
+    try:
+        load(source)
+    finally:
+        os.umask(before)
+    assert cache.stat().st_mode & 0o777 == 0o700
+    (library,) = cache.iterdir()
+    assert library.stat().st_mode & 0o022 == 0
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("how", ["group", "others", "another", "link"])
+def test_a_library_that_others_can_write_is_compiled_again(
+    how: str, cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Older versions left some with a umask of 002."""
+    load(source)
+    (library,) = cache.iterdir()
+    if how == "link":
+        library.rename(tmp_path / "lib.so")
+        library.symlink_to(tmp_path / "lib.so")
+    elif how == "another":
+        give_to_another(library, monkeypatch)
+    else:
+        library.chmod(0o775 if how == "group" else 0o757)
+    before = library.lstat().st_ino
+    assert load(source).count(10) == 45
+    if how != "another" or os.geteuid() == 0:
+        assert library.lstat().st_ino != before, "it was loaded"
+        assert library.lstat().st_mode & 0o022 == 0
+    says = {"another": "it belongs to user", "link": "it is no ordinary file"}
+    assert f"is not used: {says.get(how, 'other users may write to it')}" in caplog.text
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_cache_of_another_user_is_not_used(
+    cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its owner may put there what this user would run. The library is compiled elsewhere."""
+    load(source)
+    (library,) = cache.iterdir()
+    before = library.stat()
+    give_to_another(cache, monkeypatch)
+    assert load(source).count(10) == 45
+    assert "is not used: it belongs to user" in caplog.text
+    assert [*cache.iterdir()] == [library] and library.stat().st_ino == before.st_ino
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_folder_of_an_older_version_is_closed_for_others(cache: Path, source: Path) -> None:
+    cache.mkdir(parents=True)
+    cache.chmod(0o775)
+    load(source)
+    assert cache.stat().st_mode & 0o777 == 0o700
+    assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs files of root")
+def test_roots_libraries_are_used_by_all(
     cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A start would hang with it. The limit of one that works is far above what it takes."""
-    monkeypatch.setattr(compiling, "MAX_SECONDS", 0.05)
-    monkeypatch.setenv("CXX", f"sh -c 'exec sleep {FOREVER}'")
-    with pytest.raises(RuntimeError, match=r"works: sh -c .* timed out after 0\.05 seconds"):
-        load(source)
-    assert not list(cache.iterdir()), "something is left in the cache"
+    """An image may have them."""
+    load(source)
+    cache.chmod(0o755)
+    without_compiler(monkeypatch)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert load(source).count(10) == 45
+    assert cache.stat().st_mode & 0o777 == 0o755
+
+
+# Machines on which it fails
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("name", ["lora_down", "tiled_linear"])
+def test_if_one_library_cannot_be_compiled_all_kernels_are_plain(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The libraries of adapters and quantized weights too: when the backend is chosen."""
+
+    def prepare(asked: str) -> None:
+        if asked == name:
+            raise RuntimeError("no C++ compiler that works: c++: killed")
+
+    spec = dataclasses.replace(
+        SPEC, has_adapters=name == "lora_down", is_quantized=name == "tiled_linear"
+    )
+    monkeypatch.setattr(library, "prepare", prepare)
+    assert choose_backend("auto", SPEC).kernels.name == "C++", "it needs no such library"
+    assert not caplog.records
+    backend = choose_backend("auto", spec)
+    assert (backend.attention.name, backend.kernels.name) == ("torch", "plain PyTorch")
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and "c++: killed" in record.message
+    with pytest.raises(ValueError, match=r"not work here .*c\+\+: killed"):
+        choose_backend("cpu", spec)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_startup_compiles_all_kernels_that_the_options_need(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that compiles would hold up all requests, and lose them if it fails."""
+    asked = list[str]()
+
+    monkeypatch.setattr(library, "prepare", asked.append)
+    for options, expected in (
+        (dict(), []),
+        (dict(enable_lora=True), ["lora_down"]),
+        (dict(quantization="int8", enable_lora=True), ["lora_down", "tiled_linear"]),
+    ):
+        config = Config(str(model_dir), device="cpu", **options)
+        resolve_placement(config, ModelConfig.from_dir(model_dir, config.quantization), ALONE)
+        assert asked == expected
+        asked.clear()
 
 
 def test_a_machine_without_a_compiler_runs_plain_pytorch(model_dir: Path, tmp_path: Path) -> None:
     """In a new process, with an empty cache and an empty PATH."""
     script = f"""
 import logging, sys
-logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stdout)
+logging.getLogger("nanovllm").setLevel(logging.INFO)
 from nanovllm import LLM, SamplingParams
 options = dict(device="cpu", num_kvcache_blocks=8)
 with LLM({str(model_dir)!r}, **options) as llm:
@@ -215,7 +389,7 @@ except ValueError as error:
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    said = [line for line in lines if line.startswith("auto selects plain PyTorch")]
+    said = [line for line in lines if line.startswith("WARNING auto selects plain PyTorch")]
     assert len(said) == 1 and "no C++ compiler that works" in said[0]
     assert any("attention: torch, other kernels: plain PyTorch" in line for line in lines)
     refused = next(line for line in lines if line.startswith("refused:"))

@@ -98,7 +98,7 @@ def attention_specs(
     return [
         AttentionSpec(
             device, dtype, *heads, config.kvcache_block_size, not config.enforce_eager, kv_dtype,
-            soft_cap,
+            soft_cap, config.enable_lora, model_config.quantization is not None,
         )
         for heads, soft_cap in dict.fromkeys(kinds or [(UNUSED_HEADS, False)])
     ]  # fmt: skip

@@ -3,6 +3,12 @@
 If no compiler works, `load` raises and says why; the engine then uses other kernels. The libraries
 have no OpenMP runtime of their own. They use the one that PyTorch has loaded, or the threads of
 pool.h.
+
+A library's code runs with the user's rights, so the cache is used only if no other user can write
+there (root can do so anyway): its folder and each library belong to this user or to root, and
+neither the group nor others may write to them. Then nobody can replace a library between the check
+and the load. The folders above are those in which the user also keeps programs and settings; they
+are not checked.
 """
 
 import contextlib
@@ -14,6 +20,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import struct
 import subprocess
 import tempfile
@@ -32,10 +39,11 @@ FLAGS = (
     "-fno-trapping-math",
 )  # fmt: skip
 X86_FLAGS = ("-mprefer-vector-width=512",)  # ignored by processors without such vectors
-# The limit for one run of a compiler. It takes ten seconds of a core; minutes on a busy machine.
-MAX_SECONDS = 600
-# The age at which no process compiles in its folder any more: each compiler runs at most twice.
-OLD_SECONDS = 3 * len(COMPILERS) * MAX_SECONDS
+# A compiler takes ten seconds of a core, and much longer on a busy machine. It has no limit: after
+# this time, a warning says that it still runs. No other process waits for it.
+LONG_SECONDS = 60
+OLD_SECONDS = 24 * 3600  # the age at which a killed process's folder is removed
+WRITABLE = stat.S_IWGRP | stat.S_IWOTH  # by other users
 ELF_HEADER = struct.Struct("<4s 36x Q 10x H H 2x")  # section headers: offset, size, number
 
 
@@ -48,16 +56,17 @@ def load(source: Path, definitions: tuple[str, ...] = ()) -> ctypes.CDLL:
     """
     flags = FLAGS + (X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ()) + definitions
     name = f"{source.stem}-{_fingerprint(source, flags)}.so"
-    kept = cache_dir()
+    kept = _usable(cache_dir())
     if kept is not None:
         with contextlib.suppress(OSError):  # not compiled yet
-            if _is_complete(kept / name):
+            if _is_trusted(kept / name, (kept / name).lstat()) and _is_complete(kept / name):
                 return ctypes.CDLL(str(kept / name))
     start = time.perf_counter()
     with _scratch(kept) as folder:
         built = Path(folder) / name
         library = _compile(source, built, flags)
         if kept is not None and built.parent.parent == kept:
+            built.chmod(0o755)
             built.replace(kept / name)  # atomic: other processes see the whole file or none
     logger.info("compiled %s in %.1f s", source.name, time.perf_counter() - start)
     return library
@@ -82,6 +91,41 @@ def cache_dir() -> Path | None:
         return None
 
 
+def _usable(kept: Path | None) -> Path | None:
+    """The cache's folder, made for this user alone; None if it cannot be used, which is logged."""
+    if kept is None:
+        return None
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.mkdir(mode=0o700, exist_ok=True)
+        found = kept.stat()
+        if found.st_uid == os.geteuid() and found.st_mode & WRITABLE:  # made with a umask of 002
+            kept.chmod(0o700)
+        return kept if _is_trusted(kept, kept.stat()) else None
+    except OSError as error:
+        logger.info("compiled kernels are not kept: %s", error)
+        return None
+
+
+def _is_trusted(path: Path, found: os.stat_result) -> bool:
+    """Whether a folder or file is ours or root's, and no other user can write it; else warn."""
+    if not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
+        why = "it is no ordinary file"
+    elif found.st_uid not in (os.geteuid(), 0):
+        why = f"it belongs to user {found.st_uid}"
+    elif found.st_mode & WRITABLE:
+        why = "other users may write to it"
+    else:
+        return True
+    _warn_of_unused(path, why)
+    return False
+
+
+@functools.cache  # once for all libraries
+def _warn_of_unused(path: Path, why: str) -> None:
+    logger.warning("kernels are compiled again, because %s is not used: %s", path, why)
+
+
 def _is_complete(library: Path) -> bool:
     """Whether the file has its section headers, which come last: it is not cut off."""
     data = library.read_bytes()
@@ -98,7 +142,6 @@ def _scratch(kept: Path | None) -> "tempfile.TemporaryDirectory[str]":
     """
     if kept is not None:
         try:
-            kept.mkdir(parents=True, exist_ok=True)
             for folder in kept.glob("tmp*"):
                 with contextlib.suppress(FileNotFoundError):  # another process has removed it
                     if time.time() - folder.stat().st_mtime > OLD_SECONDS:
@@ -126,13 +169,29 @@ def _compile(source: Path, built: Path, flags: tuple[str, ...]) -> ctypes.CDLL:
         except subprocess.CalledProcessError as error:
             lines = error.stderr.splitlines() or [f"status {error.returncode}"]
             reasons.append(f"{shlex.join(compiler)}: {lines[0]}")
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except OSError as error:
             reasons.append(f"{shlex.join(compiler)}: {error}")
     raise RuntimeError("no C++ compiler that works: " + "; ".join(reasons))
 
 
 def _run(command: list[str]) -> None:
-    subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True,
-        timeout=MAX_SECONDS,
-    )  # fmt: skip
+    """Run a compiler until it ends. An interrupt, such as Ctrl-C, ends it."""
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        text=True, errors="replace",
+    ) as process:  # fmt: skip
+        try:
+            try:
+                _, errors = process.communicate(timeout=LONG_SECONDS)
+            except subprocess.TimeoutExpired:
+                logger.warning(
+                    "%s has been compiling a kernel for %d s; Ctrl-C ends the start, and"
+                    " attention_backend='torch' needs no compiler", command[0], LONG_SECONDS,
+                )  # fmt: skip
+                _, errors = process.communicate()
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command, stderr=errors)

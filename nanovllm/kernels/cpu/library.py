@@ -73,6 +73,11 @@ def library(source: Path = SOURCE) -> ctypes.CDLL:
     return made
 
 
+def prepare(name: str) -> None:
+    """Load the library with a function now, so that no later call compiles it."""
+    library(OTHER_SOURCES.get(name, SOURCE))
+
+
 def _may_use(num_cores: int) -> bool:
     """Whether the pool's threads may run on `num_cores` cores; they inherit those of this thread.
 

@@ -45,15 +45,16 @@ def fastest_first(device: torch.device) -> tuple[str, ...]:
 def fastest(*specs: AttentionSpec) -> Backend | None:
     """The fastest backend that works here; None if only plain PyTorch does, which is logged."""
     spec = specs[0]
-    reasons = []
+    reasons, has_failed = [], False
     for fast in fastest_first(spec.device):
         try:
             return build_backend(fast, *specs)
         except ValueError as error:
             logger.info("auto skips a backend: %s", error)
             reasons.append(str(error))
+            has_failed |= error.__cause__ is not None  # its check has passed
     is_slow = spec.device.type != "cpu" or spec.dtype == torch.float16  # which CPUs emulate
-    level = logging.WARNING if is_slow else logging.INFO
+    level = logging.WARNING if is_slow or has_failed else logging.INFO
     logger.log(level, "auto selects plain PyTorch: %s", "; ".join(reasons))
     return None
 
@@ -219,6 +220,17 @@ def _try_attention(backend: AttentionBackend, spec: AttentionSpec) -> None:
         torch.cuda.synchronize(spec.device)
 
 
+def _cpu_kernels(specs: Specs) -> Kernels:
+    """The C++ kernels, if all that the model and the options need are compiled: now, in no step."""
+    from nanovllm.kernels.cpu.library import prepare
+
+    spec = specs[0]
+    for name, is_needed in (("lora_down", spec.has_adapters), ("tiled_linear", spec.is_quantized)):
+        if is_needed:
+            prepare(name)
+    return _try_kernels(cpu_kernels(), specs)
+
+
 def _triton_kernels(specs: Specs) -> Kernels:
     """The Triton kernels, if they are compiled for the device."""
     from nanovllm.kernels.triton.common import INTERPRETED
@@ -238,7 +250,7 @@ def _triton_kernels_or_plain(specs: Specs) -> Kernels:
 
 
 KERNELS: dict[str, Callable[[Specs], Kernels]] = {
-    "cpu": lambda specs: _try_kernels(cpu_kernels(), specs),
+    "cpu": _cpu_kernels,
     "triton": _triton_kernels,
     "flash_attn": _triton_kernels_or_plain,
 }
