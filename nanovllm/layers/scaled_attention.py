@@ -34,7 +34,10 @@ class ScaledAttention(Attention):
         self.kv = replace(self.kv, fixed_scales=(self._scale("k"), self._scale("v")))
 
     def _scale(self, which: str) -> float:
-        """A checkpoint's scale, rounded to the type in which the cache has scales."""
+        """A checkpoint's scale, rounded to the type in which the cache has scales.
+
+        Codes are made and read with the rounded scale, so that rounding adds no error to them.
+        """
         scale = float(self.get_parameter(f"{which}_scale").to(SCALES))
         if not 0 < scale < math.inf:
             raise ValueError(f"{which}_scale must be above 0, got {scale}")

@@ -5,6 +5,7 @@ import torch
 
 from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.kv_layer import CODES, SCALES
+from nanovllm.kernels.plain.kv_codes import dequantize, quantize
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers.attention import Attention
@@ -125,6 +126,22 @@ def test_fixed_scales_replace_those_of_each_token(kernels: Kernels) -> None:
             stored = held.transpose(1, 2).flatten(0, 1)[:TOKENS]
             assert torch.equal(stored, torch.full_like(stored, scale))
         scales.zero_()
+
+
+@pytest.mark.parametrize("scale", [0.0123, 1.004, 3e-5, 417.3])
+def test_a_checkpoints_scale_of_keys_is_rounded_once(scale: float) -> None:
+    """To the cache's type, by at most 1 / 256; codes are made and read with the same scale."""
+    layer = ScaledAttention(CACHE)
+    layer.weight_loader(layer.k_scale, torch.tensor(scale), None)
+    layer.bind(Backend(TorchBackend(BLOCK_SIZE), PLAIN))
+    assert layer.kv.fixed_scales is not None
+    used = layer.kv.fixed_scales[0]
+    assert used == float(torch.tensor(scale).to(SCALES)) and abs(used / scale - 1) <= 1 / 256
+    keys = torch.linspace(-400, 400, 64).view(1, 1, 64) * scale
+    codes, scales = quantize(keys, used)
+    assert float(scales.unique()) == used
+    error = (dequantize(codes, scales, keys.dtype) - keys).abs()
+    assert bool((error <= keys.abs() / 16).all()), "more than half a step of a code"
 
 
 def test_a_soft_cap_that_the_backend_does_not_know_of_is_refused() -> None:
