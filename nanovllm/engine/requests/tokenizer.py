@@ -35,18 +35,16 @@ def load_tokenizer(
                 " names another directory or hub id to load one from", model_path,
             )  # fmt: skip
         return None
-    source = str(model_path) if tokenizer is None else tokenizer
+    source, path = str(model_path) if tokenizer is None else tokenizer, model_path
     try:
-        return _from_directory(
-            model_path if tokenizer is None else _directory(tokenizer, download_dir)
-        )
+        if tokenizer is not None:  # all files are downloaded, as transformers is slow
+            path = find_directory("tokenizer", tokenizer, TOKENIZER_PATTERNS, None, download_dir)
+        return _from_directory(path)
     except Exception as error:  # transformers raises many kinds
-        raise OSError(f"cannot load the tokenizer of {source!r}: {error}") from error
+        from nanovllm.models.damaged_text import damaged_file
 
-
-def _directory(source: str, download_dir: str | None) -> Path:
-    """A local directory, or one to which all files are downloaded, as transformers is slow."""
-    return find_directory("tokenizer", source, TOKENIZER_PATTERNS, download_dir=download_dir)
+        reason = damaged_file(path) or error
+        raise OSError(f"cannot load the tokenizer of {source!r}: {reason}") from error
 
 
 def _from_directory(path: Path) -> Any:

@@ -60,6 +60,25 @@ def test_a_damaged_tokenizer_is_named(
     assert "config.json" not in str(caught.value).replace("tokenizer_config.json", "")
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", b"[]"), ("tokenizer.json", b"{"), ("tokenizer.json", b"\xff"),
+        ("tokenizer_config.json", b"5"), ("tokenizer_config.json", b"[" * 100_000),
+        ("config.json", b"[]"), ("chat_template.jinja", b"\xff"),
+    ],
+)  # fmt: skip
+def test_the_damaged_file_of_a_tokenizer_is_named(
+    model_dir: Path, tmp_path: Path, name: str, text: bytes
+) -> None:
+    path = shutil.copytree(model_dir, tmp_path / "copy")
+    (path / name).write_bytes(text)
+    for tokenizer in (None, str(path)):
+        with pytest.raises(OSError, match="cannot load the tokenizer of") as caught:
+            load_tokenizer(tokenizer, path)
+        assert f"{path / name} " in str(caught.value)
+
+
 def test_a_tokenizer_needs_no_config_beside_it(model_dir: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model_dir / name, tmp_path)
