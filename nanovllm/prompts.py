@@ -4,16 +4,20 @@ import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict
 
-from nanovllm.utils.checks import as_list, shorten
+from nanovllm.utils.checks import as_list
 
 
-class TextPrompt(TypedDict):
+class _Salted(TypedDict, total=False):
+    cache_salt: str  # cached prefixes are shared only with prompts that have the same one
+
+
+class TextPrompt(_Salted):
     """A prompt that the tokenizer encodes."""
 
     prompt: str
 
 
-class _TokenIds(TypedDict):
+class _TokenIds(_Salted):
     prompt_token_ids: Iterable[int]
 
 
@@ -24,32 +28,15 @@ class TokensPrompt(_TokenIds, total=False):
 
 
 Prompt = str | Iterable[int] | TextPrompt | TokensPrompt
-FIELDS = ("prompt", "prompt_token_ids")
 
 
-def split_prompt(prompt: Any) -> tuple[Any, str | None]:
-    """The text or token ids to encode, and the prompt's text if it has one."""
-    if isinstance(prompt, str):
-        return prompt, prompt
-    if not isinstance(prompt, Mapping):
-        return prompt, None
-    given = {name: value for name, value in prompt.items() if value is not None}
-    unknown = next((f"with {shorten(name)}" for name in given if name not in FIELDS), None)
-    if unknown or not given:
-        raise TypeError(
-            "prompt must be a str, a list of token ids, or a dict with one of"
-            f" {', '.join(FIELDS)}, got a dict {unknown or 'without them'}"
-        )
-    text = given.get("prompt")
-    if not isinstance(text, str | None):
-        raise TypeError(f"the prompt's field 'prompt' must be a str, got {shorten(text)}")
-    token_ids = given.get("prompt_token_ids")
-    if isinstance(token_ids, str):
-        raise TypeError(
-            "the prompt's field 'prompt_token_ids' must be a list of token ids, got"
-            f" {shorten(token_ids)}"
-        )
-    return text if token_ids is None else token_ids, text
+def split_prompt(prompt: Any) -> tuple[Any, str | None, int]:
+    """The text or token ids to encode, the text if there is one, and the number of the salt."""
+    if isinstance(prompt, Mapping):
+        from nanovllm.prompt_dicts import split_dict
+
+        return split_dict(prompt)
+    return prompt, prompt if isinstance(prompt, str) else None, 0
 
 
 def prompt_list(name: str, prompts: Any) -> list[Any]:

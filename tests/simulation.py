@@ -38,6 +38,7 @@ from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.schedule.scheduler import MOST_PREFILLS, Scheduler
 from nanovllm.engine.schedule.sequence import Sequence, SequenceParts, SequenceStatus
+from nanovllm.prompt_dicts import salt_number
 from nanovllm.sampling_params import SamplingParams
 
 BLOCK_SIZES = (1, 2, 3, 4, 16)
@@ -45,6 +46,7 @@ EOS, STOP = 3, 4
 NUM_TOKENS = 5  # so few that prompts share prefixes all the time
 MOST_DRAFTS = 5
 
+SALTS = salt_number("a"), salt_number("b")
 EMPTY = -1  # the number of the prefix without tokens
 
 Slot = tuple[int, int]
@@ -157,10 +159,12 @@ class Simulation:
         adapter = self.adapter()
         constrained = self.forces and self.rng.random() < 0.5
         keeps = sum(prompt) % 3 == 0  # as good as at random
+        salt = self.rng.choice([0, 0, 0, *SALTS])
         seqs = [
             Sequence(prompt, asked, index=index, parts=SequenceParts(
                 constraint=Forcing(self.rng) if constrained else None,
                 keeper=Keeper(len(prompt)) if keeps and index == 0 else None, adapter=adapter,
+                salt=salt,
             ), **options)
             for index in range(asked.n)
         ]  # fmt: skip
@@ -656,8 +660,9 @@ class Simulation:
     def numbered(self, seq: Sequence, drafts: list[int] | None = None) -> list[int]:
         """For each position the number of the prefix that ends there: equal iff all of it is."""
         numbers, number = [], -1
-        if seq.parts.adapter is not None:  # adapters have prefixes of their own
+        if seq.parts.adapter is not None:  # adapters and salts have prefixes of their own
             number -= seq.parts.adapter.number
+        number += seq.parts.salt
         for token_id in self.computed[seq] + (drafts or []):
             number = self.prefixes.setdefault((number, token_id), len(self.prefixes))
             numbers.append(number)

@@ -284,6 +284,23 @@ def test_cached_tokens_are_the_full_blocks_before_the_last_token(model_dir: Path
         assert tokens(outputs) == [first["token_ids"]] * 2
 
 
+def test_prompts_share_cached_prefixes_only_with_prompts_of_their_salt(llm: LLM) -> None:
+    """Otherwise the time to the first token would tell a client what others have asked."""
+    prompt = [9, 8, 7, 6] * 3
+    forms: list[Any] = [
+        prompt,
+        *({"prompt_token_ids": prompt, "cache_salt": salt} for salt in ("a", "b", "b", "a", None)),
+        prompt,
+    ]
+    outputs = [generate(llm, form)[0] for form in forms]
+    assert [o["num_cached_tokens"] for o in outputs] == [0, 0, 0, 8, 8, 8, 8]
+    together = generate(llm, [{"prompt": TEXT, "cache_salt": salt} for salt in "ccdd"])
+    hits = [o["num_cached_tokens"] for o in together]
+    assert hits == [0, 12, 0, 12], "or one waits for a block of the other salt"
+    assert len({tuple(ids) for ids in tokens(outputs)}) == 1
+    assert [o.prompt for o in together] == [TEXT] * 4
+
+
 def test_identical_prompts_in_one_batch_share_blocks(model_dir: Path) -> None:
     """The prompt is computed once; the other requests hit its blocks."""
     prompt = [5, 6, 7, 8] * 10

@@ -68,11 +68,12 @@ class ChatFormat:
         tool_choice: Any = None,
         parallel_tool_calls: bool | None = None,
         add_generation_prompt: bool = True,
+        cache_salt: str | None = None,
         **keywords: Any,
     ) -> list[Turn]:
         """The turns to generate for one or several conversations; `keywords` go to the template.
 
-        `params_list(n)` returns the parameters of n prompts.
+        `params_list(n)` returns the parameters of n prompts. All prompts get the `cache_salt`.
         """
         tools = described_tools(tools)
         choice = tool_choice_of(tools, tool_choice, parallel_tool_calls)
@@ -81,6 +82,8 @@ class ChatFormat:
         texts = chat_texts(
             self._tokenizer, template, messages, shown, add_generation_prompt, keywords
         )
+        if cache_salt is not None:
+            prompts = [{**prompt, "cache_salt": cache_salt} for prompt in prompts]
         return [
             self._turn(self._prompt(text, params), params, choice, template)
             for text, params in zip(texts, params_list(len(texts)), strict=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from nanovllm.chat.answers import PLAIN, AnswerFormat
 from nanovllm.openai.response_format import structured_of
+from nanovllm.prompt_dicts import salt_number
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int, check_name
 from nanovllm.utils.json_text import check_json_bool, shorten_json
@@ -27,8 +28,9 @@ BOOLS = tuple(
 INPUTS = {
     CHAT: (
         "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
+        "cache_salt",
     ),
-    COMPLETIONS: ("prompt", "echo"),
+    COMPLETIONS: ("prompt", "echo", "cache_salt"),
 }  # fmt: skip
 OPENAI_NAMES = (
     "max_completion_tokens", "top_logprobs", "response_format", "stream", "stream_options",
@@ -79,9 +81,14 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     if url == CHAT and not isinstance(prompt, list):
         raise TypeError(f"messages must be a list of messages, got {shorten_json(prompt)}")
     streams = check_json_bool("stream", body.get("stream", False))
+    prompts = [prompt] if url == CHAT else prompts_of(prompt_name, prompt)
+    if (salt := body.get("cache_salt")) is not None:
+        salt_number(salt)  # an error, if it is not valid
+        if url == COMPLETIONS:
+            prompts = [_salted(prompt, salt) for prompt in prompts]
     return APIRequest(
         url=url,
-        prompts=[prompt] if url == CHAT else prompts_of(prompt_name, prompt),
+        prompts=prompts,
         chat_options=_chat_options(body, option_names),
         params=SamplingParams(**{**defaults, **_sampling(body)}),
         model=body.get("model"),
@@ -89,6 +96,12 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
         includes_usage=_includes_usage(body.get("stream_options"), streams),
         echo=check_json_bool("echo", body.get("echo", False)),
     )
+
+
+def _salted(prompt: str | list[int], salt: str) -> dict[str, Any]:
+    """A prompt with the salt of its prefixes."""
+    name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+    return {name: prompt, "cache_salt": salt}
 
 
 def given_fields(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

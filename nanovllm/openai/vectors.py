@@ -21,8 +21,9 @@ RERANK = ("/rerank", "/v1/rerank", "/v2/rerank")
 FORMATS = ("float", "base64")
 EMBED_OPTIONS = (
     "dimensions", "normalize", "pooling", "prompt_name", "instruction", "truncate_prompt_tokens",
+    "cache_salt",
 )  # fmt: skip
-SCORE_OPTIONS = ("instruction", "method", "truncate_prompt_tokens")
+SCORE_OPTIONS = ("instruction", "method", "truncate_prompt_tokens", "cache_salt")
 OTHER_NAMES = {"text_1": "queries", "text_2": "documents"}  # vLLM's older names
 
 

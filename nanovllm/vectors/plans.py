@@ -24,7 +24,14 @@ from nanovllm.vectors.outputs import (
     common_fields,
 )
 from nanovllm.vectors.pooling import POOLINGS, VECTOR_POOLINGS, Pooling
-from nanovllm.vectors.preparer import Preparer, Prompts, VectorPlan, prompt_params, vectors_of
+from nanovllm.vectors.preparer import (
+    Preparer,
+    Prompts,
+    VectorPlan,
+    prompt_params,
+    salted,
+    vectors_of,
+)
 from nanovllm.vectors.scores import Scores
 from nanovllm.vllm_names import VECTOR_CALLS
 
@@ -49,6 +56,7 @@ class Planner:
         instruction: str | None = None,
         truncate_prompt_tokens: int | None = None,
         pooling_params: PoolingParams | None = None,
+        cache_salt: str | None = None,
         name: str = "prompts",
         **others: Any,
     ) -> VectorPlan[EmbeddingRequestOutput]:
@@ -67,7 +75,8 @@ class Planner:
         check_bool("normalize", normalizes)
         prefix = preparer.prefix(prompt_name, instruction)
         accepted = preparer.accept_all(name, prompts, kind, prefix, prompt_params(kept))
-        return VectorPlan(accepted, lambda requests: _embeddings(requests, size, normalizes))
+        plan = VectorPlan(accepted, lambda requests: _embeddings(requests, size, normalizes))
+        return salted(plan, cache_salt)
 
     def encode(
         self,
@@ -76,6 +85,7 @@ class Planner:
         *,
         truncate_prompt_tokens: int | None = None,
         pooling_params: PoolingParams | None = None,
+        cache_salt: str | None = None,
         **others: Any,
     ) -> VectorPlan[PoolingRequestOutput]:
         """Plan a call of `LLM.encode` with these options."""
@@ -87,9 +97,8 @@ class Planner:
         )
         kind = self._preparer.pooling(pooling, POOLINGS)
         params = prompt_params(kept)
-        return VectorPlan(
-            self._preparer.accept_all("prompts", prompts, kind, params=params), _states
-        )
+        accepted = self._preparer.accept_all("prompts", prompts, kind, params=params)
+        return salted(VectorPlan(accepted, _states), cache_salt)
 
     def score(
         self,
@@ -100,6 +109,7 @@ class Planner:
         method: str | None = None,
         truncate_prompt_tokens: int | None = None,
         pooling_params: PoolingParams | None = None,
+        cache_salt: str | None = None,
         **others: Any,
     ) -> VectorPlan[ScoringRequestOutput]:
         """Plan a call of `LLM.score` with these options."""
@@ -107,7 +117,8 @@ class Planner:
         (kept,) = with_pooling_params(
             "score", pooling_params, truncate_prompt_tokens=truncate_prompt_tokens
         )
-        return Scores(self._preparer).plan(queries, documents, instruction, method, kept)
+        plan = Scores(self._preparer).plan(queries, documents, instruction, method, kept)
+        return salted(plan, cache_salt)
 
 
 def _check_others(call: Callable[..., Any], others: Mapping[str, Any]) -> None:

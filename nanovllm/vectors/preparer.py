@@ -17,6 +17,7 @@ from nanovllm.engine.requests.intake import Accepted, Intake
 from nanovllm.engine.requests.request import Request, check_no_error
 from nanovllm.engine.run.transfer import Array
 from nanovllm.models.config import ModelConfig
+from nanovllm.prompt_dicts import salt_number
 from nanovllm.prompts import Prompt, prompt_list, split_prompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_choice, check_text, shorten
@@ -46,6 +47,14 @@ class VectorPlan(NamedTuple, Generic[Output]):
         return self.make(requests)
 
 
+def salted(plan: VectorPlan[Output], cache_salt: Any) -> VectorPlan[Output]:
+    """The plan with a salt for all prompts that have none of their own."""
+    if cache_salt is None:
+        return plan
+    salt = salt_number(cache_salt)
+    return plan._replace(accepted=[replace(one, salt=one.salt or salt) for one in plan.accepted])
+
+
 def check_complete(request: Request) -> None:
     """Raise if a request has ended before all its states were computed."""
     seq = request.seqs[0]
@@ -64,7 +73,8 @@ class PromptPrefix(NamedTuple):
         """The prompt with the text before it."""
         source = split_prompt(prompt)[0]
         if isinstance(source, str):
-            return f"{self.text}{source}"
+            text = f"{self.text}{source}"
+            return {**prompt, "prompt": text} if isinstance(prompt, Mapping) else text
         if self.is_asked:
             raise TypeError(f"{shorten(self.text)} comes before texts only, got token ids")
         return prompt
@@ -146,7 +156,9 @@ def prompt_params(truncate_prompt_tokens: int | None) -> SamplingParams:
 
 def text_of(name: str, value: Any) -> str:
     """A text, which may be in a dict; a TypeError for token ids."""
-    source = split_prompt(value)[0] if isinstance(value, Mapping) else value
+    source, _, salt = split_prompt(value) if isinstance(value, Mapping) else (value, None, 0)
+    if salt:
+        raise ValueError(f"{name} must have no cache_salt here; it is an option of the call")
     if not isinstance(source, str):
         raise TypeError(f"{name} must be a text, got {shorten(value)}")
     check_text(name, source)

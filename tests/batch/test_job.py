@@ -167,6 +167,14 @@ def test_fields_become_sampling_params(body: dict[str, Any], expected: dict[str,
     assert request.params == SamplingParams(**{"max_tokens": 9, **expected})
 
 
+def test_a_line_may_have_a_salt() -> None:
+    for prompt, name in (("x", "prompt"), ([5], "prompt_token_ids")):
+        request = parse_request({"prompt": prompt, "cache_salt": "a"}, {})
+        assert request.prompts == [{name: prompt, "cache_salt": "a"}]
+    chat = parse_request({"messages": [], "cache_salt": "a"}, {})
+    assert chat.chat_options == {"cache_salt": "a"}
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

@@ -231,6 +231,12 @@ def test_reasoning_is_apart_from_content_and_calls(llm: LLM) -> None:
     assert plain.message == {"role": "assistant", "content": text}, "no reasoning in the template"
 
 
+def test_a_salt_is_for_the_cache_and_not_for_the_template(llm: LLM) -> None:
+    turns = [llm.chat_turns(HI, chat_template=HERMES, cache_salt=salt)[0] for salt in ("a", None)]
+    assert [turn.prompt.get("cache_salt") for turn in turns] == ["a", None]
+    assert turns[0].prompt["prompt"] == turns[1].prompt["prompt"]
+
+
 def test_streamed_deltas_join_to_the_message(llm: LLM) -> None:
     text = f"<think>\nHm.\n</think>\n\nWell.\n{CALL}\n{CALL}"
     params = SamplingParams(max_tokens=400, n=2, structured_outputs=dict(choice=[text]))

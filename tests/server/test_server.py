@@ -212,6 +212,28 @@ def test_usage_has_the_cached_tokens(client: openai.OpenAI) -> None:
         assert usage.prompt_tokens_details.cached_tokens == 288
 
 
+def test_a_salt_separates_what_is_cached(client: openai.OpenAI) -> None:
+    """Whole answers and streams of chats, completions and vectors, through the engine's process."""
+    asked: Any = dict(model="t", max_tokens=1)
+    chat: Any = dict(asked, messages=[{"role": "user", "content": "Salted" * 40}])
+    hits = []
+    for salt in (None, "a", "a", "b", None):
+        extra: Any = dict(extra_body={"cache_salt": salt})
+        options: Any = dict(stream=True, stream_options={"include_usage": True})
+        whole = client.completions.create(prompt="Salt" * 75, **asked, **extra)
+        answer = client.chat.completions.create(**chat, **extra)
+        *_, last = client.chat.completions.create(**chat, **extra, **options)
+        usages = [one.usage.prompt_tokens_details.cached_tokens for one in (whole, answer, last)]
+        hits.append([number > 0 for number in usages])
+    new, known = [False, False, True], [True, True, True]
+    assert hits == [new, new, known, new, known]
+    for extra in ({"cache_salt": ""}, {"cache_salt": 1}):
+        with pytest.raises(openai.BadRequestError, match="cache_salt must"):
+            client.completions.create(prompt=["a", "b"], **asked, extra_body=extra)
+        with pytest.raises(openai.BadRequestError, match="cache_salt must"):
+            client.embeddings.create(model="t", input="a", extra_body=extra)
+
+
 def test_the_async_client(server: Server) -> None:
     async def both() -> Any:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:

@@ -201,6 +201,27 @@ def test_the_last_state_needs_only_what_is_not_cached(model_dir: Path) -> None:
         assert hits == [0, 148, 0, 0, 0]
 
 
+def test_vectors_share_cached_prefixes_only_with_their_salt(llm: LLM) -> None:
+    """By an option of the call, or by a key of one prompt, which an instruction keeps."""
+    prompt, text = [7, 5, 3] * 30, "abcdefgh" * 10
+    calls: list[Any] = [
+        lambda: llm.encode([prompt], pooling="last"),
+        lambda: llm.encode([prompt], pooling="last", cache_salt="a"),
+        lambda: llm.encode({"prompt_token_ids": prompt, "cache_salt": "a"}, pooling="last"),
+        lambda: llm.embed(text, instruction="b", cache_salt="a"),
+        lambda: llm.embed(text, instruction="b"),
+        lambda: llm.embed({"prompt": text, "cache_salt": "a"}, instruction="b", cache_salt="b"),
+        lambda: llm.score("a" * 80, text, cache_salt="c"),
+        lambda: llm.score("a" * 80, text, cache_salt="c"),
+    ]
+    hits = [call()[0].num_cached_tokens > 0 for call in calls]
+    assert hits == [False, False, True, False, False, True, False, True]
+    with pytest.raises(ValueError, match="1 to 256 characters, got 0"):
+        llm.embed("a", cache_salt="")
+    with pytest.raises(ValueError, match="instruction must have no cache_salt here"):
+        llm.embed("a", instruction={"prompt": "b", "cache_salt": "c"})
+
+
 @pytest.fixture(scope="module")
 def llm(model_dir: Path) -> Iterator[LLM]:
     with make_llm(model_dir) as llm:

@@ -64,7 +64,8 @@ class Prefix:
 class Prefixes:
     """All prefixes in use. Equal prefixes are one object, even if hashes collide.
 
-    A sequence's first block continues a root: 0, or a number below it for an adapter.
+    A sequence's first block continues a root: 0, a number below it for an adapter, or one above it
+    for a salt.
     """
 
     def __init__(self) -> None:
@@ -79,7 +80,7 @@ class Prefixes:
                 prefix = prefix.next
 
     def root(self, number: int) -> Prefix:
-        """The prefix without tokens for an adapter's number, or for 0."""
+        """The prefix without tokens for the root of sequences."""
         if (root := self.roots.get(number)) is None:
             root = self.roots[number] = Prefix(None, number, (), [])
         return root

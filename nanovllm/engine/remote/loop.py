@@ -235,7 +235,8 @@ class EngineLoop:
         try:
             token_ids = array("i", command.token_ids).tolist()
             asked = command.wanted, command.lora_request
-            return self._engine.intake.accept(token_ids, _whole_params(command), *asked)
+            accepted = self._engine.intake.accept(token_ids, _whole_params(command), *asked)
+            return dataclasses.replace(accepted, salt=command.salt) if command.salt else accepted
         except (NotReadyError, TypeError, ValueError) as error:
             return error
 

@@ -22,7 +22,7 @@ class SubmitRequest(NamedTuple):
 
     `token_ids` are 32-bit integers, which are sent faster than a list. `wanted` is an argument of
     `Intake.accept`. `processors` are `logits_processors`, pickled: loading them may fail. A
-    constraint must be compiled within `grammar_seconds`.
+    constraint must be compiled within `grammar_seconds`. `salt` is that of the accepted prompt.
     """
 
     number: int
@@ -32,6 +32,7 @@ class SubmitRequest(NamedTuple):
     lora_request: LoRARequest | None = None
     processors: bytes | None = None
     grammar_seconds: float = GRAMMAR_SECONDS
+    salt: int = 0
 
 
 class DropRequest(NamedTuple):

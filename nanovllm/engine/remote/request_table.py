@@ -101,6 +101,7 @@ class RequestTable:
             lora_request,
             processors,
             self._grammar_seconds,
+            accepted.salt,
         )
         self._connection.send(message)
         request = self.by_number[number] = OpenRequest(number, name, copy, is_whole, num_open)

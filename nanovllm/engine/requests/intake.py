@@ -32,7 +32,7 @@ class Accepted:
 
     `constraint` is compiled from `structured_outputs`; each sample gets a copy. All samples share
     `bad_words`. With a `keeper`, hidden states are wanted instead of tokens. An `adapter` changes
-    the model's weights.
+    the model's weights. Only prompts with the same `salt` share cached prefixes.
     """
 
     token_ids: list[int]
@@ -42,6 +42,7 @@ class Accepted:
     bad_words: "BadWords | None" = None
     keeper: "Keeper | None" = None
     adapter: Any = None
+    salt: int = 0
 
     @property
     def wanted(self) -> "Wanted | None":
@@ -132,7 +133,7 @@ class Intake:
             raise TypeError(f"sampling_params must be a SamplingParams, got {shorten(params)}")
         if (extras := self._extras_of(params)) is not None:
             extras.check(params)
-        source, text = split_prompt(prompt)
+        source, text, salt = split_prompt(prompt)
         limit = most, why = self._longest(wanted)
         is_text = isinstance(source, str)
         token_ids = self._tokenize(source, params, *limit) if is_text else as_list("prompt", source)
@@ -157,7 +158,7 @@ class Intake:
         bad_words = None if extras is None else extras.bad_words(params)
         constraint = None if extras is None else extras.constraint(params)
         keeper = None if wanted is None else wanted.keeper(len(token_ids))
-        return Accepted(token_ids, text, params, constraint, bad_words, keeper)
+        return Accepted(token_ids, text, params, constraint, bad_words, keeper, salt=salt)
 
     def request(self, accepted: Accepted, streams: bool) -> Request:
         """Make a request of what `accept` returned. If it `streams`, its text is followed."""
@@ -193,7 +194,7 @@ class Intake:
         if streams or params.stop:
             parts.text = self._text(params)
         parts.keeper = accepted.keeper or parts.keeper
-        parts.adapter = accepted.adapter
+        parts.adapter, parts.salt = accepted.adapter, accepted.salt
         return parts
 
     def _text(self, params: SamplingParams) -> OutputText:

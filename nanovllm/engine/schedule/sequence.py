@@ -58,6 +58,7 @@ class SequenceParts:
     keeper: Any = None  # keeps results of the model, with `wanted`; says whether to generate
     adapter: Any = None  # changes the model's weights
     pace: Any = None  # how many guesses were right lately
+    salt: int = 0  # separates the cached prefixes of requests, as an adapter does
 
     @property
     def followers(self) -> tuple[Follower, ...]:
@@ -77,8 +78,8 @@ class SequenceParts:
 
     @property
     def root(self) -> int:
-        """The root of the sequence's prefixes: only sequences with equal weights share it."""
-        return 0 if self.adapter is None else -int(self.adapter.number)
+        """The root of the sequence's prefixes: equal weights and equal salts share it."""
+        return self.salt - (0 if self.adapter is None else int(self.adapter.number))
 
     @property
     def first_wanted(self) -> list[int]:

@@ -1,11 +1,14 @@
 """Sequence: lengths, stop ids, bounds, and an audit that finds every invalid state."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from audits import audit_sequence
 
-from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
+from nanovllm.engine.cache.prefixes import block_hashes
+from nanovllm.engine.schedule.sequence import Sequence, SequenceParts, SequenceStatus
+from nanovllm.prompt_dicts import salt_number
 from nanovllm.sampling_params import SamplingParams
 
 EOS = frozenset({2, 3})
@@ -18,6 +21,20 @@ def test_the_prompt_is_copied() -> None:
     seq.token_ids.append(8)
     prompt[0] = 9
     assert (prompt, seq.token_ids) == ([9, 6, 7], [5, 6, 7, 8])
+
+
+def test_prefixes_have_a_root_for_each_adapter_and_salt() -> None:
+    """And their hashes differ from the first block on: nobody waits for another root's block."""
+    adapters = [None, *(SimpleNamespace(number=number) for number in (1, 2**63 - 1))]
+    salts = [0, salt_number("a"), salt_number("b"), salt_number("a" * 256)]
+    seqs = [
+        Sequence([5, 6], SamplingParams(), parts=SequenceParts(adapter=adapter, salt=salt))
+        for adapter in adapters
+        for salt in salts
+    ]
+    assert len({seq.root for seq in seqs}) == len(seqs) == 12
+    assert len({block_hashes(seq, 1, 2)[0] for seq in seqs}) == 12
+    assert salt_number("a") == salts[1] and min(salts[1:]) > 2**64
 
 
 def test_ids_are_unique_and_ascend() -> None:
