@@ -41,6 +41,7 @@ FEATURES = (
 # What an option, a request, another device or another kind of model is the first to load.
 NEEDED_ELSEWHERE = (
     "beam_search_params", "listed_values", "llm_parts", "lora_request", "metrics", "pooling_params",
+    "prompt_dicts",
     "speculative_config", "structured_outputs", "vllm_names", "utils.other_names",
     "engine.requests.extras",
     "engine.requests.logprobs", "engine.requests.parts", "engine.requests.processors",

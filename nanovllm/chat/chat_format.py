@@ -82,10 +82,8 @@ class ChatFormat:
         texts = chat_texts(
             self._tokenizer, template, messages, shown, add_generation_prompt, keywords
         )
-        if cache_salt is not None:
-            prompts = [{**prompt, "cache_salt": cache_salt} for prompt in prompts]
         return [
-            self._turn(self._prompt(text, params), params, choice, template)
+            self._turn(self._prompt(text, params, cache_salt), params, choice, template)
             for text, params in zip(texts, params_list(len(texts)), strict=True)
         ]
 
@@ -101,13 +99,16 @@ class ChatFormat:
                 event["delta"] = reader.feed(event["text"], event["finish_reason"] is not None)
                 yield event
 
-    def _prompt(self, text: str, params: SamplingParams) -> TokensPrompt:
+    def _prompt(self, text: str, params: SamplingParams, salt: str | None) -> TokensPrompt:
         """The prompt with this text. One that is certainly too long is not tokenized."""
         if params.truncate_prompt_tokens is None and len(text) > LONG_TEXT:
             why = f"max_model_len={self._max_model_len} less one to generate"
             check_long_text(self._tokenizer, text, self._max_model_len - 1, why)
         token_ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        return TokensPrompt(prompt_token_ids=token_ids, prompt=text)
+        prompt = TokensPrompt(prompt_token_ids=token_ids, prompt=text)
+        if salt is not None:
+            prompt["cache_salt"] = salt
+        return prompt
 
     def _turn(
         self, prompt: TokensPrompt, params: SamplingParams, choice: ToolChoice, template: str

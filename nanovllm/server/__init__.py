@@ -4,6 +4,7 @@ options.py   what the command line can set
 app.py       the routes, and what is common to all of them
 adapters.py  the names that a body's model may have: the model's, and those of adapters
 answering.py chats and completions, whole and streamed
+clients.py   counting what each client has at a time
 bodies.py    reading a request's body
 errors.py    errors as OpenAI's API writes them
 limits.py    the options that bound what one client may ask for

@@ -29,7 +29,7 @@ from nanovllm.server.errors import APIError, as_api_error, error_body
 from nanovllm.server.gone import unless_gone
 from nanovllm.server.log import CLIENT_LEFT, RequestLine
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.refusals import check_asked, check_body
+from nanovllm.server.refusals import check_asked, check_body, check_tokens, refuse_priority
 from nanovllm.utils.slices import in_slices
 from nanovllm.utils.tasks import all_of, cancel
 
@@ -59,6 +59,7 @@ class Answering:
         return await answered(request, self._bodies, self._parse, self._work)
 
     def _work(self, line: RequestLine, asked: APIRequest) -> Work:
+        line.add_samples(len(asked.prompts) * asked.params.n)
         if asked.streams:
             return EventStream(self._chunks(line, asked), self._options.timeout, line)
         return self._body(line, asked)
@@ -69,12 +70,15 @@ class Answering:
         self._models.adapter(asked.model)  # an error, if there is no such model
         if not self._options.trust_request_chat_template:
             refuse_templates(asked)
+        if not self._options.allow_priority:
+            refuse_priority(asked, self._defaults[url])
         most = self._llm.config.max_num_seqs + self._llm.max_waiting
         if len(asked.prompts) * asked.params.n > most:
             raise APIError(
                 400, f"prompts times n must be at most {most} (max_num_seqs and max_waiting), got"
                 f" {len(asked.prompts)} times {asked.params.n}"
             )  # fmt: skip
+        check_tokens(asked, self._options, self._llm.config.max_model_len)
         check_asked(asked, self._options, self._llm.model_config.vocab_size)
         return asked
 

@@ -21,6 +21,7 @@ from nanovllm.openai.request import CHAT, COMPLETIONS
 from nanovllm.openai.vectors import EMBEDDINGS, RERANK, SCORE
 from nanovllm.server.adapters import ServedModels
 from nanovllm.server.answering import Answering
+from nanovllm.server.clients import Clients
 from nanovllm.server.errors import APIError, raise_own
 from nanovllm.server.guard import Guard, known_hosts
 from nanovllm.server.metrics import metrics_text
@@ -65,7 +66,7 @@ def make_app(
         *(Sleeping(llm).routes if options.sleep_endpoints else ()),
     ]
     origins = list(options.cors_origin or ())
-    guard = Guard(tuple(options.api_key or ()), origins, known_hosts(options))
+    guard = Guard(tuple(options.api_key or ()), origins, known_hosts(options), Clients(options))
     around: Any = [Middleware(guard.around)]
     if origins:  # outermost, so that a page on another site can also read errors
         allowed: Any = dict(allow_origins=origins, allow_methods=["*"], allow_headers=["*"])

@@ -10,7 +10,9 @@ from collections.abc import Collection, Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanovllm.server.clients import Clients, address_of
 from nanovllm.server.errors import APIError, as_api_error, error_response
+from nanovllm.server.limits import Limits
 from nanovllm.server.log import CLIENT_LEFT, RequestLine
 from nanovllm.server.options import ServerOptions
 from nanovllm.utils.checks import shorten
@@ -24,14 +26,20 @@ class Guard:
 
     Each request has an id, in a header of the response, and a line in the log. Exceptions of the
     application become responses here. Web pages of these `origins` may use the server, and clients
-    that know it by the names in `hosts`; None is any name.
+    that know it by the names in `hosts`; None is any name. Requests that may do work are counted
+    in `clients`.
     """
 
     def __init__(
-        self, keys: Sequence[str], origins: Sequence[str], hosts: Collection[str] | None = None
+        self,
+        keys: Sequence[str],
+        origins: Sequence[str],
+        hosts: Collection[str] | None = None,
+        clients: Clients | None = None,
     ) -> None:
         self._keys, self._origins = [key.encode() for key in keys], origins
         self._hosts = hosts
+        self.clients = Clients(Limits()) if clients is None else clients
         self.is_draining = False
         self.num_active = 0  # requests that are being answered
 
@@ -70,10 +78,15 @@ class Guard:
     async def _answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         line: RequestLine = scope["line"]
         try:
-            self._check(line.url, scope["method"], Headers(scope=scope))
+            headers = Headers(scope=scope)
+            self._check(line.url, scope["method"], headers)
+            counts = scope["method"] == "POST" and line.url not in OPEN_PATHS
+            client = self._key_of(headers) or address_of(scope)
+            request = self.clients.request(client) if counts else contextlib.nullcontext()
             self.num_active += 1
             try:
-                await app(scope, receive, send)
+                with request as line.client:
+                    await app(scope, receive, send)
             finally:
                 self.num_active -= 1
         except Exception as error:
@@ -99,7 +112,7 @@ class Guard:
                 403, f"pages of {shorten(origin)} may not use this server (--cors-origin)",
                 "origin_not_allowed",
             )  # fmt: skip
-        if self._keys and path not in OPEN_PATHS and not self._has_key(headers):
+        if self._keys and path not in OPEN_PATHS and self._key_of(headers) is None:
             why = "this key is wrong" if "authorization" in headers else "a key is needed"
             raise APIError(401, f"{why}: Authorization: Bearer KEY", "invalid_api_key")
 
@@ -123,11 +136,12 @@ class Guard:
         is_known = origin in self._origins or "*" in self._origins
         return is_own or is_known or kind == "application/json"
 
-    def _has_key(self, headers: Headers) -> bool:
+    def _key_of(self, headers: Headers) -> bytes | None:
+        """The API key of a request; None if it has none, or none of the server's."""
         kind, _, key = headers.get("authorization", "").partition(" ")
         given = key.strip().encode("latin-1")  # as it was sent
         matches = [hmac.compare_digest(given, one) for one in self._keys]
-        return kind.lower() == "bearer" and any(matches)
+        return given if kind.lower() == "bearer" and any(matches) else None
 
 
 def known_hosts(options: ServerOptions) -> Collection[str] | None:

@@ -74,3 +74,22 @@ class Limits:
         "how long a client may read nothing of an answer; then its connection is closed",
         float_range(0.0, above=True),
     )
+    max_request_tokens: int = option(
+        4 << 20,
+        "most tokens that a request may ask for: its prompts times `n` times `max_tokens`; one"
+        " sample of a prompt may always have as many as `max_model_len` leaves",
+        int_range(1),
+    )
+    max_client_requests: int | None = option(
+        None,
+        "most requests of a client that are answered at a time; the next get status 429. A client"
+        " is an API key, or an address if no key is needed",
+        int_range(1),
+        none="no limit",
+    )
+    max_client_samples: int | None = option(
+        None,
+        "most samples of a client that run or wait; an input of an embedding or a score is one",
+        int_range(1),
+        none="no limit",
+    )

@@ -9,6 +9,8 @@ from typing import Any
 
 from starlette.types import Scope
 
+from nanovllm.server.clients import ClientRequest
+
 logger = logging.getLogger("nanovllm.server")
 CLIENT_LEFT = 499  # the status if the client has disconnected, as in nginx's logs
 # The text after one of these in a message may be part of a prompt.
@@ -19,7 +21,8 @@ MOST_SHOWN = 200  # characters
 class RequestLine:
     """The logged values of a request: its path and id, how it ended, its tokens and times.
 
-    Guard makes it, as `scope["line"]`, and writes it when the request has ended.
+    Guard makes it, as `scope["line"]`, and writes it when the request has ended. It also has the
+    part of the counts of its `client` that belongs to this request, if it is counted.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -28,7 +31,13 @@ class RequestLine:
         self.status: int | None = None  # None until the response begins
         self.first: float | None = None  # seconds until the first token
         self.reason: str | None = None
+        self.client: ClientRequest | None = None
         self._tokens = ""
+
+    def add_samples(self, number: int) -> None:
+        """Count samples of the request's client; raise if they are too many."""
+        if self.client is not None:
+            self.client.add_samples(number)
 
     def record_first_token(self, seconds_ago: float = 0.0) -> None:
         """Record that the first token has come, now or some time ago."""

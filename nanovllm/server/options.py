@@ -126,6 +126,11 @@ class ServerOptions(Limits):
         "let requests bring a chat template of their own: a program, which may never end",
         TRUE_OR_FALSE,
     )
+    allow_priority: bool = option(
+        False,
+        "let requests have a `priority`; one that is always sooner can keep others from running",
+        TRUE_OR_FALSE,
+    )
     allow_lora_updates: bool = option(
         False,
         "let clients load and unload adapters; they name directories of the server",

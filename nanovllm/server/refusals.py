@@ -90,3 +90,20 @@ def _check_id_lists(asked: APIRequest, vocab_size: int) -> None:
             raise APIError(
                 400, f"{name} must have at most {vocab_size} ids (vocab_size), got {number}"
             )
+
+
+def check_tokens(asked: APIRequest, limits: Limits, longest: int) -> None:
+    """Raise for too many tokens in all. One sample may have all that a model of `longest` takes."""
+    num_prompts, n, most = len(asked.prompts), asked.params.n, limits.max_request_tokens
+    each = min(asked.params.max_tokens or longest, longest)
+    if num_prompts * n > 1 and num_prompts * n * each > most:
+        raise APIError(
+            400, f"prompts times n times max_tokens must be at most {most} (max_request_tokens),"
+            f" got {num_prompts} times {n} times {each}"
+        )  # fmt: skip
+
+
+def refuse_priority(asked: APIRequest, defaults: Mapping[str, Any]) -> None:
+    """Raise if a request chooses its priority."""
+    if asked.params.priority != defaults.get("priority", 0):
+        raise APIError(400, "priority: this server takes none from requests (--allow-priority)")

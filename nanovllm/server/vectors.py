@@ -49,6 +49,7 @@ class VectorAnswering:
 
     async def _body(self, line: RequestLine, asked: VectorRequest) -> dict[str, Any]:
         """The body of the response."""
+        line.add_samples(max(map(_number, asked.arguments)))
         model = self._models.names[0]
         if line.url == EMBEDDINGS:
             vectors = await self._llm.embed(*asked.arguments, **self._settings(asked))

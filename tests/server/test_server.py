@@ -134,7 +134,7 @@ def wait_until_draining(server: Server, client: httpx.Client, **options: Any) ->
 
 
 def test_openais_client_gets_completions(server: Server, client: openai.OpenAI, llm: LLM) -> None:
-    extra: Any = dict(top_k=20, min_p=0.01, repetition_penalty=1.1, ignore_eos=True, priority=1)
+    extra: Any = dict(top_k=20, min_p=0.01, repetition_penalty=1.1, ignore_eos=True)
     params = dict(
         max_tokens=12, temperature=1.1, seed=5, n=2, presence_penalty=0.5,
         logit_bias={"70": 3}, stop=["zz"],
