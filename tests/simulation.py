@@ -34,6 +34,7 @@ from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.cache.state_part import states_before_and_after
 from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.run.reports import scheduled_of
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.schedule.scheduler import MOST_PREFILLS, Scheduler
@@ -226,7 +227,7 @@ class Simulation:
     def note_states(self, batch: Batch) -> None:
         """Note which states the step computes for sequences that keep them."""
         kept = [
-            (seq, seq.scheduled_of(seq.parts.keeper.wanted))
+            (seq, scheduled_of(seq, seq.parts.keeper.wanted))
             for seq in (batch.seqs[batch.num_decodes :] if batch.is_prefill else ())
             if seq.parts.keeper is not None
         ]

@@ -206,8 +206,8 @@ BAD_RESULTS: list[tuple[Any, str]] = [
     (at_third(lambda x: x[:-1]), r"logits of shape \[259\], got \[258\]"),
     (at_third(lambda x: x[None]), r"logits of shape \[259\], got \[1, 259\]"),
     (at_third(lambda x: x.double()), "logits of dtype torch.float32, got torch.float64"),
-    (at_third(lambda x: x * torch.nan), "left no token to draw"),
-    (at_third(lambda x: torch.full_like(x, -torch.inf)), "left no token to draw"),
+    (at_third(lambda x: x * torch.nan), "leave no token to draw"),
+    (at_third(lambda x: torch.full_like(x, -torch.inf)), "leave no token to draw"),
 ]
 
 
@@ -220,7 +220,7 @@ def test_a_bad_result_ends_its_request_alone(
     good = lambda output, logits: logits  # noqa: E731
     bad = SamplingParams(
         **GREEDY | {"ignore_eos": False}, logits_processors=[good, call],
-        stop_token_ids=range(258) if message.startswith("left") else [0, 1],
+        stop_token_ids=range(258) if message.startswith("leave") else [0, 1],
         min_tokens=4,
     )  # fmt: skip
     with make_llm(model_dir, overlap=overlap) as llm:

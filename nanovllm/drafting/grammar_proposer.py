@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from nanovllm.engine.schedule.failures import check_repeated
 from nanovllm.engine.schedule.sequence import Sequence
 
 
@@ -28,4 +29,11 @@ class GrammarProposer:
 
 
 def _forced(grammar: Grammar | None, seq: Sequence, most: int) -> list[int]:
-    return [] if grammar is None or most < 1 else grammar.forced(seq, most)
+    """A sequence's forced tokens; none if its grammar fails, as the next draw does then."""
+    if grammar is None or most < 1:
+        return []
+    try:
+        return grammar.forced(seq, most)
+    except BaseException as error:
+        check_repeated(error, lambda: grammar.forced(seq, most))
+        return []

@@ -158,7 +158,7 @@ class HostDrafting(PacedDrafting):
                 continue
             seq.drop_pending()
             end = seq.num_tokens - 1
-            num_accepted, learns = end - seq.num_cached_tokens, seq not in self._forced
+            num_accepted, learns = max(0, end - seq.num_cached_tokens), seq not in self._forced
             self.count(batch, seq, len(drafts), num_accepted, learns)
             seq.num_cached_tokens = end
             caches.publish(seq, end)

@@ -110,7 +110,7 @@ class ModelGuesser(Guesser):
     def _draw(
         self, logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor
     ) -> torch.Tensor:
-        """The tokens [B] that rank 0 draws, on every rank."""
+        """The tokens [B] that rank 0 draws, on every rank; 0 where no token can be drawn."""
         if self.ranks.rank == 0:
-            return self.ranks.broadcast(self.sampler(logits, temperatures, keys))
+            return self.ranks.broadcast(self.sampler(logits, temperatures, keys).clamp_(min=0))
         return self.ranks.broadcast(torch.empty_like(keys))

@@ -31,15 +31,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-COPIED = (
-    "an LLM cannot be copied or pickled: it has a device's memory, and processes; pass the model's"
-    " name and the options, and make an LLM in each process"
-)
-FORKED = (
-    "an LLM cannot be used in a process forked from the one that made it; start that process with"
-    ' multiprocessing\'s "spawn" method, and make an LLM in it'
-)
-
 
 def exclusive(method: Callable[..., T]) -> Callable[..., T]:
     """Make a method of an engine, or of a part with an `engine`, run in `LLMEngine.alone`."""
@@ -167,18 +158,14 @@ class LLMEngine:
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be copied or pickled."""
+        from nanovllm.engine.descriptions import COPIED
+
         raise TypeError(COPIED)
 
     def __repr__(self) -> str:
-        config = self.config
-        ranks = f" {config.tensor_parallel_size} ranks," if config.tensor_parallel_size > 1 else ""
-        caches = self.scheduler.caches
-        states = f", {caches.states.num_slots} slots for states" if caches.states else ""
-        return (
-            f"{type(self).__name__}({config.model!r}, device={config.device!r},"
-            f" dtype={config.dtype!r}, attention_backend={config.attention_backend!r},{ranks}"
-            f" {caches.blocks.num_blocks} KV blocks of {config.kvcache_block_size} tokens{states})"
-        )
+        from nanovllm.engine.descriptions import text_of
+
+        return text_of(self)
 
     def alone(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function that adds requests or steps; no other call may do so meanwhile.
@@ -303,6 +290,8 @@ class LLMEngine:
     def check_alive(self) -> None:
         """Raise if the engine is closed, if a rank has ended, or in a forked process."""
         if os.getpid() != self.model_runner.owner:  # a forked process lacks the engine's threads
+            from nanovllm.engine.descriptions import FORKED
+
             raise RuntimeError(FORKED)
         failure = self.model_runner.failure
         if not self._finalizer.alive:

@@ -142,8 +142,19 @@ def load_model(
             from nanovllm.models.file_errors import missing_tensors
 
             raise missing_tensors(missing.values() if is_fused else missing)
+        if not are_finite(model):
+            from nanovllm.models.not_finite import check_each
+
+            check_each(model, path)
     if skipped:
         logger.info("%d tensors of %s are left out: %s", len(skipped), path, shorten(skipped))
+
+
+@torch.inference_mode()
+def are_finite(model: Model) -> bool:
+    """Whether the sums of the parameters are finite. Reads each parameter once, and syncs once."""
+    params = (p for p in model.parameters() if p.is_floating_point() and p.itemsize > 1)
+    return bool(torch.stack([p.sum().float() for p in params]).isfinite().all())
 
 
 def is_left_out(name: str, tensor: InFile, targets: Mapping[str, Target]) -> bool:

@@ -25,7 +25,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.adapters import ServedModels
 from nanovllm.server.answer_json import answer_json
 from nanovllm.server.bodies import Bodies
-from nanovllm.server.errors import APIError, as_api_error, error_body
+from nanovllm.server.errors import APIError, as_api_error, error_body, request_error
 from nanovllm.server.gone import unless_gone
 from nanovllm.server.log import CLIENT_LEFT, RequestLine
 from nanovllm.server.options import ServerOptions
@@ -102,9 +102,7 @@ class Answering:
         _record_first_token(line, [output.metrics for output in outputs])
         samples = [sample for output in outputs for sample in output["outputs"]]
         if all(sample["finish_reason"] == "error" for sample in samples):
-            raise APIError(400, str(samples[0]["stop_reason"]))
-        if asked.echo:
-            asked = await self._with_echoes(asked, outputs)
+            raise request_error(str(samples[0]["stop_reason"]))
         name = self._models.names[0]
         body = await in_slices(response_body(line.name, asked, outputs, name, self._llm.tokenizer))
         line.count(body["usage"], samples[0]["finish_reason"])
@@ -136,7 +134,7 @@ class Answering:
             num_open, last = len(writers), b""
             async for place, event in _merged(requests):
                 if event["finish_reason"] == "error" and not begun:
-                    raise APIError(400, str(event["stop_reason"]))
+                    raise request_error(str(event["stop_reason"]))
                 index = place * asked.params.n + event["sample"]
                 if asked.echo and index not in begun:
                     if place not in echoes:

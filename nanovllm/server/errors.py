@@ -47,6 +47,13 @@ def error_body(status: int, message: str, code: str | None = None) -> dict[str, 
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
+def request_error(reason: str) -> APIError:
+    """The status of a request that has ended with an error, by its `stop_reason`."""
+    from nanovllm.engine.schedule.failures import NOT_FINITE  # after the engine has started
+
+    return APIError(500 if reason == NOT_FINITE else 400, reason)
+
+
 def as_api_error(error: Exception) -> APIError:
     """The status and the message of an exception. The traceback of an internal error is logged."""
     if isinstance(error, APIError):

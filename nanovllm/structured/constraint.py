@@ -85,8 +85,7 @@ class GrammarConstraint:
     The sequence ends when the grammar allows only its end. `matcher` is at the start of the
     grammar, over `num_tokens` tokens; `excluded` are tokens that are forbidden although it allows
     them. `free` is the free text before the constraint, if there is one; the tokens `ends` are
-    forbidden in it. `dead_ends` are the indices at which no token was left to draw: the token that
-    was drawn there ends the sequence with an error.
+    forbidden in it.
     """
 
     __slots__ = (
@@ -94,7 +93,6 @@ class GrammarConstraint:
         "_last",
         "_start",
         "_start_text",
-        "dead_ends",
         "ends",
         "excluded",
         "free",
@@ -121,7 +119,6 @@ class GrammarConstraint:
         self._start, self._start_text, self.long = matcher, free, long
         self.num_tokens, self.num_words = num_tokens, -(-num_tokens // WORD)
         self.excluded, self.ends = tuple(excluded), tuple(ends)
-        self.dead_ends: set[int] = set()
         self.reset()
 
     def copy(self) -> "GrammarConstraint":
@@ -149,20 +146,18 @@ class GrammarConstraint:
         if not indices:
             return None
         new = seq.token_ids[indices.start : indices.stop]
-        if self.dead_ends and not self.dead_ends.isdisjoint(indices):
-            return self._failure()
         if self.free is not None:
             ended = self.free.ends(new)
             if ended is None:
                 return None
             begun = self.free.begin(self.matcher, ended[1])
             if begun is None:
-                return self._failure()
+                return End("error", self.failure)
             self.matcher, self.free, new = begun, None, new[ended[0] :]
             if ended[1] and not new:  # the matcher has a part of the last token
                 self._ahead = []
         if new and self.matcher.try_consume_tokens(new) < len(new):
-            return self._failure()
+            return End("error", self.failure)
         if new:
             self._last = new[-1]
         return self._end(seq) if self.matcher.is_stopped() else None
@@ -170,10 +165,11 @@ class GrammarConstraint:
     def _end(self, seq: Sequence) -> End | None:
         return STOP if seq.num_known_tokens >= seq.min_num_tokens else None
 
-    def _failure(self) -> End:
+    @property
+    def failure(self) -> str:
+        """Why no token can come."""
         failed = self.matcher.is_error()
-        reason = f"structured_outputs: {reason_of(self.matcher)}" if failed else NO_TOKEN
-        return End("error", reason)
+        return f"structured_outputs: {reason_of(self.matcher)}" if failed else NO_TOKEN
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
         """The tokens that must come next, at most `most`. All tokens of `seq` are known.

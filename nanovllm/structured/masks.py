@@ -1,7 +1,6 @@
 """Masks: bitmaps of the tokens that the constraints of a step's rows allow."""
 
 import functools
-import itertools
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,11 +26,12 @@ class Masked(Protocol):
     excluded: tuple[int, ...]
     num_words: int
     num_tokens: int
-    dead_ends: set[int]
     num_followed: int
 
     @property
     def long(self) -> object | None: ...
+    @property
+    def failure(self) -> str: ...
     @property
     def matcher(self) -> "LLMatcher": ...
     @property
@@ -46,13 +46,12 @@ def masks_of(
     draws: list[tuple[Sequence, list[int]]],
     allowed: IdsOfRows,
     forbidden: IdsOfRows,
-    vocab_size: int,
     pinned: bool,
 ) -> torch.Tensor:
     """The bitmaps of the tokens that are allowed after each sequence's drafts.
 
     All sequences have constraints. `allowed` and `forbidden` are token lists of their other
-    parameters.
+    parameters. Where these leave no token, none is drawn.
     """
     asked = []
     for seq, drafts in draws:
@@ -61,14 +60,12 @@ def masks_of(
             constraint.update(seq)
         asked.append((constraint, drafts))
     masks = Masks(asked, pinned)
-    doubtful = masks.fill()
+    for row in masks.fill():
+        seq, drafts = draws[row]
+        seq.parts.errors[len(seq.token_ids) + len(drafts)] = seq.parts.constraint.failure
     for row, ids in allowed:
         masks.keep_only(row, ids)
     masks.forbid(forbidden)
-    doubtful |= {row for row, _ in (*allowed, *forbidden)}
-    if draws[0][0].parts.constraint.num_tokens > vocab_size:
-        doubtful.update(range(len(draws)))
-    mark_dead_ends(draws, masks, doubtful, vocab_size)
     return masks.tensor
 
 
@@ -154,33 +151,9 @@ class Masks:
         _forbid(kept, [(0, ids)])
         self.array[row] &= ~kept[0]
 
-    def is_empty(self, row: int, vocab_size: int) -> bool:
-        """Whether a row allows none of the first `vocab_size` tokens."""
-        mask = self.array[row]
-        whole, rest = divmod(vocab_size, WORD)
-        return not mask[:whole].any() and not (rest and mask[whole] & ((1 << rest) - 1))
-
     def allow_one(self, row: int, token_id: int) -> None:
         """Allow a token."""
         self.array.view(np.uint32)[row, token_id // WORD] |= np.uint32(1 << token_id % WORD)
-
-
-def mark_dead_ends(
-    draws: list[tuple[Sequence, list[int]]], masks: Masks, doubtful: set[int], vocab_size: int
-) -> None:
-    """Record the indices at which constraints leave no token; this is possible in `doubtful` rows.
-
-    There a token is drawn that does not stop the request.
-    """
-    marked = [row for row, (seq, _) in enumerate(draws) if seq.parts.constraint.dead_ends]
-    for row in doubtful.union(marked):
-        seq, drafts = draws[row]
-        dead_ends, index = seq.parts.constraint.dead_ends, len(seq.token_ids) + len(drafts)
-        if row in doubtful and masks.is_empty(row, vocab_size):
-            dead_ends.add(index)
-            masks.allow_one(row, next(i for i in itertools.count() if i not in seq.stop_token_ids))
-        else:
-            dead_ends.discard(index)
 
 
 def _forbid(

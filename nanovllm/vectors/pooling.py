@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from nanovllm.engine.requests.logprobs import LikelyToken
+from nanovllm.engine.run.reports import scheduled_of
 from nanovllm.engine.run.transfer import Array
 from nanovllm.engine.schedule.sequence import Sequence
 
@@ -57,7 +58,7 @@ class KeptStates:
 
     def scheduled(self, seq: Sequence) -> range:
         """Those of the tokens that a step computes that are wanted."""
-        return seq.scheduled_of(self.wanted)
+        return scheduled_of(seq, self.wanted)
 
     def add_states(self, tokens: range, states: Array) -> None:
         """Keep the states of `tokens`, [tokens, hidden] in float32, or their sum, [1, hidden]."""

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from selection import examples
 
 from nanovllm.kernels.cpu.sample import sample
+from nanovllm.kernels.plain.no_token import NO_TOKEN
 from nanovllm.kernels.plain.noise import GOLDEN, log_exponential
 from nanovllm.kernels.plain.sample import first_max
 from nanovllm.kernels.table import PLAIN
@@ -79,15 +80,18 @@ def test_infinite_logits_win_or_lose(token: int, temperature: float) -> None:
     assert sample(logits, heat, keys)[:2].tolist() == [token] * 2
 
 
-@pytest.mark.parametrize("values", [(-INF,), (NAN,), (NAN, -INF), (NAN, 1.0), (NAN, INF), (INF,)])
+@pytest.mark.parametrize(
+    "values", [(-INF,), (NAN,), (NAN, -INF), (NAN, 1.0), (NAN, INF), (INF,), (INF, 1.0, -INF)]
+)
 @pytest.mark.parametrize("vocab_size", [1, 5, PIECE + 1])
-def test_rows_without_an_answer_give_an_id_of_the_vocabulary(
+def test_rows_without_a_largest_logit_give_no_token(
     vocab_size: int, values: tuple[float, ...]
 ) -> None:
     logits = torch.tensor(values).repeat(vocab_size)[:vocab_size].expand(2, -1)
+    is_largest = int((logits[0] == INF).sum()) == 1 and not bool(logits.isnan().any())
     for heat in (None, torch.tensor([0.0, 1.0])):
         tokens = sample(logits, heat, torch.tensor([5, 6]))
-        assert bool(((tokens >= 0) & (tokens < vocab_size)).all())
+        assert tokens.tolist() == [0 if is_largest else NO_TOKEN] * 2
 
 
 def test_arrival_times_equal_their_definition() -> None:

@@ -24,6 +24,7 @@ from test_plain_draw import (
 
 from nanovllm import SamplingParams
 from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.kernels.plain.no_token import NO_TOKEN
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.sampler import Sampler
 
@@ -93,9 +94,11 @@ def test_a_kernels_draw_does_not_depend_on_its_neighbours(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("values", [(-INF,), (NAN,), (NAN, -INF), (NAN, 1.0), (NAN, INF), (INF,)])
+@pytest.mark.parametrize(
+    "values", [(-INF,), (NAN,), (NAN, -INF), (NAN, 1.0), (NAN, INF), (INF,), (INF, 1.0, -INF)]
+)
 @pytest.mark.parametrize("size", [5, 200])
-def test_a_row_without_an_answer_ends_and_changes_no_other(
+def test_a_row_without_a_largest_logit_gives_no_token_and_changes_no_other(
     kernel_device: str, values: tuple[float, ...], size: int
 ) -> None:
     rows = [dict(top_p=0.5), dict(top_k=2), dict(top_k=150, top_p=0.9), dict(min_p=0.5),
@@ -107,7 +110,8 @@ def test_a_row_without_an_answer_ends_and_changes_no_other(
     logits[::2] = torch.tensor(values).repeat(size)[:size].to(kernel_device)
     tokens, _ = tokens_of(logits, rows, kernels=ours)
     assert torch.equal(tokens[1::2], expected[1::2])
-    assert bool(((tokens >= 0) & (tokens < size)).all())
+    is_largest = int((logits[0] == INF).sum()) == 1 and not bool(logits[0].isnan().any())
+    assert tokens[::2].tolist() == [0 if is_largest else NO_TOKEN] * (len(rows) // 2)
 
 
 CHOICES: list[dict[str, Any]] = [

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from nanovllm.engine.run.filters.biases import Biases
 from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.plain.mask import mask
+from nanovllm.kernels.plain.no_token import NO_TOKEN
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.filters import Filters
 from nanovllm.layers.sampler import Sampler
@@ -163,7 +164,8 @@ def test_masked_rows_draw_as_from_a_masked_copy(
         assert torch.equal(tokens[ROWS], kernels.sample(copy, *of_rows))
         assert tokens[[1, 4]].tolist() == [UNTOUCHED] * 2
         drawn = tokens[ROWS].cpu()
-        assert bool((allowed[torch.arange(len(ROWS)), drawn] | (drawn == 0)).all())
+        assert torch.equal(drawn == NO_TOKEN, ~allowed.any(dim=1))
+        assert bool((allowed[torch.arange(len(ROWS)), drawn] | (drawn == NO_TOKEN)).all())
         assert drawn[3] == 0, "a row that may draw nothing has the first token"
         check_rows_left_out(kernels, on, tokens)
         check_rows_left_out(PLAIN, [logits, *given_choices, ROWS, bitmaps], None)
@@ -202,7 +204,7 @@ def in_pieces(kernels: Kernels, programs: int) -> Iterator[None]:
 
 
 def test_infinities_and_nan_in_masked_rows(kernels: Kernels, device: str) -> None:
-    """What a mask forbids does not matter, whatever its logit; an infinite logit wins."""
+    """What a mask forbids does not matter, whatever its logit; one infinite logit wins."""
     allowed = torch.zeros(5, 100, dtype=torch.bool)
     allowed[:, [7, 50, 80]] = True
     logits = torch.zeros(NUM_ROWS, 100)
@@ -213,7 +215,7 @@ def test_infinities_and_nan_in_masked_rows(kernels: Kernels, device: str) -> Non
         kernels.sample_masked(
             *moved(device, logits, *given_choices, ROWS, bitmaps_of(allowed)), tokens
         )
-        assert tokens[[2, 3, 5]].tolist() == [50, 80, 0]
+        assert tokens[[2, 3, 5]].tolist() == [50, 80, NO_TOKEN]
         assert {*tokens[[0, 6]].tolist()} <= {7, 50, 80}
 
 

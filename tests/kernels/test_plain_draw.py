@@ -18,6 +18,7 @@ from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.engine.start.warm_up import warmup_filters
 from nanovllm.kernels.plain import draw as draw_module
 from nanovllm.kernels.plain.draw import Cuts, cut
+from nanovllm.kernels.plain.no_token import NO_TOKEN
 from nanovllm.kernels.plain.noise import log_exponential
 from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.filters import Filters
@@ -71,7 +72,9 @@ def tokens_of(
         if cuts.top_p is not None:
             cuts.top_p = torch.where(cuts.top_p < 1, cuts.top_p.double() * (1 + nudge), 1.0)
         left[part.rows] = cut(logits[part.rows], inputs.temperatures[part.rows], cuts)
-    return tokens, PLAIN.sample(left, inputs.temperatures, inputs.keys)
+    expected = PLAIN.sample(left, inputs.temperatures, inputs.keys)
+    whole = PLAIN.sample(logits, None, None)  # cuts make no infinite logit the only one
+    return tokens, expected.where(whole != NO_TOKEN, NO_TOKEN)
 
 
 def assert_as_its_twin(
@@ -156,9 +159,11 @@ def test_a_row_without_top_p_is_not_filtered_with_its_neighbour() -> None:
     assert cut(logits, torch.ones(2), cuts).tolist() == [[0.0, -INF], [0.0, -50.0]]
 
 
-@pytest.mark.parametrize("values", [(-INF,), (NAN,), (NAN, -INF), (NAN, 1.0), (NAN, INF), (INF,)])
+@pytest.mark.parametrize(
+    "values", [(-INF,), (NAN,), (NAN, -INF), (NAN, 1.0), (NAN, INF), (INF,), (INF, 1.0, -INF)]
+)
 @pytest.mark.parametrize("size", [5, 200, 1280])
-def test_a_row_without_an_answer_ends_and_changes_no_other(
+def test_a_row_without_a_largest_logit_gives_no_token_and_changes_no_other(
     values: tuple[float, ...], size: int
 ) -> None:
     rows = [dict(top_p=0.5), dict(top_k=2), dict(top_k=150, top_p=0.9), dict(min_p=0.5),
@@ -169,7 +174,8 @@ def test_a_row_without_an_answer_ends_and_changes_no_other(
     logits[::2] = torch.tensor(values).repeat(size)[:size]
     tokens, _ = tokens_of(logits, rows)
     assert torch.equal(tokens[1::2], expected[1::2])
-    assert bool(((tokens >= 0) & (tokens < size)).all())
+    is_largest = int((logits[0] == INF).sum()) == 1 and not bool(logits[0].isnan().any())
+    assert tokens[::2].tolist() == [0 if is_largest else NO_TOKEN] * (len(rows) // 2)
 
 
 def test_candidates_race_alone(monkeypatch: pytest.MonkeyPatch) -> None:

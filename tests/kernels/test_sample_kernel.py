@@ -8,6 +8,7 @@ from conftest import kernel_settings
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from nanovllm.kernels.plain.no_token import NO_TOKEN
 from nanovllm.kernels.plain.noise import GOLDEN, log_exponential
 from nanovllm.kernels.plain.sample import first_max
 from nanovllm.kernels.table import PLAIN
@@ -63,7 +64,8 @@ class Step:
         for x, old in zip(inputs, before, strict=True):
             assert x is None or torch.equal(x.nan_to_num(), old.nan_to_num()), "an input changed"
         assert tokens.dtype == torch.long and tokens.shape == logits.shape[:1]
-        assert bool(((tokens >= 0) & (tokens < logits.shape[1])).all()), "outside the vocabulary"
+        inside = (tokens >= NO_TOKEN) & (tokens < logits.shape[1])
+        assert bool(inside.all()), "outside the vocabulary"
         return tokens
 
 
@@ -220,11 +222,13 @@ def test_infinite_logits_win_or_lose(kernel_device: str, vocab_size: int, progra
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("vocab_size", "programs"), [(1, 1000), (5, 1000), (70, 4), (70, 1000)])
-@pytest.mark.parametrize("values", [(-INF,), (NAN,), (NAN, -INF), (NAN, 1.0), (NAN, INF), (INF,)])
-def test_rows_without_an_answer_give_an_id_of_the_vocabulary(
+@pytest.mark.parametrize(
+    "values", [(-INF,), (NAN,), (NAN, -INF), (NAN, 1.0), (NAN, INF), (INF,), (INF, 1.0, -INF)]
+)
+def test_rows_without_a_largest_logit_give_no_token(
     kernel_device: str, values: tuple[float, ...], programs: int, vocab_size: int
 ) -> None:
-    """`draw` asserts the range. Other rows are unchanged."""
+    """Other rows are unchanged. One infinite logit is the largest."""
     step = Step(TEMPERATURES * 2, vocab_size, block=16, programs=programs)
     logits, temperatures, keys = step.inputs(kernel_device)
     expected = step.draw(logits, temperatures, keys)
@@ -232,7 +236,9 @@ def test_rows_without_an_answer_give_an_id_of_the_vocabulary(
     logits[::2] = broken
     tokens = step.draw(logits, temperatures, keys)
     assert torch.equal(tokens[1::2], expected[1::2])
-    step.draw(logits, None, None)
+    is_largest = int((broken == INF).sum()) == 1 and not bool(broken.isnan().any())
+    for drawn in (tokens[::2], step.draw(logits, None, None)[::2]):
+        assert drawn.tolist() == [0 if is_largest else NO_TOKEN] * len(drawn)
 
 
 @pytest.mark.cuda

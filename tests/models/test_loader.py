@@ -914,3 +914,30 @@ def test_options_of_the_hub_reach_the_download(
     ]
     with pytest.raises(ValueError, match=r"revision='v1' is one of the hub, but model .* is a l"):
         LLM(model_dir, revision="v1")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["self_attn.k_proj", "input_layernorm"])
+def test_a_tensor_that_is_not_finite_is_named(value: float, name: str, copy_of_model: Copy) -> None:
+    """A fused one by its part's name in the file."""
+    path = copy_of_model()
+    full = f"{LAYER}{name}.weight"
+    broken = tensors(path)[full].clone()
+    broken.view(-1)[7] = value
+    rewrite(path, **{full.replace(".", "__"): broken})
+    message = f"tensor '{full}' in model.safetensors has values that are NaN or infinite"
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{path}: {message}')}"):
+        load(path)
+
+
+def test_values_may_be_too_large_for_a_type_and_sums_too_large(copy_of_model: Copy) -> None:
+    """The sum of the norm's weights is 96,000, and float16 ends at 65,504."""
+    path, norm = copy_of_model(), f"{LAYER}input_layernorm.weight"
+    large = torch.full_like(tensors(path)[norm], 1500.0)
+    rewrite(path, **{norm.replace(".", "__"): large})
+    assert load(path, torch.float16).get_parameter(norm).sum().isinf()
+    large[0] = 1e5
+    rewrite(path, **{norm.replace(".", "__"): large})
+    assert load(path)
+    with pytest.raises(ValueError, match=f"{norm} has values that are infinite in dtype float16"):
+        load(path, torch.float16)

@@ -11,13 +11,20 @@ from typing import Any, ClassVar
 import pytest
 
 from nanovllm.engine.remote.readers import Readers
+from nanovllm.engine.schedule.failures import NONE_LEFT, NOT_FINITE
 from nanovllm.openai.request import COMPLETIONS, parse_body
 from nanovllm.openai.response import echoed_text
 from nanovllm.openai.vectors import parse_embeddings
 from nanovllm.outputs import TokenLogprob
 from nanovllm.server.answering import Answering, _sse, json_response
+from nanovllm.server.errors import request_error
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.vectors import _embedding_entries
+
+
+def test_logits_that_are_not_finite_are_no_bad_request() -> None:
+    assert request_error(NOT_FINITE).status == 500
+    assert request_error(NONE_LEFT).status == 400
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])

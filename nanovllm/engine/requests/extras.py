@@ -43,19 +43,28 @@ class Extras:
                     f"{name}: there is no text, as the model directory has no tokenizer; pass"
                     " tokenizer=... when the engine is made"
                 )
+        stopping = self._stopping(params) if params.min_tokens else ()
+        if len(stopping) >= self.vocab_size:
+            raise ValueError(
+                "min_tokens needs tokens that do not stop, but stop_token_ids and EOS are all"
+                f" {self.vocab_size} tokens; got min_tokens={params.min_tokens}"
+            )
 
     def _check_allowed(self, params: SamplingParams, words: BadWords | None) -> None:
         """Raise if no token of the list may come first."""
         left = set(params.allowed_token_ids or ())
         if params.min_tokens:
-            left -= set() if params.ignore_eos else self.eos_token_ids
-            left -= set(params.stop_token_ids or ())
+            left -= self._stopping(params)
         left -= frozenset() if words is None else words.alone
         if not left:
             raise ValueError(
                 "allowed_token_ids must hold more than bad_words, and with min_tokens more than"
                 f" tokens that stop, got {shorten(params.allowed_token_ids)}"
             )
+
+    def _stopping(self, params: SamplingParams) -> set[int]:
+        """The tokens that stop a request."""
+        return {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.eos_token_ids)}
 
     def bad_words(self, params: SamplingParams) -> BadWords | None:
         """The bad words as token ids, both at the start of a text and after another word.

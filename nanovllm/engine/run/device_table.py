@@ -198,4 +198,4 @@ class DeviceTable:
         self, input_ids: torch.Tensor, places: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
         """A copy of `input_ids` with the last tokens of `rows` at `places`."""
-        return input_ids.index_copy(0, places, self.columns.tokens[rows])
+        return input_ids.index_copy(0, places, self.columns.tokens[rows].clamp_(min=0))

@@ -34,8 +34,9 @@ def drawn_columns(
     size = rows_at_a_time(logits.shape[1])
     for start in range(0, len(inputs.rows), size):
         rows = upload(inputs.rows[start : start + size], logits.device)
+        chosen = token_ids[rows].clamp_(min=0)  # where no token could be drawn, none is reported
         number = max(inputs.numbers[start : start + size])
-        columns.append(download_columns(likely_columns(logits[rows], token_ids[rows], number)))
+        columns.append(download_columns(likely_columns(logits[rows], chosen, number)))
     return tuple(columns)
 
 

@@ -4,6 +4,7 @@ Rank 0's shard computes the same steps as the other ranks, which `OtherRanks` re
 """
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.engine_config import EngineConfig
@@ -110,7 +111,13 @@ class ModelRunner:
         return self.workers.everywhere(command, self.shard)
 
     def recover(self) -> None:
-        """Start over after an interrupt: the device table's rows are written again."""
+        """Start over after an interrupt: the device table's rows are written again.
+
+        It waits for the device, which may still write to blocks that later steps reuse.
+        """
+        if self.failure is None:
+            with suppress(RuntimeError):  # of a device that has failed: the next step raises it
+                self.shard.synchronize()
         self.ledger.reset()
 
     @property

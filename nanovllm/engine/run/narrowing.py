@@ -35,7 +35,25 @@ Draw = tuple[Sequence, list[int]]  # a sequence, and the tokens assumed before t
 def filters_of(
     rows: list[int], draws: list[Draw], vocab_size: int, device_type: str
 ) -> list[Filters]:
-    """The filters of narrowed rows. Rows with the same kinds of filters are in one part."""
+    """The filters of narrowed rows. Rows with the same kinds of filters are in one part.
+
+    A row gets no token if its own filters cannot be made.
+    """
+
+    def make(rows: list[int], draws: list[Draw]) -> list[Filters]:
+        return _filters_of(rows, draws, vocab_size, device_type)
+
+    try:
+        return make(rows, draws)
+    except BaseException as error:
+        from nanovllm.engine.run.failed_draws import filters_despite
+
+        return filters_despite(error, make, rows, draws, vocab_size)
+
+
+def _filters_of(
+    rows: list[int], draws: list[Draw], vocab_size: int, device_type: str
+) -> list[Filters]:
     if all(seq.parts.constraint is not None and not seq.has_filters for seq, _ in draws):
         return [_filters(rows, draws, vocab_size, device_type)]  # masks alone copy nothing
     alike: dict[tuple[bool, ...], tuple[list[int], list[Draw]]] = {}
@@ -76,7 +94,7 @@ def _filters(rows: list[int], draws: list[Draw], vocab_size: int, device_type: s
     if (constraint := draws[0][0].parts.constraint) is not None:
         lists = allowed_of(listed), forbidden_of(listed)
         pinned = device_type == "cuda"
-        filters.masks = constraint.masks_of(draws, *lists, vocab_size, pinned)
+        filters.masks = constraint.masks_of(draws, *lists, pinned)
         changes = NOT_IN_MASKS
     made = [make(listed, len(draws)) for make in changes] if listed else []
     filters.changes = tuple(change for change in made if change is not None)

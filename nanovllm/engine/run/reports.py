@@ -36,6 +36,12 @@ class ReportInputs:
     numbers: list[int]  # how many of the most likely tokens, for each row
 
 
+def scheduled_of(seq: Sequence, tokens: range) -> range:
+    """The part of `tokens` that the step in progress computes."""
+    start, end = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens
+    return range(max(start, tokens.start), min(end, tokens.stop))
+
+
 def unreported_indices(seq: Sequence) -> Iterable[int]:
     """Scheduled tokens with logits that give log-probabilities of the prompt's next tokens.
 
@@ -43,8 +49,8 @@ def unreported_indices(seq: Sequence) -> Iterable[int]:
     """
     logprobs, keeper = seq.parts.logprobs, seq.parts.keeper
     if not seq.generates:
-        return [*seq.scheduled_of(keeper.wanted)] * len(keeper.labels)
-    return () if logprobs is None else seq.scheduled_of(logprobs.wanted)
+        return [*scheduled_of(seq, keeper.wanted)] * len(keeper.labels)
+    return () if logprobs is None else scheduled_of(seq, logprobs.wanted)
 
 
 def prompt_reports(seqs: list[Sequence]) -> list[Report]:

@@ -109,8 +109,9 @@ class Batch:
     def append_tokens(self, tokens: Iterable[tuple[Sequence, int]]) -> list[Sequence]:
         """Replace pending tokens by the step's tokens. Returns the sequences that ended.
 
-        The token of a sequence that has finished is dropped; a sequence that was preempted
-        meanwhile keeps its token. A silent sequence ends when its keeper wants no more.
+        A token below 0 means that none could be drawn: an error ends the sequence. The token of a
+        sequence that has finished is dropped; a sequence that was preempted meanwhile keeps its
+        token. A silent sequence ends when its keeper wants no more.
         """
         finished = []
         for seq, token_id in tokens:
@@ -119,17 +120,21 @@ class Batch:
             index = len(seq.token_ids) - seq.num_pending_tokens
             seq.token_ids[index] = token_id
             seq.num_pending_tokens -= 1
-            if token_id in seq.stop_token_ids and not seq.has_failed:
+            if token_id < 0:
+                from nanovllm.engine.schedule.failures import fail
+
+                fail(seq, index)
+            elif token_id in seq.stop_token_ids:
                 seq.finish("stop", None if token_id in seq.eos_token_ids else token_id)
-                finished.append(seq)
             elif seq.followers and (end := seq.follow()) is not None:
                 if end.reason == "error":
                     seq.token_ids.pop(index)
                 seq.finish(*end)
-                finished.append(seq)
             elif index + 1 >= seq.max_num_tokens:
                 seq.finish("length")
-                finished.append(seq)
+            else:
+                continue
+            finished.append(seq)
         for seq in self.silent_seqs:
             if seq.status is not FINISHED and not seq.parts.keeper.wanted:
                 seq.finish("stop")

@@ -1,6 +1,6 @@
 """Sequence: one sample's tokens and progress. It knows no tensors, and no owners of blocks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import count
 from typing import Any, NamedTuple, Protocol
@@ -53,6 +53,7 @@ class SequenceParts:
     counts: Any = None  # how often each token occurs: a follower
     constraint: Any = None  # which tokens may come next: a follower
     processors: Any = None  # callables that change logits: a follower
+    errors: dict[int, str] = field(default_factory=dict)  # why a token cannot be drawn, by index
     bad_words: Any = None  # what they forbid after the last tokens
     logprobs: Any = None  # with `wanted`
     keeper: Any = None  # keeps results of the model, with `wanted`; says whether to generate
@@ -239,12 +240,6 @@ class Sequence:
         return reaches and self.generates
 
     @property
-    def has_failed(self) -> bool:
-        """Whether its callables have failed to make logits for the last known token."""
-        processors = self.parts.processors
-        return processors is not None and processors.update(self) is not None
-
-    @property
     def draw_waits(self) -> bool:
         """Whether its next draw or report depends on tokens in flight, or on their number."""
         if not self.num_possible_tokens:
@@ -264,11 +259,6 @@ class Sequence:
         """
         return min([len(self.token_ids) - 1, *self.parts.first_wanted])
 
-    def scheduled_of(self, tokens: range) -> range:
-        """The part of `tokens` that the step in progress computes."""
-        start, end = self.num_cached_tokens, self.num_cached_tokens + self.num_scheduled_tokens
-        return range(max(start, tokens.start), min(end, tokens.stop))
-
     @property
     def is_narrowed(self) -> bool:
         """Whether filters change or restrict the distribution of the next token."""
@@ -283,7 +273,12 @@ class Sequence:
         """Update the followers; returns the first end that one of them found."""
         first = None
         for follower in self.followers:
-            end = follower.update(self)
+            try:
+                end = follower.update(self)
+            except BaseException as error:
+                from nanovllm.engine.schedule.failures import reason_of_failed
+
+                end = End("error", reason_of_failed(follower, self, error))
             if first is None:
                 first = end
         return first

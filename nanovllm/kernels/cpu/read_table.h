@@ -21,7 +21,7 @@ void read_table(const int64_t* tokens, const int64_t* seeds, int32_t* lengths,
         const int32_t* table = tables + row * max_blocks;
         const int64_t num_blocks = used ? block + 1 : 0;
         longs[i] = row;
-        longs[rows + i] = used ? tokens[row] : 0;
+        longs[rows + i] = used ? std::max(tokens[row], int64_t(0)) : 0;
         longs[2 * rows + i] = position;
         longs[3 * rows + i] = used ? table[block] * block_size + position % block_size : -1;
         longs[4 * rows + i] = noise_key(uint64_t(seeds[row]), uint64_t(length + 1));

@@ -14,13 +14,22 @@
 namespace {
 
 constexpr int64_t CHUNK = 512;      // scores that are computed before the best is searched
+constexpr int64_t NO_TOKEN = -1;    // of a row from which no token can be drawn
 constexpr int64_t PIECE = 1 << 14;  // tokens that a thread takes at a time
 
 // Find the first largest of `count` scores, if larger than `best`; `first` is the id of scores[0].
+// `best` becomes, and stays, NaN if some scores are NaN, or several are infinite.
 inline void take_best(const float* scores, int64_t count, int64_t first, float& best, int64_t& id) {
     float top = -INFINITY;
-#pragma omp simd reduction(max : top)
-    for (int64_t i = 0; i < count; i++) top = scores[i] > top ? scores[i] : top;
+    int is_nan = 0;
+#pragma omp simd reduction(max : top) reduction(| : is_nan)
+    for (int64_t i = 0; i < count; i++) {
+        top = scores[i] > top ? scores[i] : top;
+        is_nan |= scores[i] != scores[i];
+    }
+    if (top == INFINITY)
+        is_nan |= best == INFINITY || std::count(scores, scores + count, INFINITY) > 1;
+    if (is_nan) best = NAN;
     if (!(top > best)) return;
     best = top;
     id = first + (std::find(scores, scores + count, top) - scores);
@@ -61,8 +70,20 @@ void sample(const T* logits, int64_t stride, const float* temperatures, const in
         }
     });
     for (int64_t row = 0; row < rows; row++) {
-        const int64_t at = row * pieces, to = bitmaps ? chosen[row] : row;
-        if (to >= 0) out[to] = ids[at + (std::max_element(best + at, best + at + pieces) - (best + at))];
+        const int64_t to = bitmaps ? chosen[row] : row;
+        if (to < 0) continue;
+        float top = -INFINITY;
+        out[to] = NO_TOKEN;
+        for (int64_t i = row * pieces; i < (row + 1) * pieces; i++) {
+            if (std::isnan(best[i]) || (best[i] == INFINITY && top == INFINITY)) {
+                out[to] = NO_TOKEN;
+                break;
+            }
+            if (best[i] > top) {
+                top = best[i];
+                out[to] = ids[i];
+            }
+        }
     }
 }
 

@@ -15,8 +15,9 @@ def accept(
     """Add the tokens that count to their rows; returns [B, 2 + num_queries] in int64.
 
     The columns are the number of tokens that count, the number of drafts, and all tokens.
-    `token_ids` [B * num_queries] were drawn for the queries of `decoding`. A row gets nothing if
-    its first query was not used. Another call for the same step replaces the accepted tokens.
+    `token_ids` [B * num_queries] were drawn for the queries of `decoding`. If no token could be
+    drawn, an id is below 0, and the row gets 0. A row gets nothing if its first query was not used.
+    Another call for the same step replaces the accepted tokens.
     """
     drawn = token_ids.view(-1, num_queries)
     rows = table.batch[: len(drawn)].long()
@@ -28,7 +29,7 @@ def accept(
     right = (drawn[:, :-1] == drafts) & guessed
     counts = (1 + right.cumprod(1).sum(1)) * used
     outcome = torch.cat([counts[:, None], guessed.sum(1, keepdim=True), drawn], dim=1)
-    rows, drawn, counts, lens = (x[used] for x in (rows, drawn, counts, lens))
+    rows, drawn, counts, lens = (x[used] for x in (rows, drawn.clamp(min=0), counts, lens))
     table.tokens[rows] = drawn.gather(1, counts[:, None] - 1).squeeze(1)
     table.lengths[rows] = lens[:, 0] - 1 + counts.int()
     table.drafts.counts[rows] = counts.int()

@@ -64,13 +64,12 @@ def plan_decode(
 
 
 def decode_attention(
-    q: torch.Tensor,
-    kv: KVLayer,
-    plan: list[DecodeGroup],
+    q: torch.Tensor, kv: KVLayer, plan: list[DecodeGroup], hides_nan: bool = False
 ) -> torch.Tensor:
     """Attention of one query per row, q [B, H, D], to its context; a row of length 0 gives zeros.
 
-    Blocks before the window are not read.
+    Blocks before the window are not read. A mask does not hide keys and values that are NaN, which
+    another sequence may have left: on a CPU, where a result shows it, they are set to zero first.
     """
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = kv.k_cache.shape[1:3]
@@ -85,6 +84,8 @@ def decode_attention(
 
             tables, hidden = decode_window(tables, group.lens, kv.window, block_size)
         keys, values = gather_blocks(kv, tables, q.dtype)
+        if hides_nan:
+            keys, values = (x.masked_fill(hidden[:, None, :, None], 0) for x in (keys, values))
         if kv.soft_cap is None:
             mask = queries.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
             attended = F.scaled_dot_product_attention(
@@ -95,6 +96,8 @@ def decode_attention(
 
             attended = attend_capped(queries, keys, values, ~hidden[:, None, None], kv)
         out[group.rows] = attended.reshape(batch_size, num_heads, head_dim)
+    if q.is_cpu and not hides_nan and not abs(float(out.sum())) < math.inf:
+        return decode_attention(q, kv, plan, hides_nan=True)
     return out
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from nanovllm.kernels.operands.cuts import BLOCK, Cuts
+from nanovllm.kernels.plain.no_token import or_no_token
 from nanovllm.kernels.plain.noise import GOLDEN, log_exponential
 from nanovllm.kernels.plain.ranking import most_likely
 from nanovllm.kernels.plain.sample import first_max
@@ -31,8 +32,10 @@ def draw(
 ) -> torch.Tensor:
     """Token ids [R] for logits [R, V]: what `sample` draws from `cut`, up to rounding.
 
-    Temperatures are above 0. A row with NaN gives some id of the vocabulary. Syncs. Peak memory:
-    about 30 bytes for each of CHUNK_ELEMENTS logits, 50 if all tokens are candidates.
+    Rows without a token are those of `sample`, before the cut.
+
+    Temperatures are above 0. Syncs. Peak memory: about 30 bytes for each of CHUNK_ELEMENTS logits,
+    50 if all tokens are candidates.
     """
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.long, device=logits.device)
@@ -43,9 +46,10 @@ def draw(
         rows = slice(start, start + step)
         x, some = logits[rows].float(), (temperatures[rows, None], keys[rows], cuts.of(rows))
         if cuts.num_candidates:
-            tokens[rows] = _draw_from_candidates(x, *some)
+            drawn = _draw_from_candidates(x, *some)
         else:
-            tokens[rows] = _draw_from_all(x, spread, places, *some)
+            drawn = _draw_from_all(x, spread, places, *some)
+        tokens[rows] = or_no_token(drawn, x, x.amax(dim=1))
     return tokens
 
 

@@ -74,7 +74,7 @@ def guess_inputs(
     used = queries < num_used
     index = (num_new - num_used + queries).where(used, 0)
     recent = table.drafts.recent[rows].long().gather(1, index)
-    next_ids = recent.where(index < num_new - 1, table.tokens[rows, None])
+    next_ids = recent.where(index < num_new - 1, table.tokens[rows, None]).clamp_(min=0)
     here = lengths - num_used + queries + shift
     new = _places(here.where(used & (here < limits), -1), block_tables, block_size)
     drafts = torch.arange(num_queries - 1, device=rows.device)

@@ -30,7 +30,7 @@ def sample_masked(
 ) -> None:
     """Write the token ids of the rows `rows` [R] to `token_ids` [B]: `sample` from allowed tokens.
 
-    `mask` defines the bitmaps [R, W]. A row without allowed tokens gives token 0. Rows of -1 are
+    `mask` defines the bitmaps [R, W]. A row without allowed tokens gives NO_TOKEN. Rows of -1 are
     skipped. Peak memory: that of `mask` and `sample`, and a float32 copy of these rows.
     """
     if bool((rows < 0).any()):

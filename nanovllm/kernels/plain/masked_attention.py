@@ -18,12 +18,24 @@ def attend_in_slices(
     values: torch.Tensor,
     q_starts: torch.Tensor,
     k_starts: torch.Tensor,
+    k_lens: torch.Tensor,
     kv: KVLayer,
+    hides_nan: bool = False,
 ) -> torch.Tensor:
-    """Attention of queries [B, H, Q, D] from any position of a context on, a few at a time."""
+    """Attention of queries [B, H, Q, D] from any position of a context on, a few at a time.
+
+    A mask does not hide keys and values that are NaN, which another sequence may have left: on a
+    CPU, where a result shows it, those that no query sees are set to zero first.
+    """
     batch_size, num_heads, num_queries, _ = queries.shape
     offsets = torch.arange(keys.shape[2], device=queries.device)
     key_positions = k_starts[:, None, None, None] + offsets  # [B, 1, 1, K]
+    if hides_nan:
+        hidden = key_positions >= k_lens[:, None, None, None]
+        if kv.window is not None:
+            hidden |= key_positions <= q_starts[:, None, None, None] - kv.window
+        hidden = hidden.transpose(2, 3)  # [B, 1, K, 1]
+        keys, values = keys.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
     of_query = batch_size * keys.shape[2]
     if kv.soft_cap is not None:
         of_query *= num_heads  # the scores take as much memory as a mask for each head
@@ -47,4 +59,9 @@ def attend_in_slices(
                 enable_gqa=True,
             )
         )  # fmt: skip
-    return torch.cat(outs, dim=2)
+    out = torch.cat(outs, dim=2)
+    if out.is_cpu and not hides_nan and not abs(float(out.sum())) < torch.inf:
+        return attend_in_slices(
+            queries, keys, values, q_starts, k_starts, k_lens, kv, hides_nan=True
+        )
+    return out

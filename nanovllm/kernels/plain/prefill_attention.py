@@ -119,6 +119,7 @@ def prefill_attention(
         else:
             from nanovllm.kernels.plain.masked_attention import attend_in_slices
 
-            out = attend_in_slices(queries, keys, values, group.q_starts, k_starts, kv)
+            starts = group.q_starts, k_starts, group.k_lens
+            out = attend_in_slices(queries, keys, values, *starts, kv)
         outs.append(out.transpose(1, 2).flatten(0, 1))  # [B * Q, H, D]
     return torch.cat(outs)[plan.out_rows]

@@ -39,7 +39,9 @@ class TableState(NamedTuple):
     unused row has UNUSED_LENGTH.
     """
 
-    tokens: torch.Tensor  # [rows] in int64: each sequence's last token, the next step's input
+    # [rows] in int64: each sequence's last token, the next step's input; below 0, and read as 0, if
+    # no token could be drawn.
+    tokens: torch.Tensor
     seeds: torch.Tensor  # [rows] in int64
     lengths: torch.Tensor  # [rows] in int32
     temperatures: torch.Tensor  # [rows] in float32
@@ -94,7 +96,7 @@ def read_table(
     blocks = tables.gather(1, (positions // block_size)[:, None]).squeeze(1).long()
     return Decoding(
         kept_at,
-        tokens.where(used, 0),
+        tokens.where(used, 0).clamp_(min=0),
         positions,
         (blocks * block_size + positions % block_size).where(used, -1),
         lengths + 1,

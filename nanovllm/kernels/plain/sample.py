@@ -1,4 +1,7 @@
-"""Sample tokens: the winner of a race, for greedy and temperature rows together."""
+"""Sample tokens: the winner of a race, for greedy and temperature rows together.
+
+`no_token` says which rows give NO_TOKEN.
+"""
 
 import torch
 
@@ -16,11 +19,11 @@ def sample(
 
     Temperatures [B] in float32, 0 for greedy; keys [B] in int64, from `noise`. If either is None,
     every row is greedy. `noise` explains why the first token to arrive is a draw. Rounding can
-    change the draw only if the first two tokens arrive within it. A row with NaN gives some id of
-    the vocabulary. Peak memory: 12 bytes for each of CHUNK_ELEMENTS logits.
+    change the draw only if the first two tokens arrive within it. Syncs. Peak memory: 12 bytes for
+    each of CHUNK_ELEMENTS logits.
     """
     if temperatures is None or keys is None:
-        return first_max(logits)
+        return _checked(logits, first_max(logits))
     num_rows, vocab_size = logits.shape
     tokens = torch.empty(num_rows, dtype=torch.long, device=logits.device)
     step = max(1, CHUNK_ELEMENTS[logits.device.type] // vocab_size)
@@ -29,8 +32,18 @@ def sample(
         rows = slice(start, start + step)
         times = log_exponential(keys[rows], ids)
         scores = times.mul_(-temperatures[rows, None]).add_(logits[rows])
-        tokens[rows] = first_max(scores)
+        tokens[rows] = _checked(scores, first_max(scores))
     return tokens
+
+
+def _checked(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The best tokens [B] by scores [B, V], or NO_TOKEN."""
+    top = scores.gather(1, tokens[:, None])[:, 0]
+    if abs(float(top.sum())) < torch.inf:  # the usual case
+        return tokens
+    from nanovllm.kernels.plain.no_token import or_no_token
+
+    return or_no_token(tokens, scores, top)
 
 
 def first_max(x: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from nanovllm.kernels.triton.common import await_inputs, early, let_next_begin, 
 from nanovllm.kernels.triton.ranks import exchange
 from nanovllm.kernels.triton.ranks.exchange import REGION_BYTES, receive, send, words_of
 from nanovllm.kernels.triton.sampling.candidates import NO_TOKEN
+from nanovllm.kernels.triton.sampling.infinite import checked, is_odd
 from nanovllm.kernels.triton.sampling.sample import most_pieces, race_pieces
 
 MOST_BYTES = 1 << 22  # the most bytes that a rank sends: the largest measured size (docs/tried)
@@ -97,12 +98,14 @@ def _first_best_of_ranks_kernel(  # type: ignore[no-untyped-def]
     ids = tl.load(ids_ptr + row * num_pieces + n, mask=inside, other=NO_TOKEN)
     top = tl.max(best, axis=0)
     winner = tl.min(tl.where(best == top, ids, NO_TOKEN), axis=0)
+    top = checked(top, tl.sum(is_odd(best), axis=0))
     at = tl.arange(0, 32)  # the score and the token; one place for each thread
     entry = tl.where(at == 0, top.to(tl.int32, bitcast=True), winner)
     words = words_of(entry)
     place, ended = send(words, at, at < 2, places_ptr, counts_ptr, row, RANK, SIZE, REGION)
     top = tl.full([], -float("inf"), tl.float32)
     winner = tl.full([], NO_TOKEN, tl.int32)
+    num_odd = tl.zeros([], tl.int32)
     for other in tl.static_range(SIZE):
         entry = words
         if other != RANK:
@@ -113,7 +116,9 @@ def _first_best_of_ranks_kernel(  # type: ignore[no-untyped-def]
         wins = (score > top) | ((score == top) & (token < winner))
         top = tl.where(wins, score, top)
         winner = tl.where(wins, token, winner)
+        num_odd += is_odd(score)
     let_next_begin(EARLY)
+    winner = tl.where(checked(top, num_odd) > -float("inf"), winner, -1)
     tl.store(out_ptr + row, winner.to(tl.int64))
 
 

@@ -64,8 +64,17 @@ def enough_mass(top_p, mass):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def largest_of(x, y):  # type: ignore[no-untyped-def]
+    """The largest of x; NaN if some of y are NaN."""
+    return tl.where(tl.max((y != y).to(tl.int32), axis=0) > 0, float("nan"), tl.max(x, axis=0))
+
+
+@triton.jit
 def best_of_lanes(row_ptr, size, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Each lane's best and second best values and ids, and its third best value."""
+    """Each lane's best and second best values and ids, and its third best value.
+
+    The third best value is NaN if some values are NaN.
+    """
     n = tl.arange(0, LANES)
     x1 = tl.full([LANES], LOWEST, tl.float32)
     x2, x3 = x1, x1
@@ -75,7 +84,7 @@ def best_of_lanes(row_ptr, size, LANES: tl.constexpr):  # type: ignore[no-untype
         ids = start + n
         x = load_logits(row_ptr, ids, size)
         first, second = x > x1, x > x2
-        x3 = tl.where(second, x2, tl.maximum(x3, x))
+        x3 = tl.maximum(x3, tl.where(second, x2, x), propagate_nan=tl.PropagateNan.ALL)
         x2 = tl.where(first, x1, tl.where(second, x, x2))
         ids2 = tl.where(first, ids1, tl.where(second, ids, ids2))
         x1 = tl.where(first, x, x1)

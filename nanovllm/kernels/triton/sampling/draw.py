@@ -27,10 +27,12 @@ from nanovllm.kernels.triton.sampling.candidates import (
     draw_from_candidates,
     enough_mass,
     kth_largest,
+    largest_of,
     load_logits,
     next_float,
     weights_of,
 )
+from nanovllm.kernels.triton.sampling.infinite import checked, is_odd
 from nanovllm.kernels.triton.sampling.race import next_winner, race, race_in_lane
 
 LANES = 4096
@@ -49,6 +51,15 @@ def _weigh(row_ptr, size, temperature, top, least, LANES: tl.constexpr):  # type
         mass += tl.where(inside, weights_of(x, top, temperature), 0.0)
         number += inside.to(tl.int32)
     return tl.sum(number, axis=0), tl.sum(mass, axis=0)
+
+
+@triton.jit
+def _count_odd(row_ptr, size, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The number of logits that are NaN or infinite."""
+    number = tl.zeros([LANES], tl.int32)
+    for start in range(0, size, LANES):
+        number += is_odd(load_logits(row_ptr, start + tl.arange(0, LANES), size))
+    return tl.sum(number, axis=0)
 
 
 @triton.jit
@@ -108,7 +119,8 @@ def _draw_from_row(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Draw from the tokens from `least` on, or from all tokens without a k.
 
-    top_p is a share of `mass`, which is below 0 if it is not known yet.
+    top_p is a share of `mass`, which is below 0 if it is not known yet. Also returns the largest
+    logit, NaN if some logits are NaN.
     """
     value, token = LOWEST, size  # this token and those after it are removed
     scores, ids, top = race(row_ptr, size, key, temperature, least, value, token, not HAS_K, LANES)
@@ -139,7 +151,7 @@ def _draw_from_row(  # type: ignore[no-untyped-def]
             if again & (other != NO_TOKEN):
                 winner, value, token = other, other_value, other
                 again = (number_other >= k) | (before_other >= enough)
-    return winner
+    return winner, top
 
 
 @triton.jit
@@ -153,9 +165,14 @@ def _least(top, temperature, min_p_log):  # type: ignore[no-untyped-def]
 def _draw_few(  # type: ignore[no-untyped-def]
     row_ptr, size, key, temperature, min_p_log, k, top_p, LANES: tl.constexpr, TURNS: tl.constexpr
 ):
-    """Draw a token of a row with a top_k, and maybe other filters."""
+    """Draw a token of a row with a top_k, and maybe other filters.
+
+    Also returns the largest logit, NaN if some logits are NaN.
+    """
     x1, ids1, x2, ids2, x3 = best_of_lanes(row_ptr, size, LANES)
     top = tl.max(x1, axis=0)
+    largest = largest_of(x1, x3)
+    x3 = tl.where(x3 == x3, x3, LOWEST)
     least = _least(top, temperature, min_p_log)
 
     # Candidates are larger than every lane's third best. No other token can be kept if min_p keeps
@@ -180,10 +197,10 @@ def _draw_few(  # type: ignore[no-untyped-def]
                 least = kth_largest(row_ptr, size, x1, x2, least, top, k, True, LANES)
                 above, mass = _weigh(row_ptr, size, temperature, top, next_float(least), LANES)
                 mass += (k - above) * weights_of(least, top, temperature)
-        winner = _draw_from_row(
+        winner, _ = _draw_from_row(
             row_ptr, size, key, temperature, least, min_p_log, mass, k, top_p, True, LANES, TURNS
         )
-    return winner
+    return winner, largest
 
 
 @triton.jit(do_not_specialize=["has_min_p", "has_top_p"])
@@ -205,13 +222,16 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         top_p = tl.load(top_p_ptr + row)
     if HAS_TOP_K:
         k = tl.minimum(tl.load(top_k_ptr + row), size).to(tl.int32)
-        winner = _draw_few(row_ptr, size, key, temperature, min_p_log, k, top_p, LANES, TURNS)
+        winner, top = _draw_few(row_ptr, size, key, temperature, min_p_log, k, top_p, LANES, TURNS)
     else:
-        winner = _draw_from_row(
+        winner, top = _draw_from_row(
             row_ptr, size, key, temperature, LOWEST, min_p_log, -1.0, size, top_p,
             False, LANES, TURNS,
         )  # fmt: skip
-    tl.store(out_ptr + row, tl.where(winner < size, winner, 0).to(tl.int64))
+    if top == -LOWEST:  # rare
+        top = checked(top, _count_odd(row_ptr, size, LANES))
+    drawn = tl.where((top > LOWEST) & (winner < size), winner, -1)
+    tl.store(out_ptr + row, drawn.to(tl.int64))
 
 
 def draw(

@@ -12,6 +12,7 @@ from nanovllm.kernels.triton.sampling.candidates import (
     NO_TOKEN,
     UNROLL,
     comes_before,
+    largest_of,
     load_logits,
 )
 from nanovllm.kernels.triton.sampling.noise import log_exponential
@@ -32,7 +33,8 @@ def race(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Each lane's winner: among all tokens, or among those from `least` on and before `token`.
 
-    Returns scores and ids, NO_TOKEN for a lane without tokens in the race, and the largest logit.
+    Returns scores and ids, NO_TOKEN for a lane without tokens in the race, and the largest logit,
+    or NaN if some logits are NaN.
     """
     n = tl.arange(0, LANES)
     best = tl.full([LANES], LOWEST, tl.float32)
@@ -41,14 +43,14 @@ def race(  # type: ignore[no-untyped-def]
     for start in tl.range(0, size, LANES, loop_unroll_factor=UNROLL):
         ids = start + n
         x = load_logits(row_ptr, ids, size)
-        largest = tl.maximum(largest, x)
+        largest = tl.maximum(largest, x, propagate_nan=tl.PropagateNan.ALL)
         scores = _scores(x, ids, key, temperature)
         better = scores > best
         if not AMONG_ALL:
             better = better & (x >= least) & comes_before(x, ids, value, token)
         best = tl.where(better, scores, best)
         best_ids = tl.where(better, ids, best_ids)
-    return best, best_ids, tl.max(largest, axis=0)
+    return best, best_ids, largest_of(largest, largest)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
+from nanovllm.kernels.triton.sampling.infinite import checked, is_odd
 from nanovllm.kernels.triton.sampling.mask import WORD, are_allowed, load_words
 from nanovllm.kernels.triton.sampling.noise import log_exponential
 
@@ -31,6 +32,7 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
     n = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], -float("inf"), tl.float32)
     best_id = tl.minimum(start + n, vocab_size - 1)
+    num_odd = tl.zeros([BLOCK], tl.int32)
     if RACE:
         temperature = tl.load(temperatures_ptr + row)
         key = tl.load(keys_ptr + row)
@@ -41,13 +43,14 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
         if RACE:  # noqa: SIM102
             if temperature > 0:
                 score = score - temperature * log_exponential(key, first_id + ids)
+        num_odd += is_odd(score)
         better = score > best
         best = tl.where(better, score, best)
         best_id = tl.where(better, ids, best_id)
     top = tl.max(best, axis=0)
     winner = tl.min(tl.where(best == top, best_id, vocab_size - 1), axis=0)
     at = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(best_ptr + at, top)
+    tl.store(best_ptr + at, checked(top, tl.sum(num_odd, axis=0)))
     tl.store(ids_ptr + at, first_id + winner)
 
 
@@ -68,6 +71,7 @@ def _sample_masked_kernel(  # type: ignore[no-untyped-def]
     n = tl.arange(0, WORDS)[:, None] * WORD + tl.arange(0, WORD)[None, :]
     best = tl.full([WORDS, WORD], -float("inf"), tl.float32)
     best_id = tl.minimum(start + n, vocab_size - 1)
+    num_odd = tl.zeros([WORDS, WORD], tl.int32)
     if RACE:
         temperature = tl.load(temperatures_ptr + row, mask=row >= 0)
         key = tl.load(keys_ptr + row, mask=row >= 0)
@@ -81,13 +85,14 @@ def _sample_masked_kernel(  # type: ignore[no-untyped-def]
             if RACE:  # noqa: SIM102
                 if temperature > 0:
                     score = score - temperature * log_exponential(key, ids)
+            num_odd += is_odd(score)
             better = score > best
             best = tl.where(better, score, best)
             best_id = tl.where(better, ids, best_id)
     top = tl.max(tl.max(best, axis=1), axis=0)
     tied = tl.where(best == top, best_id, vocab_size - 1)
     at = index * tl.num_programs(1) + tl.program_id(1)
-    tl.store(best_ptr + at, top)
+    tl.store(best_ptr + at, checked(top, tl.sum(tl.sum(num_odd, axis=1), axis=0)))
     tl.store(ids_ptr + at, tl.min(tl.min(tied, axis=1), axis=0))
 
 
@@ -106,6 +111,8 @@ def _first_best_kernel(  # type: ignore[no-untyped-def]
     ids = tl.load(ids_ptr + row * num_pieces + n, mask=inside, other=2147483647)
     top = tl.max(best, axis=0)
     token = tl.min(tl.where(best == top, ids, 2147483647), axis=0).to(tl.int64)
+    top = checked(top, tl.sum(is_odd(best), axis=0))
+    token = tl.where(top > -float("inf"), token, -1)
     to = tl.load(rows_ptr + row) if CHOSEN else row
     tl.store(out_ptr + to, token, mask=to >= 0)
 
@@ -171,6 +178,8 @@ def race_pieces(
     first_id: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The best score and its first token for each piece of each row: both [B, pieces].
+
+    The score is NaN if it is not the only best one: some are NaN, or several are infinite.
 
     The first column belongs to the token `first_id`.
     """

@@ -34,6 +34,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr, count.to(tl.int64))
     tl.store(out_ptr + 1, tl.sum(guessed.to(tl.int64), axis=0))
     tl.store(out_ptr + 2 + query, drawn, mask=inside)
+    drawn = tl.maximum(drawn, 0)
     last = tl.sum(tl.where(query == count - 1, drawn, 0), axis=0)
     tl.store(tokens_ptr + row, last, mask=used)
     tl.store(lengths_ptr + row, length - 1 + count, mask=used)

@@ -25,7 +25,7 @@ def _guess_inputs_kernel(  # type: ignore[no-untyped-def]
     place = tl.program_id(0)
     row = tl.load(batch_ptr + place).to(tl.int64)
     length = tl.load(lengths_ptr + row)
-    token = tl.load(tokens_ptr + row)
+    token = tl.maximum(tl.load(tokens_ptr + row), 0)
     limit = tl.load(limits_ptr + row)
     table_ptr = tables_ptr + row * max_blocks
     query = tl.arange(0, QUERIES_BLOCK)

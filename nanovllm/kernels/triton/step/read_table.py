@@ -39,7 +39,7 @@ def _read_table_kernel(  # type: ignore[no-untyped-def]
     table_ptr = tables_ptr + row * max_blocks
     block = tl.load(table_ptr + position // block_size, mask=used, other=0).to(tl.int64)
     slot = tl.where(used, block * block_size + position % block_size, -1)
-    token = tl.load(tokens_ptr + row, mask=used, other=0)
+    token = tl.maximum(tl.load(tokens_ptr + row, mask=used, other=0), 0)
     if QUERIES > 1:
         token = tl.where(is_draft & used, draft.to(tl.int64), token)
     key = noise_key(tl.load(seeds_ptr + row), (length + 1).to(tl.int64))

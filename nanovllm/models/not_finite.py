@@ -1,0 +1,35 @@
+"""Errors for weights that are NaN or infinite. Imported when the sum of some parameter is that."""
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from nanovllm.models.checkpoint import weight_files
+from nanovllm.models.decoder import Model
+
+WRONG = "values that are NaN or infinite; copy or download it again"
+
+
+def check_each(model: Model, path: Path) -> None:
+    """Raise a ValueError if some parameter has such values; names their tensor and its file.
+
+    Reads all files. Finite values may have a sum that is too large for their type.
+    """
+    params = model.named_parameters()
+    wrong = [name for name, param in params if not are_all_finite(param)]
+    if not wrong:
+        return
+    for file in weight_files(path):
+        with safe_open(file, framework="pt") as tensors:
+            names = [name for name in tensors.keys() if not model.names.is_skipped(name)]  # noqa: SIM118
+            for name in names:
+                if not are_all_finite(tensors.get_tensor(name)):
+                    raise ValueError(f"tensor {name!r} in {file.name} has {WRONG}")
+    dtype = str(model.get_parameter(wrong[0]).dtype).removeprefix("torch.")
+    raise ValueError(f"{wrong[0]} has values that are infinite in dtype {dtype}; choose another")
+
+
+def are_all_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no value that is NaN or infinite; codes of 8 bits are not read."""
+    return tensor.itemsize == 1 or bool(tensor.isfinite().all())
