@@ -988,7 +988,7 @@ def test_an_error_resets_what_follows_the_tokens(
         for _ in range(3):
             llm.step()
         (seq,) = llm.requests.unfinished[request_id].seqs
-        seq.parts.text.text = "half done"
+        seq.parts.text._pieces = ["half done"]
         with monkeypatch.context() as patch:
             patch.setattr(llm.scheduler, "postprocess", lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):

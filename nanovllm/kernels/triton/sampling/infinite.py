@@ -6,6 +6,8 @@ One infinite score wins.
 import triton
 import triton.language as tl
 
+INFINITE = tl.constexpr(float("inf"))
+
 
 @triton.jit
 def is_odd(score):  # type: ignore[no-untyped-def]

@@ -9,12 +9,38 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
-from nanovllm.kernels.triton.sampling.infinite import checked, is_odd
+from nanovllm.kernels.triton.sampling.candidates import largest_of
+from nanovllm.kernels.triton.sampling.infinite import INFINITE, checked, is_odd
 from nanovllm.kernels.triton.sampling.mask import WORD, are_allowed, load_words
 from nanovllm.kernels.triton.sampling.noise import log_exponential
 
 BLOCK = 1024  # tokens that a program reads at a time
 PROGRAMS = 4096  # about the number of programs: a few rows, in pieces, also fill the device
+
+
+@triton.jit
+def _num_infinite(row_ptr, start, end, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many logits from `start` to `end` are infinite."""
+    number = tl.zeros([BLOCK], tl.int32)
+    for first in range(start, end, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        number += is_odd(tl.load(row_ptr + ids, mask=ids < end, other=0.0).to(tl.float32))
+    return tl.sum(number, axis=0)
+
+
+@triton.jit
+def _num_allowed(  # type: ignore[no-untyped-def]
+    row_ptr, bitmap_ptr, start, end, vocab_size, WORDS: tl.constexpr
+):
+    """How many logits of allowed tokens from `start` to `end` are infinite."""
+    n = tl.arange(0, WORDS)[:, None] * WORD + tl.arange(0, WORD)[None, :]
+    number = tl.zeros([WORDS, WORD], tl.int32)
+    for first in range(start, end, WORDS * WORD):
+        ids = first + n
+        x = tl.load(row_ptr + ids, mask=ids < end, other=0.0).to(tl.float32)
+        allowed = are_allowed(load_words(bitmap_ptr, first, vocab_size, WORDS))
+        number += is_odd(tl.where(allowed, x, 0.0))
+    return tl.sum(tl.sum(number, axis=1), axis=0)
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -32,7 +58,6 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
     n = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], -float("inf"), tl.float32)
     best_id = tl.minimum(start + n, vocab_size - 1)
-    num_odd = tl.zeros([BLOCK], tl.int32)
     if RACE:
         temperature = tl.load(temperatures_ptr + row)
         key = tl.load(keys_ptr + row)
@@ -43,14 +68,15 @@ def _sample_kernel(  # type: ignore[no-untyped-def]
         if RACE:  # noqa: SIM102
             if temperature > 0:
                 score = score - temperature * log_exponential(key, first_id + ids)
-        num_odd += is_odd(score)
-        better = score > best
-        best = tl.where(better, score, best)
-        best_id = tl.where(better, ids, best_id)
-    top = tl.max(best, axis=0)
+        best_id = tl.where(score > best, ids, best_id)
+        best = tl.maximum(best, score, propagate_nan=tl.PropagateNan.ALL)
+    top = largest_of(best, best)
+    if top == INFINITE:  # rare
+        row_ptr = logits_ptr + row * logits_stride
+        top = checked(top, _num_infinite(row_ptr, start, end, BLOCK))
     winner = tl.min(tl.where(best == top, best_id, vocab_size - 1), axis=0)
     at = row * tl.num_programs(1) + tl.program_id(1)
-    tl.store(best_ptr + at, checked(top, tl.sum(num_odd, axis=0)))
+    tl.store(best_ptr + at, top)
     tl.store(ids_ptr + at, first_id + winner)
 
 
@@ -71,7 +97,6 @@ def _sample_masked_kernel(  # type: ignore[no-untyped-def]
     n = tl.arange(0, WORDS)[:, None] * WORD + tl.arange(0, WORD)[None, :]
     best = tl.full([WORDS, WORD], -float("inf"), tl.float32)
     best_id = tl.minimum(start + n, vocab_size - 1)
-    num_odd = tl.zeros([WORDS, WORD], tl.int32)
     if RACE:
         temperature = tl.load(temperatures_ptr + row, mask=row >= 0)
         key = tl.load(keys_ptr + row, mask=row >= 0)
@@ -85,14 +110,16 @@ def _sample_masked_kernel(  # type: ignore[no-untyped-def]
             if RACE:  # noqa: SIM102
                 if temperature > 0:
                     score = score - temperature * log_exponential(key, ids)
-            num_odd += is_odd(score)
-            better = score > best
-            best = tl.where(better, score, best)
-            best_id = tl.where(better, ids, best_id)
-    top = tl.max(tl.max(best, axis=1), axis=0)
+            best_id = tl.where(score > best, ids, best_id)
+            best = tl.maximum(best, score, propagate_nan=tl.PropagateNan.ALL)
+    largest = largest_of(tl.trans(best), tl.trans(best))
+    top = largest_of(largest, largest)
+    if top == INFINITE:  # rare
+        row_ptr, words_ptr = logits_ptr + row * logits_stride, bitmaps_ptr + index * bitmaps_stride
+        top = checked(top, _num_allowed(row_ptr, words_ptr, start, end, vocab_size, WORDS))
     tied = tl.where(best == top, best_id, vocab_size - 1)
     at = index * tl.num_programs(1) + tl.program_id(1)
-    tl.store(best_ptr + at, checked(top, tl.sum(tl.sum(num_odd, axis=1), axis=0)))
+    tl.store(best_ptr + at, top)
     tl.store(ids_ptr + at, tl.min(tl.min(tied, axis=1), axis=0))
 
 
