@@ -1,6 +1,7 @@
 """How long ordinary streams wait while one client attacks the server.
 
-    python benchmarks/attack.py [--seconds 8] [--streams 32] [--rest 5] [--only NAME ...] [-- ...]
+    python benchmarks/attack.py [--seconds 8] [--streams 32] [--rest 5] [--cpus 0,1]
+        [--only NAME ...] [-- SERVER OPTIONS]
 
 `nanovllm serve` serves the embedded model, with the options after `--`. Ordinary clients stream
 completions of 64 tokens, one after the other, while another process sends one of the requests in
@@ -168,6 +169,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--rest", type=float, default=5.0, help="seconds until memory is read")
+    parser.add_argument("--cpus", help="of the server; clients may use all")
     parser.add_argument("--only", nargs="*", default=[], help="parts of attacks' names")
     own = sys.argv[1:]
     split = own.index("--") if "--" in own else len(own)
@@ -179,7 +181,9 @@ def main() -> None:
     multiprocessing.set_start_method("spawn")
     with (
         tempfile.TemporaryDirectory() as directory,
-        served(EMBEDDED_MODEL, Path(directory) / "log", *own[split + 1 :]) as server,
+        served(
+            EMBEDDED_MODEL, Path(directory) / "log", *own[split + 1 :], cpus=options.cpus
+        ) as server,
     ):
         asyncio.run(measure_all(server, [NOTHING, *names], options))
 

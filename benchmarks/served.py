@@ -60,9 +60,11 @@ class Served:
 
 
 @contextmanager
-def served(model: str, log: Path, *options: str) -> Iterator[Served]:
-    """A server that runs during the block."""
+def served(model: str, log: Path, *options: str, cpus: str | None = None) -> Iterator[Served]:
+    """A server that runs during the block, on these `cpus` alone, such as "0,1"."""
     command = [sys.executable, "-m", "nanovllm", "serve", "--model", model, *OPTIONS, *options]
+    if cpus is not None:
+        command = ["taskset", "-c", cpus, *command]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     try:

@@ -26,6 +26,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.log import log_to_stderr
 from nanovllm.utils.resources import keep_what_lives
+from nanovllm.utils.threads import serve_many_threads
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
@@ -65,6 +66,7 @@ def _serve(link: socket.socket, outbox: Outbox) -> None:
     try:
         read_vocabulary(engine)
         keep_what_lives()
+        serve_many_threads()
         outbox.send(EngineReady(engine.config, engine.model_config))
         threading.Thread(target=_read, args=(link, commands), daemon=True).start()
         EngineLoop(engine, answers_of(engine), commands, outbox).run()

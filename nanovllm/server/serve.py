@@ -24,6 +24,7 @@ from nanovllm.server.options import ServerOptions
 from nanovllm.utils.open_files import allow_open_files
 from nanovllm.utils.option import options_of
 from nanovllm.utils.resources import keep_what_lives
+from nanovllm.utils.threads import serve_many_threads
 
 logger = logging.getLogger("nanovllm.server")
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -49,6 +50,7 @@ def serve(
     with _listening(options) as listener:  # before the model is loaded, which takes long
         llm = open_engine(engine, options)
         keep_what_lives()
+        serve_many_threads()
         try:
             return _run(_Life(llm, options, sampling).run(listener, announce))
         finally:
