@@ -23,7 +23,7 @@ from nanovllm.openai.response import echoed_text, response_body
 from nanovllm.outputs import RequestMetrics, RequestOutput, StreamEvent
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.adapters import ServedModels
-from nanovllm.server.answer_json import answer_json
+from nanovllm.server.answer_json import answer_json, packed
 from nanovllm.server.bodies import Bodies
 from nanovllm.server.errors import APIError, as_api_error, error_body, request_error
 from nanovllm.server.gone import unless_gone
@@ -103,8 +103,10 @@ class Answering:
         samples = [sample for output in outputs for sample in output["outputs"]]
         if all(sample["finish_reason"] == "error" for sample in samples):
             raise request_error(str(samples[0]["stop_reason"]))
-        name = self._models.names[0]
-        body = await in_slices(response_body(line.name, asked, outputs, name, self._llm.tokenizer))
+        if asked.echo:
+            asked = await self._with_echoes(asked, outputs)
+        name, tokenizer = self._models.names[0], self._llm.tokenizer
+        body = await in_slices(response_body(line.name, asked, outputs, name, tokenizer, packed))
         line.count(body["usage"], samples[0]["finish_reason"])
         return await in_slices(answer_json(body))
 

@@ -4,15 +4,21 @@ import asyncio
 import itertools
 import json
 import random
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+import threading
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, ClassVar, TypeVar
 
+import orjson
 import pytest
 from conftest import byte_tokenizer
 
 from nanovllm import SamplingParams
+from nanovllm.chat.answers import PLAIN
 from nanovllm.engine.remote.messages import RequestEnd, SampleProgress
 from nanovllm.engine.remote.open_request import OpenRequest
+from nanovllm.engine.remote.readers import SMALL, Readers
 from nanovllm.engine.remote.request_copy import RequestCopy
 from nanovllm.engine.requests import logprobs
 from nanovllm.engine.requests.logprobs import LikelyToken, Logprobs
@@ -25,9 +31,11 @@ from nanovllm.openai.chunks import ChunkWriter
 from nanovllm.openai.request import APIRequest, parse_body
 from nanovllm.openai.response import response_body
 from nanovllm.server import answer_json as written
-from nanovllm.server.answer_json import answer_json, packed
-from nanovllm.server.answering import _sse
-from nanovllm.utils.slices import SLICE, finish, in_slices, next_turn
+from nanovllm.server import answering
+from nanovllm.server.answer_json import answer_json
+from nanovllm.server.answering import Answering, _sse
+from nanovllm.server.options import ServerOptions
+from nanovllm.utils.slices import SLICE, finish, next_turn
 
 T = TypeVar("T")
 TOP = 20
@@ -65,8 +73,17 @@ def likely(rng: random.Random) -> list[LikelyToken]:
     return [(rng.randrange(256), -1.0 - rank / 8, rank) for rank in range(1, TOP + 2)]
 
 
-def finished(params: SamplingParams, tokenizer: Any, num: int, streams: bool) -> OpenRequest:
-    """A request that has ended, with `num` tokens in its prompt and in each of its samples."""
+def finished(
+    params: SamplingParams,
+    tokenizer: Any,
+    num: int,
+    streams: bool,
+    num_generated: int | None = None,
+) -> OpenRequest:
+    """A request that has ended, with `num` tokens in its prompt and in each of its samples.
+
+    With `num_generated`, samples have this many.
+    """
     rng = random.Random(0)
     seqs = []
     for index in range(params.n):
@@ -78,7 +95,7 @@ def finished(params: SamplingParams, tokenizer: Any, num: int, streams: bool) ->
     seqs[0].siblings = seqs[1:]
     request = OpenRequest(0, "a", RequestCopy(Request(seqs), tokenizer), not streams, params.n)
     for index in range(params.n):
-        entries = [likely(rng) for _ in range(num)]
+        entries = [likely(rng) for _ in range(num_generated or num)]
         ids = [entry[0][0] for entry in entries]
         request.copy.apply(SampleProgress(0, index, ids, entries, "length", None))
     of_prompt = [likely(rng) for _ in range(num - 1)] if params.prompt_logprobs else None
@@ -121,11 +138,27 @@ def most_work(work: list[int], task: Awaitable[T]) -> tuple[T, int]:
     return asyncio.run(run())
 
 
+class LLM:
+    """An engine with one request, which has ended; it gives a chat no prompt."""
+
+    def __init__(self, request: OpenRequest, tokenizer: Any) -> None:
+        self._request, self.tokenizer, self.readers = request, tokenizer, Readers()
+
+    async def chat_turn(self, _: Any, params: SamplingParams) -> Any:
+        return SimpleNamespace(params=params, answer=PLAIN, prompt=None)
+
+    @asynccontextmanager
+    async def request(self, *_: Any, **__: Any) -> AsyncIterator[OpenRequest]:
+        yield self._request
+
+
 async def answer(request: OpenRequest, form: APIRequest, tokenizer: Any) -> Any:
-    """The whole answer as JSON."""
-    output = await request.output(is_lazy=True)
-    body = await in_slices(response_body("a", form, [output], "m", tokenizer, packed))
-    return json.loads(await in_slices(answer_json(body)))
+    """The server's whole answer as JSON."""
+    models = SimpleNamespace(names=["m"], adapter=lambda _: None)
+    line = SimpleNamespace(name="a", record_first_token=id, count=lambda *_: None)
+    llm: Any = LLM(request, tokenizer)
+    server = Answering(llm, models, ServerOptions(), {})  # type: ignore[arg-type]
+    return json.loads(await server._body(line, form))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -135,16 +168,47 @@ async def answer(request: OpenRequest, form: APIRequest, tokenizer: Any) -> Any:
         (TEXT, dict(prompt_logprobs=TOP)), (TEXT, dict(echo=True)),
     ],
 )  # fmt: skip
-def test_a_whole_answer_is_made_in_slices(url: str, fields: Any, work: list[int]) -> None:
-    """It is the same as one that is made at once."""
+def test_a_whole_answer_is_made_in_slices(
+    url: str, fields: Any, work: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the same as one that is made at once, and each token's entry is JSON until then."""
     tokenizer, form = byte_tokenizer(), asked(url, 4, **fields)
     request = finished(form.params, tokenizer, 100, streams=False)
+    kinds = set[type]()
+
+    def recorded(body: Any) -> Any:
+        likely = [choice["logprobs"] for choice in body["choices"]]
+        of_tokens = [one["content" if url == CHAT else "top_logprobs"] for one in likely]
+        of_tokens.append(body.get("prompt_logprobs") or ())
+        kinds.update(map(type, itertools.chain(*of_tokens)))
+        return answer_json(body)
+
+    monkeypatch.setattr(answering, "answer_json", recorded)
     found, most = most_work(work, answer(request, form, tokenizer))
+    assert kinds - {type(None)} == {orjson.Fragment}
     assert 100 < most < 4 * SLICE
     output, most = most_work(work, finished(form.params, tokenizer, 100, False).output())
     assert type(output["logprobs"]) is list and 100 < most < 2 * SLICE
     body = finish(response_body("a", form, [output], "m", tokenizer))
     assert found == {**json.loads(json.dumps(body)), "created": found["created"]}
+
+
+def test_a_thread_decodes_an_echoed_prompt_once_for_all_samples() -> None:
+    class Decoder(Tokenizer):
+        threads: ClassVar[list[threading.Thread]] = []
+
+        def decode(self, ids: list[int], **options: Any) -> Any:
+            if len(ids) == SMALL and not options:  # the prompt; samples are shorter
+                self.threads.append(threading.current_thread())
+            return super().decode(ids, **options)
+
+    body = dict(prompt=[1] * (SMALL + 9), echo=True, n=3, truncate_prompt_tokens=SMALL)
+    tokenizer, form = Decoder(), parse_body(TEXT, body, {})
+    request = finished(form.params, tokenizer, SMALL, streams=False, num_generated=4)
+    choices = asyncio.run(answer(request, form, tokenizer))["choices"]
+    prompt = tokenizer.decode([1] * SMALL, skip_special_tokens=False)
+    assert [choice["text"].startswith(prompt) for choice in choices] == [True] * 3
+    assert len(Decoder.threads) == 1 and Decoder.threads[0] is not threading.main_thread()
 
 
 def test_the_json_of_an_answer_is_written_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
