@@ -11,7 +11,7 @@ from typing import NamedTuple
 MOST_COST = 4_000_000  # parts; this takes a tenth of a second
 OPTIONAL = r"(?P<optional>[?*]|\{0?,|\{0\}|~ ?0)?"
 IN_PATTERN = re.compile(
-    r"(?P<open>\((?:\?(?:P?<[^>]*>|[a-zA-Z-]*:?))?)|(?P<close>\))" + OPTIONAL + r"|(?P<or>\|)"
+    r"(?P<open>\((?:\?(?:P?<[^>(]*>|[a-zA-Z-]*:?))?)|(?P<close>\))" + OPTIONAL + r"|(?P<or>\|)"
     r"|(?P<part>\\.|\[\^?\]?(?:\\.|[^\]\\])*\]?|[^()|])(?P<may>[?*]|\{0?,|\{0\})?",
     re.DOTALL,
 )
@@ -20,7 +20,8 @@ IN_LARK = re.compile(
     + r"|(?P<or>\|)|(?P<part>\"(?:\\.|[^\"\\\n])*\"?|/(?:\\.|[^/\\\n])+/?[imslux]*|[\w-]+)[ \t]*"
     r"(?P<may>[?*]|\{0?,|\{0\}|~ ?0)?"
 )  # fmt: skip
-TERMINAL = re.compile(r"^[ \t]*([A-Z_][A-Z_0-9]*)(?:\[[^\]\n]*\])?[ \t]*(?:\.-?\d+)?[ \t]*:", re.M)
+# Each letter is read once: blanks that two parts could take would be divided in all ways.
+TERMINAL = re.compile(r"^[ \t]*([A-Z_][A-Z_0-9]*)(?:\[[^\]\n]*\])?[ \t]*(?:\.-?\d+[ \t]*)?:", re.M)
 DEFINITION = re.compile(r"^[ \t]*[?!]?[\w-]+(?:\[[^\]\n]*\])?(?:\.-?\d+)?[ \t]*:|^[ \t]*%", re.M)
 
 

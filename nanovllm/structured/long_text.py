@@ -6,7 +6,6 @@ that the next tokens can depend on.
 
 import re
 from collections.abc import Callable
-from math import prod
 from typing import TYPE_CHECKING
 
 from nanovllm.structured_outputs import StructuredOutputs
@@ -23,8 +22,12 @@ def may_be_long(asked: StructuredOutputs) -> bool:
     if asked.grammar is not None:
         return True
     text = asked.json or asked.regex or asked.structural_tag or ""
-    times = prod(max(1, int(number)) for number in REPEATED.findall(text))
-    return bool(asked.size * times * 3 ** (text.count("$ref") // 3) > LONG)
+    size: int = asked.size * 3 ** min(text.count("$ref") // 3, LONG.bit_length())
+    for number in REPEATED.finditer(text):
+        if size > LONG:  # the product of all would have very many digits
+            break
+        size *= max(1, int(number[1]))
+    return size > LONG
 
 
 class LongText:

@@ -1,5 +1,7 @@
 """Costs of patterns and schemas: what would compile for minutes is refused before."""
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -158,3 +160,20 @@ def test_deep_nesting_is_an_error(depth: int) -> None:
 def test_the_size_is_that_of_the_texts() -> None:
     assert StructuredOutputs(choice=["ab", "cde"], after="x").size == 6
     assert StructuredOutputs(json_object=True, whitespace_pattern=" ?").size == 2
+
+
+@pytest.mark.parametrize(
+    ("check", "text"),
+    [
+        (check_pattern, "(?P<a" * 50_000),
+        (check_lark, f"start: A\nA{' ' * 250_000}x"),
+        (check_lark, 'A: "' * 60_000),
+        (check_lark, "A[" * 120_000),
+    ],
+    ids=["names", "blanks", "texts", "brackets"],
+)
+def test_what_has_no_end_is_read_once(check: Callable[[str], None], text: str) -> None:
+    """A second at most; if each part is read to the end of the text, it is more than ten."""
+    start = time.thread_time()
+    check(text)
+    assert time.thread_time() - start < 5

@@ -82,6 +82,7 @@ def test_grammars_of_usual_size_are_llguidance_s() -> None:
     for given in (
         dict(json=dict(items=dict(const="abc"), minItems=3000)),
         dict(regex="((ab){100}){30}"),
+        dict(regex="((ab){40}){40}c"),
         dict(grammar='start: t{5000}\nt: "a"'),
     ):
         assert may_be_long(StructuredOutputs(**given))
