@@ -16,8 +16,8 @@ from nanovllm.openai.logprobs import (
     completion_logprobs,
     prompt_entries,
 )
+from nanovllm.openai.long_texts import decoded
 from nanovllm.openai.request import CHAT, APIRequest
-from nanovllm.openai.token_texts import decoded
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.slices import Steps

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.openai.long_texts import decoded
 from nanovllm.openai.request import CHAT, APIRequest, given_fields, parse_body
-from nanovllm.openai.token_texts import decoded
 from nanovllm.server.adapters import ServedModels
 from nanovllm.server.answering import answered, refuse_templates
 from nanovllm.server.bodies import Bodies

@@ -15,7 +15,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm.engine.requests.detokenizer import Detokenizer
-from nanovllm.openai import token_texts
+from nanovllm.openai import long_texts
 
 TEXTS = [
     "Hello, world!", "\n", "", "   leading", "trailing   ", " " * 50, "你好世界", "🙂" * 20,
@@ -190,7 +190,7 @@ def test_pieces_of_any_ids_join_to_their_text(name: str, skip_special_tokens: bo
 @pytest.mark.slow
 @every_tokenizer
 def test_slices_of_tokens_join_to_their_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_texts, "SLICE", 3)
+    monkeypatch.setattr(long_texts, "SLICE", 3)
 
     lists = id_lists(name)
     if name in BYTE_LEVEL + BYTE_FALLBACK:
@@ -200,7 +200,7 @@ def test_slices_of_tokens_join_to_their_text(name: str, monkeypatch: pytest.Monk
     @given(lists)
     def run(ids: list[int]) -> None:
         ids = [token_id for token_id in ids if token_id is not None]
-        assert token_texts.decoded(make(name), ids) == make(name).decode(ids)
+        assert long_texts.decoded(make(name), ids) == make(name).decode(ids)
 
     run()
 
