@@ -43,7 +43,8 @@ class Extras:
                     f"{name}: there is no text, as the model directory has no tokenizer; pass"
                     " tokenizer=... when the engine is made"
                 )
-        stopping = self._stopping(params) if params.min_tokens else ()
+        asks = params.stop_token_ids and params.min_tokens
+        stopping = self._stopping(params) if asks else ()
         if len(stopping) >= self.vocab_size:
             raise ValueError(
                 "min_tokens needs tokens that do not stop, but stop_token_ids and EOS are all"
