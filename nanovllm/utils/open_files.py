@@ -1,5 +1,6 @@
 """The number of files, and of connections, that this process may open."""
 
+import contextlib
 import sys
 
 
@@ -12,6 +13,8 @@ def allow_open_files(number: int) -> int:
     unlimited = resource.RLIM_INFINITY
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != unlimited and soft < number:
-        soft = number if hard == unlimited else min(number, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        wanted = number if hard == unlimited else min(number, hard)
+        with contextlib.suppress(OSError, ValueError):  # macOS has a limit that it does not show
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
     return sys.maxsize if soft == unlimited else soft

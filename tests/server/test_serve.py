@@ -100,3 +100,15 @@ def test_connections_have_open_files(
     assert with_open_files(ServerOptions()).max_connections == most
     assert set_to == ([(most + 512, limits[1])] if is_raised else [])
     assert ("at most 488 connections are open at a time, not 8192" in caplog.text) == (most < 8192)
+
+
+def test_a_system_that_raises_no_limit_has_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As macOS, if its hard limit is unlimited; the server did not start."""
+    resource = pytest.importorskip("resource")
+
+    def refuse(*_: Any) -> None:
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1000, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    assert with_open_files(ServerOptions()).max_connections == 488
