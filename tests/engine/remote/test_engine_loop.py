@@ -155,8 +155,9 @@ def test_constraints_that_compile_long_stop_no_other_work(
             events += receive(running.ours)
     finally:
         let_go.set()
-    assert sorted(ended) == [3, 4] and [e.number for e in refused] == [2, 1]
-    waited, compiled = (e.error for e in refused)
+    errors = {e.number: e.error for e in refused}  # on a busy machine both come at once
+    assert sorted(ended) == [3, 4] and errors.keys() == {1, 2}
+    waited, compiled = errors[2], errors[1]
     assert isinstance(waited, EngineFullError) and isinstance(compiled, ValueError)
     assert "for 0.1 seconds (grammar_seconds); try again later" in str(waited)
     assert "take longer than 0.3 seconds (grammar_seconds) to compile" in str(compiled)
