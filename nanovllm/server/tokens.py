@@ -22,6 +22,7 @@ from nanovllm.utils.json_text import check_json_bool, shorten_json
 
 TEXT_FIELDS = ("prompt", "add_special_tokens", "return_token_strs")
 IDS_FIELDS = ("tokens",)
+OF_ANY_LENGTH = {"truncate_prompt_tokens": -1}  # parameters of a chat that the model cannot take
 SLICE = 1 << 14  # tokens that are converted at a time, so that other threads run in between
 
 
@@ -62,19 +63,25 @@ class TokenAnswering:
         if not isinstance(text, str):
             raise TypeError(f"prompt must be a text, got {shorten_json(text)}")
         check_text("prompt", text)
-        if len(text) > (most := self._options.max_tokenize_chars):
-            raise ValueError(
-                f"prompt must have at most {most} characters (max_tokenize_chars), got {len(text)}"
-            )
+        self._check_length("prompt", text)
         special = check_json_bool("add_special_tokens", body.get("add_special_tokens", True))
         return TokensRequest(text, None, special, shows)
 
     def _parse_chat(self, body: Mapping[str, Any]) -> APIRequest:
-        asked = parse_body(CHAT, body, {})
+        self._check_length("messages and tools", [body["messages"], body.get("tools")])
+        asked = parse_body(CHAT, body, OF_ANY_LENGTH)
         self._models.adapter(asked.model)
         if not self._options.trust_request_chat_template:
             refuse_templates(asked)
         return asked
+
+    def _check_length(self, name: str, value: Any) -> None:
+        """Raise if the texts in a value have too many characters."""
+        most, number = self._options.max_tokenize_chars, _num_chars(value)
+        if number > most:
+            raise ValueError(
+                f"{name} must have at most {most} characters (max_tokenize_chars), got {number}"
+            )
 
     def _parse_ids(self, _: str, body: dict[str, Any]) -> tuple[int, ...]:
         body = self._given(body, IDS_FIELDS)
@@ -118,6 +125,14 @@ class TokenAnswering:
     async def _detokenized(self, _: RequestLine, ids: tuple[int, ...]) -> dict[str, Any]:
         text = await self._llm.readers.run(lambda: decoded(self._llm.tokenizer, ids), len(ids))
         return {"prompt": text}
+
+
+def _num_chars(value: Any) -> int:
+    """The characters of all texts in a value of JSON."""
+    if isinstance(value, str):
+        return len(value)
+    values = value.values() if isinstance(value, dict) else value
+    return sum(map(_num_chars, values)) if isinstance(value, dict | list) else 0
 
 
 def _json_list(

@@ -226,10 +226,19 @@ def test_each_refused_request_has_one_line_with_the_reason(lines: Any) -> None:
     assert num_tracebacks == 0
 
 
-def test_the_text_to_tokenize_has_a_limit() -> None:
-    app = App(max_tokenize_chars=3)
-    response = app.ask("POST", "/tokenize", json={"prompt": "abcd"})
-    message = "prompt must have at most 3 characters (max_tokenize_chars), got 4"
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (dict(prompt="abcd"), "prompt"),
+        (
+            dict(messages=[dict(content=[dict(text="ab")], tool="c")], tools=["d"]),
+            "messages and tools",
+        ),
+    ],
+)
+def test_the_text_to_tokenize_has_a_limit(body: dict[str, Any], name: str) -> None:
+    response = App(max_tokenize_chars=3).ask("POST", "/tokenize", json=body)
+    message = f"{name} must have at most 3 characters (max_tokenize_chars), got 4"
     assert (response.status_code, response.json()["error"]["message"]) == (400, message)
 
 

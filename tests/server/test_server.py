@@ -549,6 +549,8 @@ def test_what_describes_the_server(server: Server, client: openai.OpenAI) -> Non
     assert found.json() == {"prompt": "abc"}
     chat = post(server, "/tokenize", messages=HI, prompt=None).json()
     assert chat["count"] == len("user:Hi;<tool_call>")
+    long = [dict(role="user", content="ab" * 60_000)]  # no completion: the model takes less
+    assert post(server, "/tokenize", messages=long).json()["count"] > 120_000
     metrics = httpx.get(f"{server.url}/metrics", timeout=LIMIT)
     assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert "vllm:time_to_first_token_seconds_bucket{" in metrics.text
