@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.chat.conversation import given_template
 from nanovllm.engine.remote.open_request import OpenRequest
+from nanovllm.engine.remote.readers import params_size
 from nanovllm.lora_request import LoRARequest
 from nanovllm.openai.chunks import ChunkWriter
 from nanovllm.openai.request import CHAT, APIRequest, parse_body
@@ -175,7 +176,11 @@ class Answering:
         for output in outputs:
             ids = output["prompt_token_ids"]
             output["prompt"] = await self._echo(output["prompt"], ids, asked.params)
-        return replace(asked, params=replace(asked.params, truncate_prompt_tokens=None))
+        if asked.params.truncate_prompt_tokens is None:
+            return asked
+        whole = functools.partial(replace, asked.params, truncate_prompt_tokens=None)
+        params = await self._llm.readers.run(whole, params_size(asked.params))  # checks all again
+        return replace(asked, params=params)
 
     async def _prompt_text(self, request: OpenRequest) -> str:
         copied = request.copy.request
