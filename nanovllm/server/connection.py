@@ -29,6 +29,7 @@ class Connection(asyncio.Protocol):
         self._parser = RequestParser(self._limits, self)
         self._exchanges: deque[Exchange] = deque()
         self._reading: Exchange | None = None  # the request whose body is being read
+        self._refused: APIError | None = None  # the answer after those to `_exchanges`
         self._clock: asyncio.TimerHandle | None = None  # until the client must have sent more
         self._began = 0.0  # when the time for the rest of a request began
         self._num_body = 0  # bytes of a body since then
@@ -73,7 +74,8 @@ class Connection(asyncio.Protocol):
         if self._is_tls or not self._exchanges or self._wire.is_closing:
             return False  # which closes the connection
         self._stop_clock()
-        self._exchanges[-1].keep_alive = False
+        if self._refused is None:
+            self._exchanges[-1].keep_alive = False
         self._wire.watch(self._probe)
         return True
 
@@ -157,6 +159,8 @@ class Connection(asyncio.Protocol):
             self._close(lingers=exchange.more_body or self._parser.has_dropped)
         elif self._exchanges:
             self._run()
+        elif self._refused is not None:
+            self._refuse(self._refused)
         elif exchange.more_body:  # the rest of the request is dropped
             self._set_clock(self._limits.request_seconds, self._close)
         elif not self._parser.in_head:
@@ -184,7 +188,7 @@ class Connection(asyncio.Protocol):
             else:
                 self._transport.abort()
         elif self._exchanges:
-            self._exchanges[-1].keep_alive = False
+            self._refused = error
         else:
             line = RequestLine({"path": "-"})
             line.fail(error.status, str(error), error.code)
@@ -203,7 +207,9 @@ class Connection(asyncio.Protocol):
             return
         if is_full:
             self._transport.pause_reading()
-        elif not self._parser.is_over or self._wire.is_closing:
+        elif self._parser.is_over and not self._wire.is_closing:
+            return  # what still comes is dropped after the last answer
+        else:
             self._transport.resume_reading()
             if self._clock is not None and (self._parser.in_head or self._reading is not None):
                 self._restart_clock()

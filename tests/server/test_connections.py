@@ -534,3 +534,35 @@ def test_a_handshake_that_does_not_come_ends_the_connection() -> None:
         return data
 
     assert asyncio.run(talk()) == b""
+
+
+@pytest.mark.parametrize("is_half_closed", [False, True])
+def test_a_bad_request_is_answered_after_those_before_it(run: Any, is_half_closed: bool) -> None:
+    """Also if it was read while they were being answered."""
+
+    async def talk(server: Server, connect: Connect) -> None:
+        client = await connect()
+        client.send(get("/wait") + b"BREW / HTTP/1.1\r\n")
+        await until(lambda: server.num_waiting)
+        if is_half_closed:
+            client.end()
+            await asyncio.sleep(SHORT / 5)
+        server.go_on.set()
+        assert statuses(await client.read()) == [200, 501]
+
+    run(talk)
+
+
+def test_the_last_answer_arrives_whatever_the_client_still_sends(run: Any) -> None:
+    """The rest is read and dropped: a system resets a connection that is closed before."""
+
+    async def talk(server: Server, connect: Connect) -> None:
+        client = await connect()
+        client.send(get("/wait") + get() + HEAD.replace(b"Host", b"Host "))
+        await until(lambda: server.num_waiting)
+        client.send(bytes(1 << 22))
+        server.go_on.set()
+        assert statuses(await client.read()) == [200, 200, 400]
+        await client.writer.drain()
+
+    run(talk)
