@@ -104,7 +104,7 @@ class RequestParser:
             return
         self._count(len(name) + len(value) + len(b": \r\n"))
         if self.in_head:  # else it comes after the body, and says nothing that is needed
-            self._headers.append((name.lower(), value))
+            self._headers.append((name.lower(), value.rstrip(b" \t")))
             if len(self._headers) > (most := self._limits.max_headers):
                 self._stop(431, f"a request must have at most {most} headers (max_headers)")
 

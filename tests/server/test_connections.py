@@ -566,3 +566,13 @@ def test_the_last_answer_arrives_whatever_the_client_still_sends(run: Any) -> No
         await client.writer.drain()
 
     run(talk)
+
+
+def test_spaces_around_the_value_of_a_header_are_not_of_it(run: Any) -> None:
+    async def talk(server: Server, connect: Connect) -> None:
+        client = await connect()
+        client.send(HEAD + b"Transfer-Encoding:  chunked  \r\n\r\n" + CHUNKS)
+        assert statuses(await client.read_to(b"0\r\n\r\n")) == [200]
+        assert server.requests == [("POST /", b"abc")]
+
+    run(talk)
