@@ -155,6 +155,8 @@ class Exchange:
         """Write a part of the response's body."""
         if self._rest is not None:
             self._rest -= len(body)
+            if self._rest < 0 or (self._rest and not more):
+                raise RuntimeError(f"a body has {-self._rest} more bytes than its content-length")
         if self._is_chunked:
             data = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
             data = data if more else data + b"0\r\n\r\n"
@@ -164,8 +166,6 @@ class Exchange:
             data, self._head = self._head + data, b""
         self._wire.write(data)
         if not more:
-            if self._rest:
-                raise RuntimeError(f"a body has {-self._rest} more bytes than its content-length")
             self.is_complete = True
             self._news.set()
             self._ended(self)

@@ -66,7 +66,7 @@ class Server:
         async def write(body: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": more})
 
-        headers = [(b"content-length", b"5")] if path in ("/early", "/whole") else []
+        headers = [(b"content-length", b"5")] if path in ("/early", "/whole", "/longer") else []
         start = {"type": "http.response.start", "status": 200, "headers": headers}
         if path == "/wait":
             self.num_waiting += 1
@@ -79,7 +79,7 @@ class Server:
             await asyncio.sleep(0)
         self.num_left += left.done()
         if headers:
-            await write(b"whole", more=False)
+            await write(b"whole" if path != "/longer" else b"longer", more=False)
         else:
             for part in (b"ab", b"c"):
                 await write(part)
@@ -574,5 +574,16 @@ def test_spaces_around_the_value_of_a_header_are_not_of_it(run: Any) -> None:
         client.send(HEAD + b"Transfer-Encoding:  chunked  \r\n\r\n" + CHUNKS)
         assert statuses(await client.read_to(b"0\r\n\r\n")) == [200]
         assert server.requests == [("POST /", b"abc")]
+
+    run(talk)
+
+
+def test_a_body_that_is_longer_than_it_says_is_not_sent(run: Any) -> None:
+    """A client would take the rest for the next answer."""
+
+    async def talk(server: Server, connect: Connect) -> None:
+        client = await connect()
+        client.send(get("/longer") + get())
+        assert await client.read() == b""
 
     run(talk)
