@@ -53,11 +53,12 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, _: Exception | None) -> None:
         self._service.state.connections.discard(self)
-        self._parser.is_over = True
+        self._parser.end()
         self._stop_clock()
         self._wire.lose()
-        for exchange in self._exchanges:
-            exchange.leave()
+        self._reading = self._refused = None
+        while self._exchanges:
+            self._exchanges.pop().leave()
 
     def data_received(self, data: bytes) -> None:
         try:

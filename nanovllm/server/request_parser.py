@@ -78,6 +78,11 @@ class RequestParser:
         if self._num_unparsed > self._limits.max_header_kib * KIB and not self.is_over:
             raise self._too_large()
 
+    def end(self) -> None:
+        """Drop what refers to this object: without cycles it is freed at once."""
+        self.is_over, self._error = True, None
+        del self._parser, self._reader
+
     def _fail(self, error: Exception) -> NoReturn:
         if isinstance(error, httptools.HttpParserInvalidMethodError):
             raise APIError(501, "the request's method is unknown", "unknown_method") from None

@@ -5,10 +5,12 @@ The application is a small one. Each test runs on asyncio's event loop and on uv
 
 import asyncio
 import contextlib
+import gc
 import logging
 import re
 import socket
 import ssl
+import weakref
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -587,3 +589,30 @@ def test_a_body_that_is_longer_than_it_says_is_not_sent(run: Any) -> None:
         assert await client.read() == b""
 
     run(talk)
+
+
+def test_a_connection_that_has_ended_is_freed_at_once(run: Any) -> None:
+    """Without the collector of cycles, with what its requests had."""
+
+    async def talk(server: Server, connect: Connect) -> None:
+        freed = []
+        part = HEAD + b"Content-Length: 9\r\n\r\na"
+        for data in (b"", get(), get("/wait"), part, get() + b"\0", HEAD + b"X: x\r\n" * 300):
+            client = await connect()
+            await until(lambda: server.service.state.connections)
+            (only,) = server.service.state.connections
+            freed.append(weakref.ref(only))
+            del only
+            client.send(data)
+            await asyncio.sleep(SHORT / 5)
+            client.leave()
+            await until(lambda: not server.service.state.connections)
+        await asyncio.sleep(SHORT)  # for what the event loop still has
+        assert [one() for one in freed] == [None] * len(freed)
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(talk)
+    finally:
+        gc.enable()
