@@ -192,6 +192,19 @@ def raises(output: list[int], logits: Row) -> Row:
     return logits
 
 
+class NoTextError(Exception):
+    """An exception whose text cannot be made."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def raises_without_text(output: list[int], logits: Row) -> Row:
+    if len(output) == 3:
+        raise NoTextError
+    return logits
+
+
 def at_third(value: Any) -> Any:
     def call(output: list[int], logits: Row) -> Any:
         return (value(logits) if callable(value) else value) if len(output) == 3 else logits
@@ -201,6 +214,7 @@ def at_third(value: Any) -> Any:
 
 BAD_RESULTS: list[tuple[Any, str]] = [
     (raises, r"logits_processors\[1\]: KeyError: 'lost'"),
+    (raises_without_text, r"logits_processors\[1\]: NoTextError$"),
     (at_third(None), "must return a tensor, got NoneType"),
     (at_third(np.zeros(259)), "must return a tensor, got ndarray"),
     (at_third(lambda x: x[:-1]), r"logits of shape \[259\], got \[258\]"),

@@ -24,8 +24,12 @@ def fail(seq: Any, index: int) -> None:
 
 
 def shown(error: BaseException) -> str:
-    """The type and the text of an exception."""
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    """The type and the text of an exception, if it has one that can be made."""
+    try:
+        text = str(error)
+    except Exception:
+        text = ""
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def check_repeated(error: BaseException, again: Callable[[], object]) -> None:
