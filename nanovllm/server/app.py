@@ -72,7 +72,9 @@ def make_app(
         allowed: Any = dict(allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         around.insert(0, Middleware(CORSMiddleware, **allowed))
     handlers: Any = {HTTPException: raise_own}
-    return Starlette(routes=routes, middleware=around, exception_handlers=handlers), guard
+    app = Starlette(routes=routes, middleware=around, exception_handlers=handlers)
+    app.router.redirect_slashes = False  # to a host, and a scheme, that only a proxy would know
+    return app, guard
 
 
 class ServerEndpoints:

@@ -397,6 +397,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/rerank", dict(query="a", documents=["b"], top_n=-1), 400, "top_n must be"),
     ("/v1/nothing", dict(), 404, "there is no path '/v1/nothing'"),
     ("/v1/completion", dict(), 404, "no path '/v1/completion'; did you mean '/v1/completions'?"),
+    ("/v1/completions/", dict(), 404, "'/v1/completions/'; did you mean '/v1/completions'?"),
     ("/v1/models", dict(), 405, "/v1/models takes GET, HEAD, got POST"),
     ("/wake_up", dict(), 404, "there is no path '/wake_up' (--sleep-endpoints adds it)"),
     ("/v1/completions", dict(prompt={"prompt": "x"}), 400, 'these, got {"prompt": "x"}'),
