@@ -61,7 +61,7 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, EngineFullError):
         return APIError(429, str(error), "engine_full")
     if isinstance(error, asyncio.TimeoutError):
-        return APIError(408, "the request took longer than the server's timeout", "timeout")
+        return APIError(408, "the request took longer than the server allows (timeout)", "timeout")
     if isinstance(error, ValueError | TypeError):
         return APIError(400, str(error))
     if isinstance(error, AsleepError):
