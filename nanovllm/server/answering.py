@@ -30,7 +30,13 @@ from nanovllm.server.errors import APIError, as_api_error, error_body, request_e
 from nanovllm.server.gone import unless_gone
 from nanovllm.server.log import CLIENT_LEFT, RequestLine
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.refusals import check_asked, check_body, check_tokens, refuse_priority
+from nanovllm.server.refusals import (
+    check_asked,
+    check_body,
+    check_tokens,
+    check_truncated,
+    refuse_priority,
+)
 from nanovllm.utils.slices import in_slices
 from nanovllm.utils.tasks import all_of, cancel
 
@@ -79,6 +85,7 @@ class Answering:
                 400, f"prompts times n must be at most {most} (max_num_seqs and max_waiting), got"
                 f" {len(asked.prompts)} times {asked.params.n}"
             )  # fmt: skip
+        check_truncated(asked.prompts, asked.params.truncate_prompt_tokens, self._options)
         check_tokens(asked, self._options, self._llm.config.max_model_len)
         check_asked(asked, self._options, self._llm.model_config.vocab_size)
         return asked

@@ -32,7 +32,10 @@ class Limits:
         128, "most lists and objects in one another in the JSON of a body", int_range(1)
     )
     max_tokenize_chars: int = option(
-        1 << 22, "most characters of a text or a chat for `/tokenize`", int_range(1)
+        1 << 22,
+        "most characters of a text or a chat for `/tokenize`, and of a prompt with"
+        " `truncate_prompt_tokens`",
+        int_range(1),
     )
     max_inputs: int = option(
         2048, "most inputs of an embedding, and most queries and documents to score", int_range(1)

@@ -103,6 +103,28 @@ def check_tokens(asked: APIRequest, limits: Limits, longest: int) -> None:
         )  # fmt: skip
 
 
+def check_truncated(prompts: Any, kept: int | None, limits: Limits) -> None:
+    """Raise for a prompt that is too long to be tokenized and then cut to `kept` tokens."""
+    most, listed = limits.max_tokenize_chars, isinstance(prompts, list)
+    if kept is None:
+        return
+    for prompt in prompts if listed else [prompts]:
+        if (number := _num_chars(prompt)) > most:
+            raise APIError(
+                400, f"with truncate_prompt_tokens a prompt must have at most {most} characters"
+                f" (max_tokenize_chars), got {number}"
+            )  # fmt: skip
+
+
+def _num_chars(value: Any) -> int:
+    """The characters of all texts in a prompt or a conversation."""
+    if isinstance(value, Mapping):
+        return sum(_num_chars(part) for name, part in value.items() if name != "cache_salt")
+    if isinstance(value, list | tuple):
+        return sum(map(_num_chars, value))
+    return len(value) if isinstance(value, str) else 0
+
+
 def refuse_priority(asked: APIRequest, defaults: Mapping[str, Any]) -> None:
     """Raise if a request chooses its priority."""
     if asked.params.priority != defaults.get("priority", 0):

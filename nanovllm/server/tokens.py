@@ -17,6 +17,7 @@ from nanovllm.server.answering import answered, refuse_templates
 from nanovllm.server.bodies import Bodies
 from nanovllm.server.log import RequestLine
 from nanovllm.server.options import ServerOptions
+from nanovllm.server.refusals import check_truncated
 from nanovllm.utils.checks import check_ids, check_int, check_text
 from nanovllm.utils.json_text import check_json_bool, shorten_json
 
@@ -73,6 +74,7 @@ class TokenAnswering:
         self._models.adapter(asked.model)
         if not self._options.trust_request_chat_template:
             refuse_templates(asked)
+        check_truncated(asked.prompts, asked.params.truncate_prompt_tokens, self._options)
         return asked
 
     def _check_length(self, name: str, value: Any) -> None:

@@ -25,6 +25,7 @@ from nanovllm.server.answering import answered
 from nanovllm.server.bodies import Bodies
 from nanovllm.server.log import RequestLine
 from nanovllm.server.options import ServerOptions
+from nanovllm.server.refusals import check_truncated
 from nanovllm.vectors.outputs import EmbeddingRequestOutput
 
 
@@ -45,6 +46,9 @@ class VectorAnswering:
         else:
             asked = parse_rerank(body) if url in RERANK else parse_score(body)
         self._check_number(asked)
+        kept = asked.options.get("truncate_prompt_tokens")
+        for texts in asked.arguments:
+            check_truncated(texts, kept, self._options)
         return asked
 
     async def _body(self, line: RequestLine, asked: VectorRequest) -> dict[str, Any]:

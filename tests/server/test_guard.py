@@ -242,6 +242,31 @@ def test_the_text_to_tokenize_has_a_limit(body: dict[str, Any], name: str) -> No
     assert (response.status_code, response.json()["error"]["message"]) == (400, message)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", dict(prompt=["b" * 30])),
+        ("/v1/completions", dict(prompt="b" * 30, cache_salt="x")),
+        ("/v1/chat/completions", dict(messages=[dict(role="user", content="b" * 11)] * 2)),
+        ("/tokenize", dict(messages=[dict(role="user", content="b" * 26)])),
+        ("/v1/embeddings", dict(input=["a", "b" * 30])),
+        ("/v1/embeddings", dict(input="b" * 30)),
+        ("/rerank", dict(query="a", documents=["a", "b" * 30])),
+        ("/score", dict(queries="b" * 30, documents=["a"])),
+    ],
+)
+def test_prompts_to_truncate_have_a_limit(path: str, body: dict[str, Any]) -> None:
+    """They are tokenized as a whole, which takes time and memory."""
+    app = App(max_tokenize_chars=29)
+    response = app.ask("POST", path, json=dict(body, truncate_prompt_tokens=1))
+    assert response.status_code == 400
+    message = response.json()["error"]["message"]
+    assert message == (
+        "with truncate_prompt_tokens a prompt must have at most 29 characters"
+        " (max_tokenize_chars), got 30"
+    )
+
+
 def test_tokens_become_json_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "SLICE", 3)
     for number in range(8):
