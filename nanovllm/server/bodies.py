@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect, Request
 from nanovllm.engine.remote.readers import Readers
 from nanovllm.server.errors import APIError
 from nanovllm.server.gone import unless_gone
-from nanovllm.server.limits import Limits
+from nanovllm.server.limits import COST, Limits
 from nanovllm.server.log import CLIENT_LEFT
 from nanovllm.utils.checks import shorten
 from nanovllm.utils.json_text import parse_json, shorten_json
@@ -46,8 +46,8 @@ class Bodies:
 
     def _object(self, data: bytes) -> dict[str, Any]:
         most, depth = self.limits.max_body_values, self.limits.max_body_depth
-        # A body of n bytes has less than 2n values, as they are counted.
-        is_small = 2 * len(data) <= most and data.count(b"[") + data.count(b"{") <= depth
+        # As values are counted, a body has less than COST / 2 for each byte.
+        is_small = COST // 2 * len(data) <= most and data.count(b"[") + data.count(b"{") <= depth
         try:
             if is_small and len(data) < LONG:
                 value = parse_json(data.decode())

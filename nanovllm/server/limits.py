@@ -6,6 +6,8 @@ from nanovllm.config import MAX_WAITING
 from nanovllm.structured_outputs import GRAMMAR_SECONDS
 from nanovllm.utils.option import NOTHING, float_range, int_range, option
 
+COST = 16  # how many values a list or an object counts as, because of its memory
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -23,9 +25,9 @@ class Limits:
         16, "largest body of a request in MiB; a larger one gets status 413", int_range(1)
     )
     max_body_values: int = option(
-        1 << 19,
-        "most values in the JSON of a body, where a list or an object counts as four; a body with"
-        " more gets status 413",
+        1 << 21,
+        "most values in the JSON of a body, where a list or an object counts as sixteen; a body"
+        " with more gets status 413",
         int_range(1),
     )
     max_body_depth: int = option(
@@ -78,7 +80,7 @@ class Limits:
         float_range(0.0, above=True),
     )
     max_request_tokens: int = option(
-        4 << 20,
+        1 << 24,
         "most tokens that a request may ask for: its prompts times `n` times `max_tokens`; one"
         " sample of a prompt may always have as many as `max_model_len` leaves",
         int_range(1),

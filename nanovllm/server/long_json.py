@@ -11,11 +11,11 @@ import secrets
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from nanovllm.server.limits import COST
 from nanovllm.utils.checks import shorten
 from nanovllm.utils.json_text import parse_json
 
 PIECE = 1 << 16  # bytes
-COST = 4  # how many values a list or an object counts as, because of its memory
 LIST, OBJECT, COMMA = b"[{,"
 NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 # Bytes of a text without escapes, and whole escapes: a pair of surrogates is one.

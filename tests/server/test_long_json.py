@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from nanovllm.server import long_json
-from nanovllm.server.long_json import COST, TooManyValuesError, parse_long
+from nanovllm.server.limits import COST
+from nanovllm.server.long_json import TooManyValuesError, parse_long
 from nanovllm.utils.json_text import parse_json
 
 MANY = 1 << 30
