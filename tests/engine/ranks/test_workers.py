@@ -25,10 +25,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pipe_paths
 import pytest
 import torch
 import zygote
 from conftest import need_gpus
+from pipe_paths import PipePath
 from safetensors.torch import load_file, save_file
 from waiting import FOREVER, LIMIT, wait_until
 
@@ -62,6 +64,8 @@ PREAMBLE = f"""
 import faulthandler
 faulthandler.dump_traceback_later({DEADLINE}, exit=True)
 import os, signal, sys, time
+sys.path.append({str(Path(pipe_paths.__file__).parent)!r})
+from pipe_paths import PipePath
 from pathlib import Path
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
@@ -81,7 +85,7 @@ def load_other(path):
     start = Workers.start
     def elsewhere(self, config, model_config, _, draft):
         report_pids(self)
-        start(self, config, model_config, Path(path), draft)
+        start(self, config, model_config, PipePath(path), draft)
     Workers.start = elsewhere
 """
 
@@ -259,7 +263,7 @@ def endless_model(copy_of_model: Callable[[], Path]) -> Path:
     (path / "model.safetensors").unlink()
     os.mkfifo(path / "model.safetensors")
     os.mkfifo(path / "model.safetensors.index.json")
-    return path
+    return PipePath(path)
 
 
 @contextlib.contextmanager
