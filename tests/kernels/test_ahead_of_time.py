@@ -193,7 +193,8 @@ def test_a_masked_row_is_read_in_whole_vectors(name: str, compiled: Compiled) ->
         if kernel.get("kernel") == "_sample_masked_kernel"
     )
     assert "ld.global.v4.b32" in ptx
-    assert len(re.findall(r"ld\.global\.b32", ptx)) <= 4, "words, and the temperature"
+    words = len(re.findall(r"ld\.global\.b32", ptx))
+    assert words <= 6, "words, also where infinite logits are counted, and the temperature"
 
 
 # What grows with the batch, by argument; offsets into the rest are bounded by the GPU's size.
