@@ -153,7 +153,8 @@ def load_model(
 @torch.inference_mode()
 def are_finite(model: Model) -> bool:
     """Whether the sums of the parameters are finite. Reads each parameter once, and syncs once."""
-    params = (p for p in model.parameters() if p.is_floating_point() and p.itemsize > 1)
+    floats = (p for p in model.parameters() if p.is_floating_point() and p.itemsize > 1)
+    params = (p for p in floats if not p.is_meta)  # such as one that is stored in codes
     return bool(torch.stack([p.sum().float() for p in params]).isfinite().all())
 
 
