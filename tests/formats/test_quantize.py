@@ -204,7 +204,9 @@ def test_the_error_names_the_tensor(online: str, tmp_path: Path) -> None:
 def test_the_error_of_a_tied_head_names_its_tensor(tmp_path: Path) -> None:
     path = make_model(tmp_path / "model", tie_word_embeddings=True)
     damage(path, "model.embed_tokens.weight")
-    with pytest.raises(ValueError, match=r"tensor 'model.embed_tokens.weight' in model.safetensors"):
+    with pytest.raises(
+        ValueError, match=r"tensor 'model.embed_tokens.weight' in model.safetensors"
+    ):
         LLM(str(path), device="cpu", quantization="int8")
 
 
