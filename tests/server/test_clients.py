@@ -319,7 +319,7 @@ def test_a_request_has_at_most_so_many_tokens(body: dict[str, Any], got: str) ->
 
 
 def test_a_sample_may_have_all_tokens_that_the_model_takes() -> None:
-    """Without `max_tokens`, too. By default, four samples of a million tokens are allowed."""
+    """Without `max_tokens`, too. By default, sixteen samples of a million tokens are allowed."""
 
     async def check() -> None:
         server = Server(max_request_tokens=1)
@@ -327,9 +327,9 @@ def test_a_sample_may_have_all_tokens_that_the_model_takes() -> None:
         assert (await server.ask(prompt="a", max_tokens=1 << 30, stream=True))[0] == 200
         server = Server()
         server.go.set()
-        assert (await server.ask(prompt="a", n=4, max_tokens=1 << 20, stream=True))[0] == 200
-        chat: Any = dict(path=CHAT, messages=[], n=5)
-        assert "(max_request_tokens), got 1 times 5" in message_of(await server.ask(**chat))
+        assert (await server.ask(prompt="a", n=16, max_tokens=1 << 20, stream=True))[0] == 200
+        chat: Any = dict(path=CHAT, messages=[], n=17)
+        assert "(max_request_tokens), got 1 times 17" in message_of(await server.ask(**chat))
 
     run(check())
 
