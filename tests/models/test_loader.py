@@ -765,7 +765,7 @@ def test_ctrl_c_ends_loading_and_its_threads(
 
     def wait() -> None:
         if (number := next(reads)) == 5:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         if number >= 5:
             assert ending.wait(LIMIT)
 
