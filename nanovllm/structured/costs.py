@@ -1,4 +1,4 @@
-"""Costs of patterns: refuses those whose compilation takes minutes and gigabytes.
+"""Costs of patterns: refuses those that would compile for minutes, in gigabytes.
 
 llguidance derives a pattern by its next letter. If the first k of n parts that follow each other
 may be left out, this makes k patterns of n parts at once, and no limit of llguidance stops it.

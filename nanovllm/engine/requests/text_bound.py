@@ -56,7 +56,7 @@ class TextBound:
         return False
 
     def _pieces(self, text: str) -> Iterator[str]:
-        """The parts of the text whose bytes have shares, as the model's vocabulary writes them."""
+        """The parts of the text with bytes that have shares, as the vocabulary writes them."""
         start = 0
         while start < len(text):
             end = start + PIECE

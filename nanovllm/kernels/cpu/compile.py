@@ -6,7 +6,7 @@ pool.h.
 
 A library's code runs with the user's rights, so the cache is used only if no other user can write
 there (root can do so anyway): its folder and each library belong to this user or to root, and
-neither the group nor others may write to them. Then nobody can replace a library between the check
+neither the group nor others may write to them. So no other can replace a library between the check
 and the load. The folders above are those in which the user also keeps programs and settings; they
 are not checked.
 """
