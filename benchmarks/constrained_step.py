@@ -119,7 +119,10 @@ def timed(
 
 def measure(found: list[tuple[Sequence, list[int]]], steps: int, vocab: int) -> dict[str, float]:
     """The medians of the parts of a step."""
-    config = Config("no model", overlap=False, kvcache_block_size=BLOCK_SIZE, max_num_seqs=512)
+    config = Config(
+        "no model", overlap=False, kvcache_block_size=BLOCK_SIZE, max_num_seqs=512,
+        max_num_batched_tokens=16384,
+    )  # fmt: skip
     scheduler = Scheduler(EngineConfig.settle(config, 4 * len(found), 1024))
     for seq, _ in found:
         scheduler.add(seq)

@@ -29,7 +29,8 @@ from safetensors.torch import save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.bench.machine import machine_name
-from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.embedded.problems import sample_problems
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.parts import build_model

@@ -58,7 +58,10 @@ def pool_blocks(num_seqs: int, num_steps: int, block_size: int) -> int:
 def our_step(num_seqs: int, num_steps: int, block_size: int) -> Step:
     """Prefill our scheduler, and return its decode step."""
     num_blocks = pool_blocks(num_seqs, num_steps, block_size)
-    config = Config("no model", max_num_seqs=num_seqs, kvcache_block_size=block_size, overlap=False)
+    config = Config(
+        "no model", max_num_seqs=num_seqs, kvcache_block_size=block_size, overlap=False,
+        max_num_batched_tokens=16384,
+    )  # fmt: skip
     settled = EngineConfig.settle(config, num_blocks, max_model_len=num_blocks * block_size)
     scheduler = Scheduler(settled)
     params = SamplingParams(max_tokens=num_steps + 2, ignore_eos=True)

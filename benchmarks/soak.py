@@ -32,7 +32,8 @@ from safetensors.torch import save_file
 from served import Served, served
 
 from nanovllm.bench.serve.client import Body
-from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.embedded.problems import sample_problems
 
 # 499 is a client that has left; 503 is an engine that sleeps.
 EXPECTED = (200, 400, 404, 408, 409, 413, 415, 429, 431, 499, 503)

@@ -18,7 +18,8 @@ from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.embedded.problems import sample_problems
 
 PROMPTS = 32  # of a step
 SAMPLES = 8  # answers to each prompt, which are compared with each other

@@ -37,7 +37,8 @@ else:  # the class is loaded when the option is given, as a dict of this type
     SpeculativeConfig = Mapping[str, Any]
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-BATCHED_TOKENS = 16384
+# The default of `max_num_batched_tokens`. On a CPU, a step of more takes so long that others wait.
+BATCHED_TOKENS = {"cuda": 16384, "cpu": 1024}
 MAX_RANKS = 8
 MAX_POSITIONS = 1 << 24  # positions are computed in float32, which has all integers up to this
 MAX_LORAS, MAX_LORA_RANK = 1024, 512
@@ -129,12 +130,11 @@ class Config:
         "`dummy`: random weights, for which only `config.json` is needed",
         one_of("auto", "dummy"),
     )
-    max_num_batched_tokens: int = option(
-        BATCHED_TOKENS,
+    max_num_batched_tokens: int | None = option(
+        None,
         "most tokens in one step; longer prompts are computed in chunks",
         int_range(1),
-        none="the default",
-        value_of_none=lambda: BATCHED_TOKENS,
+        none="16384 on a GPU, 1024 on a CPU",
     )
     max_num_seqs: int = option(
         512,

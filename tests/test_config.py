@@ -146,7 +146,7 @@ def test_a_sampling_parameter_is_not_an_option() -> None:
 
 def test_none_stands_for_the_default_or_a_random_seed() -> None:
     """As in vLLM. The seed is settled at once: all ranks and `llm.config` have the same."""
-    assert config(max_num_batched_tokens=None).max_num_batched_tokens == 16384
+    assert config(max_num_batched_tokens=None).max_num_batched_tokens is None
     seeds = {config(seed=None).seed for _ in range(3)}
     assert len(seeds) == 3, "two of them are equal once in 3e18 runs"
     assert {type(seed) for seed in seeds} == {int}
@@ -216,6 +216,7 @@ def test_max_num_running_is_limited_by_tokens_and_blocks() -> None:
     """A decode step needs a token of its budget and a block for each sequence."""
 
     def max_num_running(num_blocks: int, **options: Any) -> int:
+        options = dict(max_num_batched_tokens=64) | options
         asked = config(kvcache_block_size=16, overlap=False, **options)
         return EngineConfig.settle(asked, num_blocks, max_model_len=64).max_num_running
 
@@ -229,7 +230,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "model": "some/model", "tokenizer": None, "revision": None, "download_dir": None,
         "device": "auto", "dtype": "auto",
         "quantization": None,
-        "load_format": "auto", "max_num_batched_tokens": 16384, "max_num_seqs": 512,
+        "load_format": "auto", "max_num_batched_tokens": None, "max_num_seqs": 512,
         "max_model_len": None, "gpu_memory_utilization": 0.9, "cpu_kvcache_gib": 4.0,
         "tensor_parallel_size": 1, "enable_expert_parallel": False, "enforce_eager": False,
         "kvcache_block_size": None, "num_kvcache_blocks": None, "kv_cache_dtype": "auto",

@@ -12,7 +12,8 @@ from audits import audit_scheduler
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.drafting.eagle3_config import HeadConfig
-from nanovllm.embedded import EMBEDDED_HEAD, EMBEDDED_MODEL, sample_problems
+from nanovllm.embedded import EMBEDDED_HEAD, EMBEDDED_MODEL
+from nanovllm.embedded.problems import sample_problems
 from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import RequestOutput
 

@@ -23,7 +23,8 @@ from nanovllm.batch.job import BatchJob
 from nanovllm.batch.journal import Journal
 from nanovllm.batch.lines import read_lines
 from nanovllm.config import Config
-from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.embedded.problems import sample_problems
 
 ray = pytest.importorskip("ray")
 pa = pytest.importorskip("pyarrow")

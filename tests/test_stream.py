@@ -9,7 +9,8 @@ from audits import audit_scheduler
 from reference import SMALL_POOL, make_llm, make_prompts
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.embedded.problems import sample_problems
 from nanovllm.engine.requests.detokenizer import Detokenizer
 from nanovllm.engine.requests.request import ending
 from nanovllm.engine.run.model_runner import ModelRunner

@@ -24,7 +24,8 @@ from reference import (
 )
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.embedded.problems import sample_problems
 from nanovllm.models.config import ModelConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")

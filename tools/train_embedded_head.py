@@ -39,7 +39,8 @@ from train_embedded_model import (
 )
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
-from nanovllm.embedded import EMBEDDED_HEAD, EMBEDDED_MODEL, sample_problems
+from nanovllm.embedded import EMBEDDED_HEAD, EMBEDDED_MODEL
+from nanovllm.embedded.problems import sample_problems
 
 MAX_BYTES = 500_000
 NUM_GUESSES = 4

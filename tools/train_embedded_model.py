@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.embedded.problems import sample_problems
 
 ENDOFTEXT, IM_START, IM_END = 256, 257, 258
 SPECIAL_TOKENS = {"<|endoftext|>": ENDOFTEXT, "<|im_start|>": IM_START, "<|im_end|>": IM_END}

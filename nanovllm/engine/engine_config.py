@@ -57,7 +57,13 @@ class EngineConfig:
 
 def most_running(config: Config) -> int:
     """Sequences that can decode at once in a KV pool of any size."""
-    return min(config.max_num_seqs, config.max_num_batched_tokens)
+    return min(config.max_num_seqs, most_tokens(config))
+
+
+def most_tokens(config: Config) -> int:
+    """Tokens in one step; the placement has settled them."""
+    assert config.max_num_batched_tokens is not None
+    return config.max_num_batched_tokens
 
 
 def most_kept(config: Config) -> int:

@@ -27,7 +27,8 @@ from nanovllm.batch.job import BatchJob
 from nanovllm.batch.journal import Journal
 from nanovllm.batch.lines import Line, count_lines, read_lines
 from nanovllm.batch.records import result_record
-from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.embedded.problems import sample_problems
 from nanovllm.openai.request import CHAT, COMPLETIONS
 from nanovllm.openai.token_bytes import token_bytes
 

@@ -9,7 +9,8 @@ import pytest
 from reference import make_llm
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.embedded.problems import sample_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,7 +17,7 @@ import pytest
 from waiting import LIMIT, wait_until
 
 from nanovllm.command.main import main
-from nanovllm.embedded import sample_problems
+from nanovllm.embedded.problems import sample_problems
 
 NUM_REQUESTS = int(os.environ.get("NANOVLLM_KILL_REQUESTS", "300"))
 NUM_KILLS = int(os.environ.get("NANOVLLM_KILLS", "10"))

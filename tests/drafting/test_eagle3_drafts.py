@@ -30,7 +30,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.drafting.costs import TokenCosts
 from nanovllm.drafting.eagle3_config import LAYER_IDS
 from nanovllm.drafting.eagle3_guesser import Eagle3Guesser
-from nanovllm.embedded import EMBEDDED_HEAD, EMBEDDED_MODEL, sample_problems
+from nanovllm.embedded import EMBEDDED_HEAD, EMBEDDED_MODEL
+from nanovllm.embedded.problems import sample_problems
 from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")

@@ -14,7 +14,8 @@ import torch
 from conftest import PRODUCTS, make_model
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.embedded.problems import sample_problems
 from nanovllm.kernels.cpu import tiled_linear
 from nanovllm.kernels.kv_layer import CODES, KVLayer
 from nanovllm.kernels.table import PLAIN

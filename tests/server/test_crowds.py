@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from servers import Server, serving
 
-from nanovllm.embedded import sample_problems
+from nanovllm.embedded.problems import sample_problems
 
 pytestmark = pytest.mark.slow
 

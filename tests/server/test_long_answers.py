@@ -16,7 +16,7 @@ from conftest import byte_tokenizer
 
 from nanovllm import SamplingParams
 from nanovllm.chat.answers import PLAIN
-from nanovllm.engine.remote.messages import RequestEnd, SampleProgress
+from nanovllm.engine.remote.messages import PromptProgress, RequestEnd, SampleProgress
 from nanovllm.engine.remote.open_request import OpenRequest
 from nanovllm.engine.remote.readers import SMALL, Readers
 from nanovllm.engine.remote.request_copy import RequestCopy
@@ -98,8 +98,9 @@ def finished(
         entries = [likely(rng) for _ in range(num_generated or num)]
         ids = [entry[0][0] for entry in entries]
         request.copy.apply(SampleProgress(0, index, ids, entries, "length", None))
-    of_prompt = [likely(rng) for _ in range(num - 1)] if params.prompt_logprobs else None
-    request.copy.end(RequestEnd(0, RequestTimes(), 0, of_prompt))
+    if params.prompt_logprobs:
+        request.copy.add_prompt(PromptProgress(0, [likely(rng) for _ in range(num - 1)]))
+    request.copy.end(RequestEnd(0, RequestTimes(), 0))
     request.end()
     return request
 

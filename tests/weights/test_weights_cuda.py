@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from waiting import LIMIT
 
 from nanovllm import LLM, LoRARequest, SamplingParams
-from nanovllm.embedded import EMBEDDED_HEAD, EMBEDDED_MODEL, sample_problems
+from nanovllm.embedded import EMBEDDED_HEAD, EMBEDDED_MODEL
+from nanovllm.embedded.problems import sample_problems
 from nanovllm.utils.resources import GIB
 from nanovllm.weights.tensors import weights_of
 from nanovllm.weights.virtual_memory import CHUNK, VirtualMemory

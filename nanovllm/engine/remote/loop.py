@@ -7,7 +7,7 @@ import dataclasses
 import pickle
 import queue
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.engine.errors import NotReadyError
@@ -20,6 +20,7 @@ from nanovllm.engine.remote.messages import (
     EngineAnswer,
     Event,
     NewTokens,
+    PromptProgress,
     Question,
     Quit,
     RequestEnd,
@@ -52,11 +53,12 @@ class ReportedRequest:
     def __init__(self, number: int, request: "Request") -> None:
         self.number, self.request = number, request
         self.reported = [0] * len(request.seqs)
+        self.num_of_prompt = 0  # log-probabilities
         self.ended = [False] * len(request.seqs)
 
-    def progress(self, tokens: NewTokens) -> list[SampleProgress]:
+    def progress(self, tokens: NewTokens) -> list[Event]:
         """Progress since the last call. A sample with just one new token is added to `tokens`."""
-        events = []
+        events: list[Event] = [*self._of_prompt()]
         for seq in self.request.seqs:
             if self.ended[seq.index]:
                 continue
@@ -74,14 +76,21 @@ class ReportedRequest:
                 events.append(_progress(self.number, seq, start))
         return events
 
+    def _of_prompt(self) -> Iterator[PromptProgress]:
+        """The log-probabilities of the prompt since the last call: all at once can be many."""
+        first = self.request.seqs[0]
+        if first.params.prompt_logprobs is not None:
+            start, known = self.num_of_prompt, first.parts.logprobs.prompt
+            self.num_of_prompt = len(known)
+            if start < len(known):
+                yield PromptProgress(self.number, known[start:])
+
     def ending(self) -> RequestEnd:
         """The last event: all samples have ended."""
         first, times = self.request.seqs[0], self.request.times
-        asked = first.params.prompt_logprobs is not None
-        likely = first.parts.logprobs.prompt if asked else None
         keepers = [seq.parts.keeper for seq in self.request.seqs]
         kept = None if first.parts.keeper is None else keepers
-        return RequestEnd(self.number, times, first.num_hit_tokens or 0, likely, kept)
+        return RequestEnd(self.number, times, first.num_hit_tokens or 0, kept)
 
 
 def _whole_params(command: SubmitRequest) -> SamplingParams:

@@ -109,6 +109,13 @@ class SampleProgress(NamedTuple):
     stop_reason: int | str | None
 
 
+class PromptProgress(NamedTuple):
+    """Log-probabilities of a request's next prompt tokens, the first from the second token on."""
+
+    number: int
+    logprobs: list[list[LikelyToken]]
+
+
 class RequestEnd(NamedTuple):
     """All samples of a request have ended. It has the results for the whole request.
 
@@ -118,7 +125,6 @@ class RequestEnd(NamedTuple):
     number: int
     times: RequestTimes
     num_hit_tokens: int
-    prompt_logprobs: list[list[LikelyToken]] | None
     keepers: list[Keeper] | None = None
 
 
@@ -138,4 +144,4 @@ class EngineAnswer(NamedTuple):
 
 
 Command = SubmitRequest | DropRequest | StopSample | Ask | Quit
-Event = NewTokens | SampleProgress | RequestEnd | RequestRefused
+Event = NewTokens | PromptProgress | SampleProgress | RequestEnd | RequestRefused

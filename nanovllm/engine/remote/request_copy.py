@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from nanovllm.engine.remote.messages import RequestEnd, SampleProgress
+from nanovllm.engine.remote.messages import PromptProgress, RequestEnd, SampleProgress
 from nanovllm.engine.requests.request import Request, completion
 from nanovllm.engine.requests.stream import Stream
 from nanovllm.engine.schedule.sequence import End, Sequence, SequenceStatus
@@ -59,12 +59,14 @@ class RequestCopy:
             seq.finish(progress.reason, progress.stop_reason)
         return False
 
+    def add_prompt(self, part: PromptProgress) -> None:
+        """Add log-probabilities of the prompt."""
+        self.request.seqs[0].parts.logprobs.prompt += part.logprobs
+
     def end(self, ended: RequestEnd) -> None:
         """Add the results that are known at the end."""
         first = self.request.seqs[0]
         self.request.times, first.num_hit_tokens = ended.times, ended.num_hit_tokens
-        if ended.prompt_logprobs is not None:
-            first.parts.logprobs.prompt = ended.prompt_logprobs
         for seq, keeper in zip(self.request.seqs, ended.keepers or (), strict=False):
             seq.parts.keeper = keeper
 

@@ -14,6 +14,7 @@ from nanovllm.engine.remote.messages import (
     DropRequest,
     Event,
     NewTokens,
+    PromptProgress,
     RequestEnd,
     RequestRefused,
     SampleProgress,
@@ -161,7 +162,9 @@ class RequestTable:
         return None if request is None or request.is_over else request
 
     def _apply(
-        self, request: OpenRequest, event: SampleProgress | RequestRefused | RequestEnd
+        self,
+        request: OpenRequest,
+        event: PromptProgress | SampleProgress | RequestRefused | RequestEnd,
     ) -> None:
         if isinstance(event, SampleProgress):
             if request.copy.apply(event):
@@ -169,6 +172,8 @@ class RequestTable:
             elif event.reason is not None:
                 self._count(request, len(request.copy.request.unfinished))
             request.wake()
+        elif isinstance(event, PromptProgress):
+            request.copy.add_prompt(event)
         elif isinstance(event, RequestRefused):
             request.end(event.error)
         else:

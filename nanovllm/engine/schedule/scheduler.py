@@ -22,7 +22,7 @@ from nanovllm.engine.schedule.sequence import FINISHED, Sequence, SequenceStatus
 
 # The most prefill steps in a row while sequences wait for their decode step, in addition to one for
 # each sequence that begins to wait for it. Requests that end with their prompt do not.
-MOST_PREFILLS = 4
+MOST_PREFILLS = 2
 
 
 class Scheduler:

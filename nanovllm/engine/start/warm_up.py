@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from nanovllm.config import Config
-from nanovllm.engine.engine_config import most_running
+from nanovllm.engine.engine_config import most_running, most_tokens
 from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.run.device_table import NO_CHANGES, TableChanges
 from nanovllm.engine.run.draw_inputs import draw_inputs
@@ -46,8 +46,8 @@ def compile_steps(shard: Shard, config: Config) -> None:
     shard.caches.allocate(1, num_running)
 
     def steps() -> None:
-        _run_largest_step(shard, config.max_num_batched_tokens, num_running)
-        _run_prefills(shard, config.max_num_batched_tokens)
+        _run_largest_step(shard, most_tokens(config), num_running)
+        _run_prefills(shard, most_tokens(config))
         graphs = shard.decode_graphs(num_running)
         for size in graphs.sizes:
             if shard.placement.uses_graphs or size.num_seqs == 1:
@@ -63,7 +63,7 @@ def compile_steps(shard: Shard, config: Config) -> None:
 def warm_up(shard: Shard, config: Config, num_running: int) -> None:
     """Run the largest step and the smallest one, which may use other kernels."""
     with _errors_name_options(shard, config):
-        _run_largest_step(shard, config.max_num_batched_tokens, num_running)
+        _run_largest_step(shard, most_tokens(config), num_running)
         torch.cuda.synchronize(shard.device)
 
 

@@ -37,7 +37,8 @@ from waiting import FOREVER, LIMIT, wait_until
 import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
-from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.embedded.problems import sample_problems
 from nanovllm.engine.ranks import nccl_ranks
 from nanovllm.engine.ranks import workers as workers_module
 from nanovllm.engine.ranks.codec import encode
@@ -68,7 +69,8 @@ sys.path.append({str(Path(pipe_paths.__file__).parent)!r})
 from pipe_paths import PipePath
 from pathlib import Path
 from nanovllm import LLM, SamplingParams
-from nanovllm.embedded import EMBEDDED_MODEL, sample_problems
+from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.embedded.problems import sample_problems
 from nanovllm.engine.ranks.workers import Workers
 PROBLEMS = sample_problems(20)
 def make():

@@ -117,7 +117,7 @@ def test_other_tasks_run_between_many_ends_of_one_step(ends: Ends) -> None:
 
     async def receive_many() -> list[int]:
         await ends.connection.open()
-        ended = [RequestEnd(number, RequestTimes(), 0, None) for number in range(3 * TOGETHER + 1)]
+        ended = [RequestEnd(number, RequestTimes(), 0) for number in range(3 * TOGETHER + 1)]
         data = frame(ended)
         assert len(data) > HEAD.size
         ends.its.sendall(data)

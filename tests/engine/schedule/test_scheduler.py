@@ -33,6 +33,7 @@ serial = itertools.count(1000)
 def make_scheduler(
     num_blocks: int = 100, block_size: int = 4, window: int | None = None, **options: Any
 ) -> Scheduler:
+    options = dict(max_num_batched_tokens=16384) | options
     config = Config("m", kvcache_block_size=block_size, overlap=False, **options)
     layout = CacheLayout((window,))
     return Scheduler(EngineConfig.settle(config, num_blocks, num_blocks * block_size), layout)
