@@ -1,6 +1,6 @@
 """How long ordinary streams wait while one client attacks the server.
 
-    python benchmarks/attack.py [--seconds 8] [--streams 32] [--rest 5] [--cpus 0,1]
+    python benchmarks/attack.py [--seconds 8] [--streams 32] [--rest 5] [--rounds 1] [--cpus 0,1]
         [--only NAME ...] [-- SERVER OPTIONS]
 
 `nanovllm serve` serves the embedded model, with the options after `--`. Ordinary clients stream
@@ -13,6 +13,7 @@ completions of 64 tokens, one after the other, while another process sends one o
     tokens_per_second   of the ordinary streams
     failed              ordinary streams without an answer
     grown_mib           how much memory both processes have more than before, `--rest` seconds later
+    memory_mib          what they have then
 
 The first line is of a time without an attack.
 """
@@ -150,6 +151,7 @@ async def measure(
         "tokens_per_second": round(TOKENS * len(answered) / passed),
         "failed": len(done) - len(answered),
         "grown_mib": round(server.memory_mib() - before, 1),
+        "memory_mib": round(server.memory_mib(), 1),
     }
 
 
@@ -169,6 +171,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--rest", type=float, default=5.0, help="seconds until memory is read")
+    parser.add_argument("--rounds", type=int, default=1, help="of all attacks, one after the other")
     parser.add_argument("--cpus", help="of the server; clients may use all")
     parser.add_argument("--only", nargs="*", default=[], help="parts of attacks' names")
     own = sys.argv[1:]
@@ -185,7 +188,7 @@ def main() -> None:
             EMBEDDED_MODEL, Path(directory) / "log", *own[split + 1 :], cpus=options.cpus
         ) as server,
     ):
-        asyncio.run(measure_all(server, [NOTHING, *names], options))
+        asyncio.run(measure_all(server, [NOTHING, *names] * options.rounds, options))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 from nanovllm.bench.serve.client import Address, Client
 
 START_SECONDS = 120
-OPTIONS = ("--device", "cpu", "--cpu-kvcache-gib", "0.05", "--host", "127.0.0.1", "--port", "0")
+OPTIONS = ("--device", "cpu", "--cpu-kvcache-gib", "0.2", "--host", "127.0.0.1", "--port", "0")
 
 
 class Served:

@@ -22,6 +22,7 @@ from nanovllm.engine.remote.messages import (
     DropRequest,
     EngineAnswer,
     NewTokens,
+    PromptProgress,
     Question,
     Quit,
     RequestEnd,
@@ -79,6 +80,22 @@ def _numbers(events: list[Any]) -> set[int]:
     """The requests that events are of."""
     numbers = (e.numbers if isinstance(e, NewTokens) else [e.number] for e in events)
     return {number for some in numbers for number in some}
+
+
+def test_log_probabilities_of_a_prompt_are_sent_with_each_step(model_dir: Path) -> None:
+    """All of a long prompt's at once would hold both processes for as long as they are pickled."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    prompt = [1 + i % 9 for i in range(21)]
+    with make_llm(model_dir, max_num_batched_tokens=8) as llm:
+        running = Running(llm)
+        running.commands.put(SubmitRequest(5, array("i", prompt).tobytes(), params))
+        events = running.until(RequestEnd, 5)
+        running.end()
+        expected = llm.generate([prompt], params, use_tqdm=False)[0].prompt_logprobs
+    parts = [event.logprobs for event in events if isinstance(event, PromptProgress)]
+    assert [len(part) for part in parts] == [8, 8, 4]
+    sent = [[token_id for token_id, *_ in entry] for part in parts for entry in part]
+    assert sent == [[token.token_id for token in entry] for entry in expected[1:]]
 
 
 def test_constraints_compile_beside_the_steps(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
