@@ -37,8 +37,10 @@ else:  # the class is loaded when the option is given, as a dict of this type
     SpeculativeConfig = Mapping[str, Any]
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-# The default of `max_num_batched_tokens`. On a CPU, a step of more takes so long that others wait.
+# The defaults of `max_num_batched_tokens` and `max_num_seqs`. On a CPU, larger steps take so long
+# that others wait, and give no more tokens a second.
 BATCHED_TOKENS = {"cuda": 16384, "cpu": 1024}
+NUM_SEQS = {"cuda": 512, "cpu": 256}
 MAX_RANKS = 8
 MAX_POSITIONS = 1 << 24  # positions are computed in float32, which has all integers up to this
 MAX_LORAS, MAX_LORA_RANK = 1024, 512
@@ -136,10 +138,11 @@ class Config:
         int_range(1),
         none="16384 on a GPU, 1024 on a CPU",
     )
-    max_num_seqs: int = option(
-        512,
+    max_num_seqs: int | None = option(
+        None,
         "most sequences that run at once; each of a request's `n` samples is one",
         int_range(1),
+        none="512 on a GPU, 256 on a CPU",
     )
     max_model_len: int | None = option(
         None,

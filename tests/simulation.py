@@ -108,7 +108,9 @@ class Simulation:
         self.block_size = size = options["kvcache_block_size"]
         num_blocks: int = options["num_kvcache_blocks"]
         self.num_slots = num_blocks * size
-        config = Config("m", overlap=overlap, **{"max_num_batched_tokens": 16384} | options)
+        config = Config(
+            "m", overlap=overlap, **{"max_num_batched_tokens": 16384, "max_num_seqs": 512} | options
+        )
         self.config = EngineConfig.settle(config, num_blocks, self.num_slots)
         drafting: Drafting | None = None
         self.forces = forces

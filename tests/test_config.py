@@ -216,7 +216,7 @@ def test_max_num_running_is_limited_by_tokens_and_blocks() -> None:
     """A decode step needs a token of its budget and a block for each sequence."""
 
     def max_num_running(num_blocks: int, **options: Any) -> int:
-        options = dict(max_num_batched_tokens=64) | options
+        options = dict(max_num_batched_tokens=64, max_num_seqs=512) | options
         asked = config(kvcache_block_size=16, overlap=False, **options)
         return EngineConfig.settle(asked, num_blocks, max_model_len=64).max_num_running
 
@@ -230,7 +230,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "model": "some/model", "tokenizer": None, "revision": None, "download_dir": None,
         "device": "auto", "dtype": "auto",
         "quantization": None,
-        "load_format": "auto", "max_num_batched_tokens": None, "max_num_seqs": 512,
+        "load_format": "auto", "max_num_batched_tokens": None, "max_num_seqs": None,
         "max_model_len": None, "gpu_memory_utilization": 0.9, "cpu_kvcache_gib": 4.0,
         "tensor_parallel_size": 1, "enable_expert_parallel": False, "enforce_eager": False,
         "kvcache_block_size": None, "num_kvcache_blocks": None, "kv_cache_dtype": "auto",

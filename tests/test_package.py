@@ -236,7 +236,7 @@ from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.schedule.scheduler import Scheduler
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
-config = Config("m", kvcache_block_size=2, overlap=False, max_num_batched_tokens=64)
+config = Config("m", kvcache_block_size=2, overlap=False, max_num_batched_tokens=64, max_num_seqs=4)
 scheduler = Scheduler(EngineConfig.settle(config, num_kvcache_blocks=4, max_model_len=8))
 for prompt in ([1, 2, 3], [1, 2, 3], [4]):
     scheduler.add(Sequence(prompt, SamplingParams(max_tokens=4), max_model_len=8))

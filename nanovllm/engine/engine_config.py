@@ -57,12 +57,13 @@ class EngineConfig:
 
 def most_running(config: Config) -> int:
     """Sequences that can decode at once in a KV pool of any size."""
+    assert config.max_num_seqs is not None, "the placement has settled it"
     return min(config.max_num_seqs, most_tokens(config))
 
 
 def most_tokens(config: Config) -> int:
-    """Tokens in one step; the placement has settled them."""
-    assert config.max_num_batched_tokens is not None
+    """Tokens in one step."""
+    assert config.max_num_batched_tokens is not None, "the placement has settled it"
     return config.max_num_batched_tokens
 
 

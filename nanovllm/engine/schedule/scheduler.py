@@ -22,7 +22,7 @@ from nanovllm.engine.schedule.sequence import FINISHED, Sequence, SequenceStatus
 
 # The most prefill steps in a row while sequences wait for their decode step, in addition to one for
 # each sequence that begins to wait for it. Requests that end with their prompt do not.
-MOST_PREFILLS = 2
+MOST_PREFILLS = 1
 
 
 class Scheduler:
@@ -122,9 +122,12 @@ class Scheduler:
         """Whether sequences have waited long enough for a decode step."""
         if not self.num_prefills:
             return False
-        num = sum(seq.num_known_tokens > seq.num_prompt_tokens for seq in self.running)
-        self.fewest_waiting = num if self.num_prefills == 1 else min(self.fewest_waiting, num)
+        num = self._num_decoding()
+        self.fewest_waiting = min(self.fewest_waiting, num)
         return self.num_prefills >= MOST_PREFILLS + num - self.fewest_waiting
+
+    def _num_decoding(self) -> int:
+        return sum(seq.num_known_tokens > seq.num_prompt_tokens for seq in self.running)
 
     def _batch(
         self,
@@ -138,6 +141,8 @@ class Scheduler:
             for seq in decodes:
                 seq.num_scheduled_tokens = 0
             return None
+        if not decodes and not self.num_prefills:
+            self.fewest_waiting = self._num_decoding()
         self.num_prefills = 0 if decodes else self.num_prefills + 1
         seqs = decodes + prompts if prompts else decodes
         return Batch(seqs, bool(prompts), forks, len(decodes), *drafts)

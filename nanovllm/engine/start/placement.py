@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanovllm.config import BATCHED_TOKENS, Config
+from nanovllm.config import BATCHED_TOKENS, NUM_SEQS, Config
 from nanovllm.kernels.kv_layer import CODES
 from nanovllm.layers.backend import AttentionSpec, Backend
 from nanovllm.layers.backends import choose_backend
@@ -48,6 +48,7 @@ class Placement:
             attention_backend=self.backend.attention.name,
             max_num_batched_tokens=config.max_num_batched_tokens
             or BATCHED_TOKENS[self.device.type],
+            max_num_seqs=config.max_num_seqs or NUM_SEQS[self.device.type],
             overlap=self.device.type == "cuda" if config.overlap is None else config.overlap,
         )
 

@@ -33,7 +33,7 @@ serial = itertools.count(1000)
 def make_scheduler(
     num_blocks: int = 100, block_size: int = 4, window: int | None = None, **options: Any
 ) -> Scheduler:
-    options = dict(max_num_batched_tokens=16384) | options
+    options = dict(max_num_batched_tokens=16384, max_num_seqs=512) | options
     config = Config("m", kvcache_block_size=block_size, overlap=False, **options)
     layout = CacheLayout((window,))
     return Scheduler(EngineConfig.settle(config, num_blocks, num_blocks * block_size), layout)
@@ -722,6 +722,7 @@ def test_an_interrupted_prefill_is_done_again() -> None:
     assert scheduler.block_manager.num_free_blocks == num_free == 97
     c = add(scheduler, fresh(6))
     assert step(scheduler) == [(a, 4), (b, 5), (c, 3)]
+    step(scheduler)  # a decode step: the interrupted ones count as prefills
     assert step(scheduler) == [(c, 3)]
     assert [seq.output_token_ids for seq in (a, b, c)] == [[TOKEN]] * 3
     drain(scheduler)
