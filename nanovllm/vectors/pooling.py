@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from nanovllm.engine.requests.logprobs import LikelyToken
+from nanovllm.engine.requests.logprobs import Entry
 from nanovllm.engine.run.reports import scheduled_of
 from nanovllm.engine.run.transfer import Array
 from nanovllm.engine.schedule.sequence import Sequence
@@ -65,7 +65,7 @@ class KeptStates:
         self._parts[tokens.start] = states
         self.wanted = range(tokens.stop, self.wanted.stop)
 
-    def add(self, _seq: Sequence, index: int, entry: list[LikelyToken]) -> None:
+    def add(self, _seq: Sequence, index: int, entry: Entry) -> None:
         """Keep the log-probability of the label at `index`. Labels come in order, in one step."""
         self.logprobs[index:] = [entry[0][1]]
         if len(self.logprobs) == len(self.labels):

@@ -4,7 +4,7 @@ import pickle
 from typing import Literal, NamedTuple
 
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.requests.logprobs import LikelyToken
+from nanovllm.engine.requests.logprobs import Entry
 from nanovllm.engine.requests.measures import RequestTimes
 from nanovllm.engine.requests.parts import Keeper, Wanted
 from nanovllm.lora_request import LoRARequest
@@ -104,7 +104,7 @@ class SampleProgress(NamedTuple):
     number: int
     sample: int
     token_ids: list[int]
-    logprobs: list[list[LikelyToken]] | None
+    logprobs: list[Entry] | None
     reason: FinishReason | None
     stop_reason: int | str | None
 
@@ -113,7 +113,7 @@ class PromptProgress(NamedTuple):
     """Log-probabilities of a request's next prompt tokens, the first from the second token on."""
 
     number: int
-    logprobs: list[list[LikelyToken]]
+    logprobs: list[Entry]
 
 
 class RequestEnd(NamedTuple):

@@ -10,6 +10,8 @@ from nanovllm.outputs import TokenLogprob
 from nanovllm.utils.slices import Steps
 
 LikelyToken = tuple[int, float, int]  # a token id, its log-probability, and its rank
+# Of tuples, so that the garbage collector does not look at them again and again.
+Entry = tuple[LikelyToken, ...]
 
 
 class Logprobs:
@@ -26,12 +28,12 @@ class Logprobs:
 
     def __init__(self, num_prompt_tokens: int = 0) -> None:
         self.is_lazy = False
-        self.prompt: list[list[LikelyToken]] = []
+        self.prompt: list[Entry] = []
         self.wanted = range(max(0, num_prompt_tokens - 1))
-        self._generated: dict[int, list[LikelyToken]] = {}  # by index in `token_ids`
+        self._generated: dict[int, Entry] = {}  # by index in `token_ids`
         self._prepared: dict[int, list[TokenLogprob]] = {}  # by index in `token_ids`
 
-    def add(self, seq: Sequence, index: int, entry: list[LikelyToken]) -> None:
+    def add(self, seq: Sequence, index: int, entry: Entry) -> None:
         """Keep the entry of the token at `index`. Prompt tokens come in order."""
         if index >= seq.num_prompt_tokens:
             self._generated[index] = entry
@@ -39,7 +41,7 @@ class Logprobs:
         self.prompt[index - 1 :] = [entry]
         self.wanted = range(index, self.wanted.stop)
 
-    def generated(self, seq: Sequence, start: int) -> list[list[LikelyToken]]:
+    def generated(self, seq: Sequence, start: int) -> list[Entry]:
         """The entries of the known tokens from index `start` on."""
         return [self._generated[index] for index in range(start, seq.num_known_tokens)]
 
@@ -97,7 +99,7 @@ class Entries(list[Any]):
             yield None if entry is None else _with_texts(entry, self._tokenizer)
 
 
-def _with_texts(entry: list[LikelyToken], tokenizer: Any) -> list[TokenLogprob]:
+def _with_texts(entry: Entry, tokenizer: Any) -> list[TokenLogprob]:
     if tokenizer is None:
         return [TokenLogprob(token_id=i, text="", logprob=p, rank=rank) for i, p, rank in entry]
     known = token_texts(tokenizer)

@@ -97,5 +97,5 @@ def deliver(reports: list[Report], columns: tuple[Columns, ...]) -> None:
     rows = (row for part in columns for row in zip(*(x.tolist() for x in part), strict=True))
     for (seq, position, number), (ids, values, ranks) in zip(reports, rows, strict=True):
         own, *others = zip(ids, values, ranks, strict=True)
-        likely = [own, *(token for token in others[:number] if token[0] != own[0])]
+        likely = (own, *(token for token in others[:number] if token[0] != own[0]))
         (seq.parts.logprobs if seq.generates else seq.parts.keeper).add(seq, position, likely)
