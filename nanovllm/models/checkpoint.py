@@ -58,11 +58,16 @@ def local_directory(option: str, source: str, revision: str | None = None) -> Pa
     """
     try:
         path = Path(source).expanduser()
-        if (path.exists() or path.is_symlink()) and not path.is_dir():
+        is_gguf = path.suffix == ".gguf" and path.is_file()
+        if (path.exists() or path.is_symlink()) and not (is_gguf or path.is_dir()):
             raise NotADirectoryError(f"{option} must be a directory, but {source!r} is none")
-        is_local = path.is_dir()
+        is_local = path.exists()
     except (RuntimeError, ValueError) as error:  # an unknown ~user, or a NUL in the path
         raise FileNotFoundError(f"{option} directory {source!r} cannot exist: {error}") from None
+    if is_gguf:
+        from nanovllm.models.gguf.directory import gguf_directory
+
+        path = gguf_directory(path)
     if not is_local:
         if source.startswith(("/", ".", "~")):
             raise FileNotFoundError(f"{option} directory {source!r} does not exist")
@@ -112,7 +117,7 @@ def fields_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; one that cannot be read is an error that names it."""
+    """The files of a checkpoint's weights; one that cannot be read is an error that names it."""
     if (path / INDEX).exists():
         from nanovllm.models.index import indexed_files
 
@@ -120,7 +125,7 @@ def weight_files(path: Path) -> list[Path]:
     elif (path / "model.safetensors").exists():
         files = [path / "model.safetensors"]
     else:
-        files = sorted(path.glob("*.safetensors"))
+        files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.gguf"))
     if not files:
         hint = "; convert its .bin files to safetensors" if list(path.glob("*.bin")) else ""
         raise FileNotFoundError(f"{path} has no .safetensors file{hint}")

@@ -50,7 +50,12 @@ class InFile:
 
 def read_weights(path: Path) -> Iterator[dict[str, InFile]]:
     """Yield the tensors of each file by name. They are read from mapped memory."""
-    for file in weight_files(path):
+    for file in (files := weight_files(path)):
+        if file.suffix == ".gguf":
+            from nanovllm.models.gguf.tensors import read_gguf
+
+            yield from read_gguf(files[0])  # which reads all of its parts
+            return
         try:
             with safe_open(file, framework="pt") as tensors:
                 names = tensors.keys()

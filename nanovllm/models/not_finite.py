@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from nanovllm.models.checkpoint import weight_files
 from nanovllm.models.decoder import Model
+from nanovllm.models.loader import read_weights
 
 WRONG = "values that are NaN or infinite; copy or download it again"
 
@@ -21,12 +21,12 @@ def check_each(model: Model, path: Path) -> None:
     wrong = [name for name, param in params if not are_all_finite(param)]
     if not wrong:
         return
-    for file in weight_files(path):
-        with safe_open(file, framework="pt") as tensors:
-            names = [name for name in tensors.keys() if not model.names.is_skipped(name)]  # noqa: SIM118
-            for name in names:
-                if not is_scale(name) and not are_all_finite(tensors.get_tensor(name)):
-                    raise ValueError(f"tensor {name!r} in {file.name} has {WRONG}")
+    for file, tensors in zip(weight_files(path), read_weights(path), strict=True):
+        for name, tensor in tensors.items():
+            if is_scale(name) or model.names.is_skipped(name):
+                continue
+            if not are_all_finite(tensor[...]):
+                raise ValueError(f"tensor {name!r} in {file.name} has {WRONG}")
     dtype = str(model.get_parameter(wrong[0]).dtype).removeprefix("torch.")
     raise ValueError(f"{wrong[0]} has values that are infinite in dtype {dtype}; choose another")
 

@@ -20,7 +20,7 @@ LENGTH = struct.Struct("<Q")
 BOOL, TEXT, ARRAY = 7, 8, 9
 FLOAT32 = 6
 # The types of numbers by their numbers in files, by NumPy's names.
-NUMBERS = {
+NUMBERS: dict[int, np.dtype[Any]] = {
     0: np.dtype("u1"), 1: np.dtype("i1"), 2: np.dtype("<u2"), 3: np.dtype("<i2"),
     4: np.dtype("<u4"), 5: np.dtype("<i4"), FLOAT32: np.dtype("<f4"), BOOL: np.dtype("u1"),
     10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8"),
@@ -83,9 +83,9 @@ class Reader:
             return self.number(kind, what)
         if kind == TEXT:
             return self.text(what)
-        if kind == ARRAY:
-            return self._array(what, 1)
-        self.fail(f"{what} has the unknown type {kind}")
+        if kind != ARRAY:
+            self.fail(f"{what} has the unknown type {kind}")
+        return self._array(what, 1)
 
     def _array(self, what: str, depth: int) -> "Array":
         if depth > MAX_DEPTH:
@@ -137,7 +137,7 @@ class Array:
         items = np.frombuffer(self.reader.data, NUMBERS[self.kind], self.count, self.start)
         if self.kind == FLOAT32:
             return [float(str(item)) for item in items]
-        return (items != 0).tolist() if self.kind == BOOL else items.tolist()
+        return [*(items != 0).tolist()] if self.kind == BOOL else [*items.tolist()]
 
     def _texts(self) -> list[str]:
         """Decoded in one pass: the vocabulary's arrays have hundreds of thousands of items."""

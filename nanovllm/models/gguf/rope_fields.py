@@ -22,15 +22,14 @@ def rope_fields(metadata: Metadata, head_dim: int) -> dict[str, Any]:
         if metadata.architecture not in PARTIAL:
             raise metadata.wrong("rope.dimension_count", rotated, f"{head_dim}, the heads' size")
         fields["partial_rotary_factor"] = rotated / head_dim
-    factors = {name: metadata.model.floats(name) for name in (ROPE_FACTORS, LONG_FACTORS)}
-    if factors[LONG_FACTORS] is not None:
-        return fields | _longrope(metadata, factors[LONG_FACTORS])
+    if (long_factors := metadata.model.floats(LONG_FACTORS)) is not None:
+        return fields | _longrope(metadata, long_factors)
     scaling = _scaling(metadata)
-    if factors[ROPE_FACTORS] is not None:
+    if (factors := metadata.model.floats(ROPE_FACTORS)) is not None:
         if scaling is not None:
             kind = metadata.get("rope.scaling.type")
             raise metadata.wrong("rope.scaling.type", kind, f"absent next to {ROPE_FACTORS}")
-        scaling = _of_factors(factors[ROPE_FACTORS], theta)
+        scaling = _of_factors(factors, theta)
     return fields if scaling is None else {**fields, "rope_scaling": scaling}
 
 
@@ -95,4 +94,4 @@ def _llama3_divisor(index: int, dim: int, theta: float, factor: float) -> float:
     low, high, trained = LLAMA3.values()
     rotations = trained / (2 * math.pi * theta ** (2 * index / dim))
     blend = min(max((rotations - low) / (high - low), 0.0), 1.0)
-    return 1 / ((1 - blend) / factor + blend)
+    return float(1 / ((1 - blend) / factor + blend))

@@ -50,14 +50,14 @@ class Deinterleaved(View):
     def __init__(self, view: View, num_heads: int) -> None:
         super().__init__(view.tensor, view.get_dtype())
         rows = torch.arange(len(view.tensor), device="cpu")
-        self.rows = rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten()
+        self.rows = rows.view(num_heads, -1, 2).transpose(1, 2).flatten()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        first, *others = index if isinstance(index, tuple) else (index,)
-        if first is Ellipsis:
+        index = index if isinstance(index, tuple) else (index,)
+        if not isinstance(index[0], slice):
             return self.tensor[self.rows][index]
-        rows = self.tensor[self.rows[first]]
-        return rows[(slice(None), *others)] if isinstance(first, slice) else rows[tuple(others)]
+        others = (slice(None), *index[1:])
+        return self.tensor[self.rows[index[0]]][others]
 
 
 def read_gguf(path: Path) -> Iterator[dict[str, InFile]]:
@@ -80,10 +80,9 @@ def _views(file: GGUFFile, metadata: Metadata) -> Iterator[tuple[str, View]]:
         if experts := expert_names(name, info.shape[0]):
             yield from ((n, View(view[i], info.kind.name)) for i, n in enumerate(experts))
             continue
-        heads = interleaved_heads(name, architecture)
-        yield usual_name(name, architecture), view if heads is None else _in_order(
-            view, name, metadata.number_of_heads(heads)
-        )
+        if (heads := interleaved_heads(name, architecture)) is not None:
+            view = _in_order(view, name, metadata.number_of_heads(heads))
+        yield usual_name(name, architecture), view
 
 
 def _in_order(view: View, name: str, num_heads: int) -> View:
