@@ -1,18 +1,20 @@
 """Errors for weights that are NaN or infinite. Imported when the sum of some parameter is that."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
 
-from nanovllm.models.checkpoint import weight_files
+from nanovllm.formats.stored import Loaded
 from nanovllm.models.decoder import Model
-from nanovllm.models.loader import read_weights
 
 WRONG = "values that are NaN or infinite; copy or download it again"
 
 
-def check_each(model: Model, path: Path) -> None:
+def check_each(model: Model, files: Iterable[tuple[Path, Mapping[str, Loaded]]]) -> None:
     """Raise a ValueError if some parameter has such values; names their tensor and its file.
+
+    `files` has the tensors of each of the checkpoint's files.
 
     Reads all files. Finite values may have a sum that is too large for their type. Scales of
     quantized weights have checks of their own, which say more.
@@ -21,7 +23,7 @@ def check_each(model: Model, path: Path) -> None:
     wrong = [name for name, param in params if not are_all_finite(param)]
     if not wrong:
         return
-    for file, tensors in zip(weight_files(path), read_weights(path), strict=True):
+    for file, tensors in files:
         for name, tensor in tensors.items():
             if is_scale(name) or model.names.is_skipped(name):
                 continue

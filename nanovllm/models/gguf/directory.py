@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from nanovllm.models.checkpoint import ordinary_file
+from nanovllm.models.file_errors import file_error
 from nanovllm.models.gguf.split import GGUFModel, open_gguf, part_paths
 
 logger = logging.getLogger("nanovllm")
@@ -31,9 +31,19 @@ SAMPLING = {
 }  # fmt: skip
 
 
-def gguf_directory(file: Path) -> Path:
-    """The directory for a GGUF file, or for the first part of a split one."""
-    parts = [ordinary_file(part) for part in part_paths(file)]
+def gguf_directory(file: Path, option: str = "model") -> Path:
+    """The directory for a GGUF file, or for the first part of a split one.
+
+    For another kind of file it is a NotADirectoryError that names the `option`.
+    """
+    if file.suffix != ".gguf":
+        raise NotADirectoryError(
+            f"{option} must be a directory, or a .gguf file, but {str(file)!r} is none"
+        )
+    parts = part_paths(file)
+    for part in parts:
+        if not part.is_file():
+            raise file_error(part)
     name = f"{file.stem[:80]}-{_fingerprint(parts)}"
     folder = _folder()
     made = folder / name

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES, BlockType
-from nanovllm.models.checkpoint import ordinary_file
+from nanovllm.models.file_errors import file_error
 from nanovllm.models.gguf.reader import Array, Reader, damaged
 
 MAGIC = b"GGUF"
@@ -55,7 +55,9 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         """Read a file. A damaged one is an OSError, an unsupported one a ValueError."""
         self.path = path
-        with ordinary_file(path).open("rb") as stream:
+        if not path.is_file():  # opening a FIFO would wait for a writer
+            raise file_error(path)
+        with path.open("rb") as stream:
             if not stream.read(1):
                 raise damaged(path, "it is empty")
             self.data = mmap(stream.fileno(), 0, access=ACCESS_READ)

@@ -15,7 +15,6 @@ from nanovllm.models.gguf.file import PLAIN_TYPES, GGUFFile, TensorInfo
 from nanovllm.models.gguf.metadata import Metadata
 from nanovllm.models.gguf.names import NO_WEIGHTS, expert_names, interleaved_heads, usual_name
 from nanovllm.models.gguf.split import open_gguf
-from nanovllm.models.loader import InFile
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -60,12 +59,12 @@ class Deinterleaved(View):
         return self.tensor[self.rows[index[0]]][others]
 
 
-def read_gguf(path: Path) -> Iterator[dict[str, InFile]]:
+def read_gguf(path: Path) -> Iterator[dict[str, View]]:
     """Yield the tensors of each file of a model by their usual names. No weights are read."""
     model = open_gguf(path)
     metadata = Metadata(model)
     for file in model.files:
-        yield {name: InFile(view) for name, view in _views(file, metadata)}
+        yield dict(_views(file, metadata))
 
 
 def _views(file: GGUFFile, metadata: Metadata) -> Iterator[tuple[str, View]]:
