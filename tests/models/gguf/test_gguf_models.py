@@ -114,7 +114,7 @@ def test_greedy_output_is_that_of_transformers(written: Any, name: str) -> None:
     llm = LLM(str(path / "model.gguf"), enforce_eager=True, max_model_len=64, dtype="float32")
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     found = [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
-    llm.exit()
+    llm.close()
     reference = AutoModelForCausalLM.from_pretrained(path)
     for prompt, tokens in zip(prompts, found, strict=True):
         ids = torch.tensor([prompt])
