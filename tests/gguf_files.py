@@ -87,7 +87,9 @@ def add_metadata(writer: GGUFWriter, metadata: dict[str, Any]) -> None:
     for key, value in metadata.items():
         if key == "general.architecture" or value is None:
             continue
-        if isinstance(value, bool):
+        if key == "general.alignment":
+            writer.add_custom_alignment(value)
+        elif isinstance(value, bool):
             writer.add_bool(key, value)
         elif isinstance(value, int):
             writer.add_uint32(key, value)
@@ -195,7 +197,7 @@ Tensors = dict[str, tuple[torch.Tensor, list[str], int]]
 
 
 def _tensors(model: Path, config: dict[str, Any], architecture: str) -> Tensors:
-    """The tensors by their GGUF names, with the usual names of their parts, and heads to permute."""
+    """The tensors by their GGUF names: the usual names of their parts, and the heads to permute."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     found: Tensors = {}
     files = sorted(model.glob("*.safetensors"))

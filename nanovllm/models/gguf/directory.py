@@ -80,7 +80,11 @@ def _is_complete(made: Path, parts: list[Path]) -> bool:
 def _fill(built: Path, file: Path, parts: list[Path]) -> None:
     """Write the files of a directory."""
     model = open_gguf(file)
-    for name, text in _texts(model).items():
+    try:
+        texts = _texts(model)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    for name, text in texts.items():
         (built / name).write_text(text, encoding="utf-8")
     for part in parts:
         (built / part.name).symlink_to(part.resolve())

@@ -44,7 +44,7 @@ def special_id(metadata: Metadata, name: str) -> int | None:
 def _decoder(metadata: Metadata) -> Config:
     """What all decoders have."""
     num_heads, hidden_size = metadata.number_of_heads(), metadata.size("embedding_length")
-    head_dim = metadata.size("attention.key_length", hidden_size // num_heads)
+    head_dim = metadata.size("attention.key_length", max(hidden_size // num_heads, 1))
     metadata.only("attention.value_length", (head_dim,))
     config = {
         "architectures": [ARCHITECTURES[metadata.architecture]],
@@ -72,7 +72,7 @@ def _decoder(metadata: Metadata) -> Config:
 def _vocab_size(metadata: Metadata) -> int:
     """The rows of the embeddings' table: the vocabulary of the tokenizer may have fewer tokens."""
     if EMBEDDINGS not in metadata.model.tensors:
-        raise ValueError(f"{metadata.model.path} has no tensor {EMBEDDINGS}")
+        raise ValueError(f"the file has no tensor {EMBEDDINGS}")
     return metadata.model.tensors[EMBEDDINGS].shape[0]
 
 

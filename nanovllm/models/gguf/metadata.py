@@ -29,11 +29,11 @@ class Metadata:
         kind = self._raw.get("general.type", "model")
         name = self._raw.get("general.architecture")
         if kind != "model":
-            raise ValueError(f"{model.path} must be a model, but general.type is {shorten(kind)}")
+            raise ValueError(f"general.type must be model, got {shorten(kind)}")
         if name not in ARCHITECTURES:
             raise ValueError(
-                f"{model.path}: general.architecture {shorten(name)} is not supported;"
-                f" {', '.join(ARCHITECTURES)} are"
+                f"general.architecture {shorten(name)} is not supported; {', '.join(ARCHITECTURES)}"
+                " are"
             )
         self.architecture: str = name
 
@@ -47,12 +47,12 @@ class Metadata:
         if isinstance(value, Array):
             values = {*value.values()}
             if len(values) != 1:
-                numbers = shorten(sorted(values))
-                raise ValueError(f"{self.model.path}: layers with different {full} {numbers} are"
-                                 " not supported")  # fmt: skip
+                raise ValueError(
+                    f"layers with different {full} {shorten([*values])} are not supported"
+                )
             (value,) = values
         if value is None and default is REQUIRED:
-            raise ValueError(f"{self.model.path} has no metadata key {full}")
+            raise ValueError(f"the metadata have no key {full}")
         return default if value is None else value
 
     def size(self, key: str, default: Any = REQUIRED) -> Any:
@@ -82,9 +82,7 @@ class Metadata:
 
     def wrong(self, key: str, value: Any, needed: str) -> ValueError:
         """The error for a value that is not supported."""
-        return ValueError(
-            f"{self.model.path}: {self.architecture}.{key} must be {needed}, got {shorten(value)}"
-        )
+        return ValueError(f"{self.architecture}.{key} must be {needed}, got {shorten(value)}")
 
     def refuse_unread(self) -> None:
         """Raise a ValueError that names the keys of the architecture that nobody has read."""
@@ -92,6 +90,6 @@ class Metadata:
         keys = (key for key in self._raw if key.startswith(prefix))
         if unread := [key for key in keys if key.removeprefix(prefix) not in self._read]:
             raise ValueError(
-                f"{self.model.path}: the metadata {', '.join(map(shorten, unread[:5]))} may change"
-                " the computation and is not supported"
+                f"the metadata {', '.join(map(shorten, unread[:5]))} may change the computation and"
+                " is not supported"
             )

@@ -5,6 +5,7 @@ from typing import Any
 
 from nanovllm.models.gguf.metadata import Metadata
 from nanovllm.models.gguf.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
+from nanovllm.utils.checks import shorten
 
 PARTIAL = ("phi3",)  # architectures that may rotate a part of each head
 # What Llama 3.1 to 3.3 have in common: their files have only the factors that result.
@@ -63,7 +64,7 @@ def _scaling(metadata: Metadata) -> dict[str, Any] | None:
 def _longrope(metadata: Metadata, long_factors: list[float]) -> dict[str, Any]:
     """Phi 3's scaling: a factor for each frequency, of short and of long contexts."""
     if (short_factors := metadata.model.floats(SHORT_FACTORS)) is None:
-        raise ValueError(f"{metadata.model.path} has {LONG_FACTORS}, but no {SHORT_FACTORS}")
+        raise ValueError(f"the file has {LONG_FACTORS}, but no {SHORT_FACTORS}")
     metadata.only("rope.scaling.type", ("longrope", "none"))
     metadata.get("rope.scaling.factor", None)
     trained = metadata.size("rope.scaling.original_context_length")
@@ -81,6 +82,8 @@ def _of_factors(factors: list[float], theta: float) -> dict[str, Any]:
 
     Others are spelt as longrope with equal factors for all lengths, which divides by them.
     """
+    if not all(0 < factor < 1e30 for factor in factors):
+        raise ValueError(f"{ROPE_FACTORS} must have numbers above 0, got {shorten(factors)}")
     largest = max(factors)
     usual = [_llama3_divisor(i, 2 * len(factors), theta, largest) for i in range(len(factors))]
     if all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(factors, usual, strict=True)):

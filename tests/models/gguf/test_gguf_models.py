@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_model
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
 from gguf_files import write_gguf
 from transformers import AutoModelForCausalLM
 
@@ -160,8 +162,6 @@ def test_plain_types_are_read(written: Any, tmp_path: Path, kind: str, dtype: st
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "IQ4_NL"])
 def test_blocks_are_read(written: Any, tmp_path: Path, kind: str) -> None:
     """Bytes in another order, or rows of other experts or heads."""
-    import gguf
-
     for name in ("Llama 3", "Qwen3Moe"):
         file = tmp_path / f"{name}.gguf"
         exact = write_gguf(written(name), file, kind)
@@ -175,5 +175,5 @@ def test_blocks_are_read(written: Any, tmp_path: Path, kind: str) -> None:
             assert tensor.shape[:1] == exact[each].shape[:1] and len(tensor.shape) == 3
             codes = tensor[2:30]
             assert codes.dtype == torch.uint8
-            values = gguf.quants.dequantize(codes.flatten(1).numpy(), gguf.GGMLQuantizationType[kind])
+            values = dequantize(codes.flatten(1).numpy(), GGMLQuantizationType[kind])
             assert torch.equal(torch.from_numpy(values), exact[each][2:30])
