@@ -37,7 +37,8 @@ TEXTS = [
     *CORPUS[:7], "", " ", "  a", "a  ", "\n", " \n \n\n x", "a\u00a0b", "e\u0301 \u0041\u030a",
     "1234567890 12 3", "it's IT'S 'tis don'T", "".join(map(chr, range(256))), "a/b//c\n/d", "\t\tx",
     "<|im_start|>user\nHi <|im_end|>\n", "x<|endoftext|><|im_end|>y", "<tool> a</tool>",
-    "a <tool>b", "\U0001f468\u200d\U0001f469\u200d\U0001f467 \ufffd", "Ⅷ ²³ ١٢٣", "\u3000全角", "ﬁ ǆ Ǆ", "</s>",
+    "a <tool>b", "\U0001f468\u200d\U0001f469\u200d\U0001f467 \ufffd", "Ⅷ ²³ ١٢٣",
+    "\u3000全角", "ﬁ ǆ Ǆ", "</s>",
 ]  # fmt: skip
 
 # The patterns as published tokenizer.json files have them.
