@@ -70,7 +70,7 @@ def write_gguf(
         kind = GGMLQuantizationType[types(name, tuple(values.shape))]
         data = _encoded(values.numpy(), kind)
         writer.add_tensor(name, data, raw_dtype=kind)
-        decoded = torch.from_numpy(gguf.quants.dequantize(data, kind).copy()).view(values.shape)
+        decoded = torch.from_numpy(_decoded(data, kind)).view(values.shape)
         decoded = _deinterleaved(decoded, heads) if heads else decoded
         exact |= dict(zip(parts, decoded if len(parts) > 1 else [decoded], strict=True))
     for name, factors in rope_factors(config).items():
@@ -233,7 +233,16 @@ def _encoded(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     """The values in a type, or random blocks where `gguf` cannot quantize."""
     if kind.name in SCALES:
         return random_blocks(values.shape, kind)
+    if kind.name == "F64":
+        return values.astype(np.float64)
     return np.asarray(gguf.quants.quantize(np.ascontiguousarray(values), kind))
+
+
+def _decoded(data: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """The float32 values that the data stand for."""
+    if kind.name == "F64":
+        return data.astype(np.float32)
+    return np.array(gguf.quants.dequantize(data, kind))
 
 
 def random_blocks(shape: tuple[int, ...], kind: GGMLQuantizationType) -> np.ndarray:

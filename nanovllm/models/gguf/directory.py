@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import stat
 import tempfile
 from pathlib import Path
@@ -53,12 +52,13 @@ def gguf_directory(file: Path, option: str = "model") -> Path:
         built, replaced = Path(scratch) / name, Path(scratch) / "replaced"
         built.mkdir()
         _fill(built, file, parts)
-        while not _is_complete(made, parts):
-            with contextlib.suppress(FileNotFoundError):  # there is none, or no more
+        if not _is_complete(made, parts):  # no other process was faster
+            with contextlib.suppress(FileNotFoundError):
                 made.rename(replaced)
-            with contextlib.suppress(OSError):  # another process was faster
+            with contextlib.suppress(OSError):
                 built.rename(made)
-            shutil.rmtree(replaced, ignore_errors=True)
+    if not _is_complete(made, parts):
+        raise OSError(f"{made} cannot be made of {file}: the file or the folder was changed")
     return made
 
 

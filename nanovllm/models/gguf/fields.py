@@ -38,7 +38,7 @@ def config_fields(metadata: Metadata) -> Config:
 def special_id(metadata: Metadata, name: str) -> int | None:
     """The id of a special token, such as "bos"; None if the file has none."""
     value = metadata.model.metadata.get(IDS.format(name))
-    return value if type(value) is int and value < _vocab_size(metadata) else None
+    return value if type(value) is int and 0 <= value < _vocab_size(metadata) else None
 
 
 def _decoder(metadata: Metadata) -> Config:

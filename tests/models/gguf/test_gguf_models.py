@@ -14,6 +14,7 @@ from gguf_files import write_gguf
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.layers.rope_types import scaled_frequencies
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.gguf.directory import gguf_directory
 from nanovllm.models.loader import read_weights
@@ -148,7 +149,27 @@ def test_a_split_model_is_one_model(written: Any, tmp_path: Path) -> None:
         gguf_directory(parts[0])
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16")])
+def test_other_factors_of_the_rotation_are_kept(tmp_path: Path) -> None:
+    """Only Llama's usual ones have a config of their own."""
+    rope = LLAMA3 | dict(low_freq_factor=2.0, original_max_position_embeddings=1024)
+    fields = dict(rope_parameters=rope, num_hidden_layers=1, max_position_embeddings=2048)
+    make_model(tmp_path, family="Llama", **fields)
+    write_gguf(tmp_path, tmp_path / "m.gguf")
+    found = ModelConfig.from_dir(gguf_directory(tmp_path / "m.gguf"))
+    assert found.rope_parameters["rope_type"] == "longrope"
+    inv_freq = 10_000.0 ** (-torch.arange(0, 16, 2) / 16)
+    for length in (100, 2048):
+        (ours, scale), (theirs, _) = (
+            scaled_frequencies(inv_freq, length, 2048, parameters)
+            for parameters in (found.rope_parameters, rope)
+        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+        assert scale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16"), ("F64", "bfloat16")]
+)
 def test_plain_types_are_read(written: Any, tmp_path: Path, kind: str, dtype: str) -> None:
     path = written("Llama, tied")
     exact = write_gguf(path, tmp_path / "m.gguf", kind)

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from nanovllm import LLM
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.models.gguf.directory import gguf_directory
+from nanovllm.models.gguf.split import open_gguf
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CORPUS = [
@@ -205,6 +206,31 @@ def test_a_tokenizer_of_sentencepiece(model: Path, tmp_path: Path, prefix: str) 
         assert ids == encode(text, tokens, scores, prefix), text
         if "s>" not in text:
             assert found.decode(ids, skip_special_tokens=True) == text
+
+
+def test_special_tokens_of_phi_3_swallow_spaces(tmp_path: Path) -> None:
+    """The files do not say it, but templates have line ends behind these tokens."""
+    path = make_model(tmp_path, family="Phi3", vocab_size=1024, num_hidden_layers=1, pad_token_id=0)
+    tokens, scores, kinds = sentencepiece()
+    last = len(tokens)
+    tokens, scores = [*tokens, "<|end|>", "<|endoftext|>"], [*scores, 0.0, 0.0]
+    metadata = {"model": "llama", "tokens": tokens, "scores": scores,
+                "token_type": [*kinds, CONTROL, CONTROL], "add_bos_token": False}  # fmt: skip
+    changes = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
+    found = loaded(path, tmp_path / "m.gguf", changes)
+    assert found("<|end|>\n<|endoftext|>")["input_ids"] == [last, last + 1]
+    assert len(found("<|endoftext|>\n")["input_ids"]) > 1
+
+
+def test_tokens_that_fill_the_table_are_left_out(model: Path, tmp_path: Path) -> None:
+    """They are in no text: the original does not have them."""
+    directory = with_tokenizer(model, tmp_path / "m", byte_level("gpt-2"))
+    write_gguf(directory, tmp_path / "m.gguf")
+    keys = [f"tokenizer.ggml.{name}" for name in ("tokens", "token_type")]
+    tokens, kinds = (open_gguf(tmp_path / "m.gguf").items(key) for key in keys)
+    changes = dict(zip(keys, ([*tokens, "[PAD]"], [*kinds, 5]), strict=True))
+    found = loaded(directory, tmp_path / "padded.gguf", changes)
+    assert len(found) == len(tokens) and len(found("[PAD]")["input_ids"]) > 1
 
 
 def test_chat_templates(model: Path, tmp_path: Path) -> None:
