@@ -79,7 +79,7 @@ class Vocabulary:
             kind = CONTROL if control else USER_DEFINED
             added = [
                 AddedToken(
-                    token, special=control, normalized=False,
+                    token, normalized=False,
                     rstrip=control and keep_spaces is not None and token not in keep_spaces,
                 )
                 for token, i in self.ids.items()

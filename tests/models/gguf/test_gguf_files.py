@@ -67,11 +67,12 @@ def test_all_kinds_of_values(tmp_path: Path) -> None:
 
 
 def test_other_alignments(model: Path, file: Path, tmp_path: Path) -> None:
-    """A file may say that its tensors begin at multiples of 2, or of 4096."""
+    """A file may say that its tensors begin at any byte, or at multiples of 4096."""
     (expected,) = read_gguf(file)
-    for alignment in (2, 4096):
-        path = tmp_path / f"{alignment}.gguf"
-        write_gguf(model, path, changes={"general.alignment": alignment})
+    for alignment, name in ((1, "a"), (1, "ab"), (1, "abc"), (4096, "a")):
+        path = tmp_path / f"{alignment}-{name}.gguf"
+        changes = {"general.alignment": alignment, "general.name": name}
+        write_gguf(model, path, changes=changes)
         (found,) = read_gguf(path)
         assert all(torch.equal(found[name][...], expected[name][...]) for name in expected)
 
@@ -90,6 +91,7 @@ def test_version_2_is_read(file: Path) -> None:
         (4, struct.pack("<I", 1), "version 1 of GGUF; 2 and 3 are supported"),
         (4, struct.pack("<I", 4), "version 4 of GGUF; 2 and 3 are supported"),
         (4, struct.pack(">I", 3), "big-endian"),
+        (8, struct.pack("<Q", 10_000), "number of tensors is 10,000, at byte 8 of"),
         (8, struct.pack("<Q", 1 << 60), "number of tensors is 1,152,921,504,606,846,976"),
         (16, struct.pack("<Q", 1 << 40), "number of metadata keys is"),
         (24, struct.pack("<Q", 1 << 33), "the length of a metadata key is"),
@@ -109,6 +111,29 @@ def test_a_cut_off_file_is_named(file: Path) -> None:
         file.write_bytes(data[:size])
         with pytest.raises(OSError, match=rf"{file} is truncated or damaged \({message}"):
             open_gguf(file)
+
+
+def test_a_file_that_ends_in_its_header_is_named(file: Path) -> None:
+    """Each field is read by a check of its own."""
+    data = file.read_bytes()
+    for size in range(4, 400):
+        file.write_bytes(data[:size])
+        with pytest.raises(OSError, match=rf"{file} is truncated or damaged"):
+            open_gguf(file)
+
+
+def test_arrays_in_arrays_are_passed_over(tmp_path: Path) -> None:
+    """Many levels would end the process: Python's stack is limited."""
+    path, header = tmp_path / "m.gguf", b"GGUF" + struct.pack("<IQQ", 3, 0, 2)
+    level, last = struct.pack("<IQ", 9, 1), struct.pack("<IQB", 0, 1, 7)
+    for depth in (3, 5000):
+        array = struct.pack("<Q1sI", 1, b"a", 9) + level * depth + last
+        path.write_bytes(header + array + struct.pack("<Q1sIB", 1, b"b", 0, 5))
+        if depth == 3:
+            assert open_gguf(path).metadata["b"] == 5
+            continue
+        with pytest.raises(OSError, match="a has arrays in arrays, more than 4 levels"):
+            open_gguf(path)
 
 
 def test_an_unknown_type_of_tensors_is_named(model: Path, tmp_path: Path) -> None:

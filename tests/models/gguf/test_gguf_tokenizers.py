@@ -34,6 +34,7 @@ CORPUS = [
     "你好\uff0c世界。这是一个测试。", "こんにちは世界 안녕하세요",
     "🙂👍🏽 emoji, \u200d zero width", "camelCaseWords HTTPServer",
 ] * 3  # fmt: skip
+WORD_LIST = [word for text in CORPUS for word in re.findall(r" ?\w+", text)] * 9
 TEXTS = [
     *CORPUS[:7], "", " ", "  a", "a  ", "\n", " \n \n\n x", "a\u00a0b", "e\u0301 \u0041\u030a",
     "1234567890 12 3", "it's IT'S 'tis don'T", "".join(map(chr, range(256))), "a/b//c\n/d", "\t\tx",
@@ -70,7 +71,7 @@ BYTE_LEVEL: dict[str, tuple[str, bool]] = {
 
 
 def byte_level(pre: str) -> Tokenizer:
-    """A small tokenizer, trained with the pattern."""
+    """A small tokenizer that splits by the pattern."""
     pattern, adds_bos = BYTE_LEVEL[pre]
     tokenizer = Tokenizer(models.BPE(ignore_merges=adds_bos))
     steps: list[Any] = []
@@ -81,11 +82,16 @@ def byte_level(pre: str) -> Tokenizer:
     if pattern:
         steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    tokenizer.decoder = decoders.ByteLevel()
+    # It has tokens across the pattern's pieces, and some that no merges make.
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=640, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.train_from_iterator([*CORPUS, *WORD_LIST], trainer)
+    raw = json.loads(tokenizer.to_str())
+    del raw["model"]["merges"][60::7]
+    tokenizer = Tokenizer.from_str(json.dumps(raw))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.add_tokens([AddedToken("<tool>", normalized=False), AddedToken("</tool>")])
     if adds_bos:
