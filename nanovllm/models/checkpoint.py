@@ -17,13 +17,12 @@ MAX_JSON = 1 << 28  # bytes; published tokenizers and indexes have up to 40 MB
 
 
 def find_directory(
-    option: str,
-    source: str,
-    files: Sequence[str],
-    revision: str | None = None,
+    option: str, source: str, files: Sequence[str], revision: str | None = None,
     download_dir: str | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """The directory `source`, or a download of the hub id's files that match one of `files`.
+
+    A GGUF file has a directory that is made of it; a hub id may name one after a colon.
 
     `option` names the source in errors. What matches and is no ordinary file is an error: most
     files are optional, and a damaged link must not count as a missing file.
@@ -39,12 +38,9 @@ def find_directory(
 
 
 def resolve_model(
-    model: str,
-    files: Sequence[str] = MODEL_PATTERNS,
-    *,
-    revision: str | None = None,
+    model: str, files: Sequence[str] = MODEL_PATTERNS, *, revision: str | None = None,
     download_dir: str | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """The directory of `model`: a local path, or a hub id, from which `files` are downloaded."""
     if model.count("/") != 1 and local_directory("model", model, revision) is None:
         raise FileNotFoundError(f"model directory {model!r} does not exist")
@@ -54,15 +50,19 @@ def resolve_model(
 def local_directory(option: str, source: str, revision: str | None = None) -> Path | None:
     """The local directory `source`, in which `~` is the user's home; None if it may be a hub id.
 
-    `option` names the source in errors. A `revision` of a local directory is a ValueError.
+    That of a GGUF file is made. `option` names the source in errors. A `revision` of a local
+    directory is a ValueError.
     """
     try:
         path = Path(source).expanduser()
-        if (path.exists() or path.is_symlink()) and not path.is_dir():
-            raise NotADirectoryError(f"{option} must be a directory, but {source!r} is none")
-        is_local = path.is_dir()
+        is_file = (path.exists() or path.is_symlink()) and not path.is_dir()
+        is_local = is_file or path.is_dir()
     except (RuntimeError, ValueError) as error:  # an unknown ~user, or a NUL in the path
         raise FileNotFoundError(f"{option} directory {source!r} cannot exist: {error}") from None
+    if is_file:
+        from nanovllm.models.gguf.directory import gguf_directory
+
+        path = gguf_directory(path, option)
     if not is_local:
         if source.startswith(("/", ".", "~")):
             raise FileNotFoundError(f"{option} directory {source!r} does not exist")
@@ -112,7 +112,7 @@ def fields_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint; one that cannot be read is an error that names it."""
+    """The files of a checkpoint's weights; one that cannot be read is an error that names it."""
     if (path / INDEX).exists():
         from nanovllm.models.index import indexed_files
 
@@ -120,7 +120,7 @@ def weight_files(path: Path) -> list[Path]:
     elif (path / "model.safetensors").exists():
         files = [path / "model.safetensors"]
     else:
-        files = sorted(path.glob("*.safetensors"))
+        files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.gguf"))
     if not files:
         hint = "; convert its .bin files to safetensors" if list(path.glob("*.bin")) else ""
         raise FileNotFoundError(f"{path} has no .safetensors file{hint}")

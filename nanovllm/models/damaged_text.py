@@ -16,7 +16,9 @@ def damaged_file(path: Path) -> OSError | None:
     for name in (*OBJECTS, *TEXTS):
         try:
             if name in OBJECTS and (path / name).exists():
-                read_json(path / name)
+                found = read_json(path / name)
+                if name == "tokenizer.json" and "error" in found:  # of a GGUF file
+                    return OSError(found["error"])
             elif (path / name).exists():
                 ordinary_file(path / name).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:

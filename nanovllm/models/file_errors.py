@@ -21,7 +21,9 @@ def file_error(path: Path) -> OSError:
             link = f"is a link to {str(path.readlink())!r}{why}"
             return OSError(f"{path} {link}; copy or download the file again")
         if is_missing:
-            return FileNotFoundError(f"{path} does not exist; its directory must have it")
+            whole = sorted(path.parent.glob("*.gguf"))
+            hint = f", or give the file {whole[0].name} in it" if whole else ""
+            return FileNotFoundError(f"{path} does not exist; its directory must have it{hint}")
         return OSError(f"{path}: {error.strerror}")
     if stat.S_ISREG(found.st_mode):
         return OSError(f"{path} has {found.st_size:,} bytes, too many for a {path.suffix} file")

@@ -14,8 +14,17 @@ def download(
     """The directory with the files of the hub id `source` that match one of `files`.
 
     `revision` is a branch, a tag or a commit, by default the main branch. Downloads are kept in
-    `download_dir`, by default in the hub's cache.
+    `download_dir`, by default in the hub's cache. After a colon, `source` may name a GGUF file of
+    the id, or its type; the directory is then the one for that file.
     """
+    if ":" in source:
+        from nanovllm.models.gguf.hub import download_gguf
+
+        return download_gguf(
+            source, lambda name, wanted: download(option, name, wanted, revision, download_dir)
+        )
+    if source.endswith(".gguf"):
+        raise FileNotFoundError(f"{option} file {source!r} does not exist")
     from huggingface_hub import snapshot_download
 
     try:

@@ -50,15 +50,20 @@ class InFile:
 
 def read_weights(path: Path) -> Iterator[dict[str, InFile]]:
     """Yield the tensors of each file by name. They are read from mapped memory."""
-    for file in weight_files(path):
+    files = weight_files(path)
+    if files[0].suffix == ".gguf":
+        from nanovllm.models.gguf.tensors import read_gguf
+
+        for views in read_gguf(files[0]):  # and of the other parts
+            yield {name: InFile(view) for name, view in views.items()}
+        return
+    for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
-                names = tensors.keys()
-                yield {name: InFile(tensors.get_slice(name)) for name in names}
+                yield {n: InFile(tensors.get_slice(n)) for n in tensors.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise OSError(
-                f"{file} is truncated or damaged ({error}); copy or download it again"
-            ) from error
+            broken = f"{file} is truncated or damaged ({error}); copy or download it again"
+            raise OSError(broken) from error
 
 
 @contextmanager
@@ -145,7 +150,7 @@ def load_model(
         if not are_finite(model):
             from nanovllm.models.not_finite import check_each
 
-            check_each(model, path)
+            check_each(model, zip(weight_files(path), read_weights(path), strict=True))
     if skipped:
         logger.info("%d tensors of %s are left out: %s", len(skipped), path, shorten(skipped))
 

@@ -1,18 +1,20 @@
 """Errors for weights that are NaN or infinite. Imported when the sum of some parameter is that."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
-from nanovllm.models.checkpoint import weight_files
+from nanovllm.formats.stored import Loaded
 from nanovllm.models.decoder import Model
 
 WRONG = "values that are NaN or infinite; copy or download it again"
 
 
-def check_each(model: Model, path: Path) -> None:
+def check_each(model: Model, files: Iterable[tuple[Path, Mapping[str, Loaded]]]) -> None:
     """Raise a ValueError if some parameter has such values; names their tensor and its file.
+
+    `files` has the tensors of each of the checkpoint's files.
 
     Reads all files. Finite values may have a sum that is too large for their type. Scales of
     quantized weights have checks of their own, which say more.
@@ -21,12 +23,12 @@ def check_each(model: Model, path: Path) -> None:
     wrong = [name for name, param in params if not are_all_finite(param)]
     if not wrong:
         return
-    for file in weight_files(path):
-        with safe_open(file, framework="pt") as tensors:
-            names = [name for name in tensors.keys() if not model.names.is_skipped(name)]  # noqa: SIM118
-            for name in names:
-                if not is_scale(name) and not are_all_finite(tensors.get_tensor(name)):
-                    raise ValueError(f"tensor {name!r} in {file.name} has {WRONG}")
+    for file, tensors in files:
+        for name, tensor in tensors.items():
+            if is_scale(name) or model.names.is_skipped(name):
+                continue
+            if not are_all_finite(tensor[...]):
+                raise ValueError(f"tensor {name!r} in {file.name} has {WRONG}")
     dtype = str(model.get_parameter(wrong[0]).dtype).removeprefix("torch.")
     raise ValueError(f"{wrong[0]} has values that are infinite in dtype {dtype}; choose another")
 

@@ -1,0 +1,150 @@
+"""Makes a checkpoint's directory of a GGUF file, once: the rest of the package reads that.
+
+It has config.json, generation_config.json, the tokenizer's files, and links to the file's parts. It
+is kept in the user's cache, in a folder whose name depends on the paths, sizes and times of the
+parts, so that a changed file gets a new one. Of a directory that exists only the links are looked
+at. Any number of processes may make one at once: each builds its own and renames it.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from nanovllm.models.file_errors import file_error
+from nanovllm.models.gguf.split import GGUFModel, open_gguf, part_paths
+
+logger = logging.getLogger("nanovllm")
+
+VERSION = 1  # of what is written: a directory of another version is not used
+WRITABLE = stat.S_IWGRP | stat.S_IWOTH  # by other users
+# The names of sampling parameters in files, and in generation_config.json.
+SAMPLING = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
+
+
+def gguf_directory(file: Path, option: str = "model") -> Path:
+    """The directory for a GGUF file, or for the first part of a split one.
+
+    For another kind of file it is a NotADirectoryError that names the `option`.
+    """
+    if file.suffix != ".gguf":
+        raise NotADirectoryError(
+            f"{option} must be a directory, or a .gguf file, but {str(file)!r} is none"
+        )
+    parts = part_paths(file)
+    for part in parts:
+        if not part.is_file():
+            raise file_error(part)
+    name = f"{file.stem[:80]}-{_fingerprint(parts)}"
+    folder = _folder()
+    made = folder / name
+    if _is_complete(made, parts):
+        return made
+    with tempfile.TemporaryDirectory(prefix="tmp", dir=folder) as scratch:
+        built, replaced = Path(scratch) / name, Path(scratch) / "replaced"
+        built.mkdir()
+        _fill(built, file, parts)
+        if not _is_complete(made, parts):  # no other process was faster
+            with contextlib.suppress(FileNotFoundError):
+                made.rename(replaced)
+            with contextlib.suppress(OSError):
+                built.rename(made)
+    if not _is_complete(made, parts):
+        raise OSError(f"{made} cannot be made of {file}: the file or the folder was changed")
+    return made
+
+
+def _fingerprint(parts: list[Path]) -> str:
+    """A hash of what tells apart the files that directories are made of."""
+    found = [(str(part.resolve()), part.stat()) for part in parts]
+    made_of = [(VERSION, name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+    return hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]
+
+
+def _is_complete(made: Path, parts: list[Path]) -> bool:
+    """Whether a directory has its files, and links to these parts."""
+    links = (made / part.name for part in parts)
+    return (made / "config.json").is_file() and all(
+        link.exists() and link.samefile(part) for link, part in zip(links, parts, strict=True)
+    )
+
+
+def _fill(built: Path, file: Path, parts: list[Path]) -> None:
+    """Write the files of a directory."""
+    model = open_gguf(file)
+    try:
+        texts = _texts(model)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+    for name, text in texts.items():
+        (built / name).write_text(text, encoding="utf-8")
+    for part in parts:
+        (built / part.name).symlink_to(part.resolve())
+
+
+def _texts(model: GGUFModel) -> dict[str, str]:
+    """The contents of the directory's files by their names."""
+    from nanovllm.models.gguf.fields import config_fields
+    from nanovllm.models.gguf.metadata import Metadata
+    from nanovllm.models.gguf.tokenizer import tokenizer_files
+
+    config = config_fields(Metadata(model))
+    generation = _generation_fields(model, config)
+    return {
+        "config.json": json.dumps(config, indent=2),
+        "generation_config.json": json.dumps(generation, indent=2),
+        **tokenizer_files(model),
+    }
+
+
+def _generation_fields(model: GGUFModel, config: dict[str, Any]) -> dict[str, Any]:
+    """The ids that end an answer, and the sampling parameters that the file recommends."""
+    from nanovllm.models.gguf.vocabulary import Vocabulary
+
+    vocab_size: int = config["vocab_size"]
+    ends = [i for i in Vocabulary(model).end_ids if i < vocab_size]
+    fields = {"bos_token_id": config["bos_token_id"], "eos_token_id": ends or None}
+    given = {
+        ours: model.metadata.get(f"general.sampling.{name}") for name, ours in SAMPLING.items()
+    }
+    return fields | {name: value for name, value in given.items() if value is not None}
+
+
+def _folder() -> Path:
+    """The folder of such directories, made for this user alone.
+
+    $NANOVLLM_CACHE, $XDG_CACHE_HOME/nanovllm/gguf or ~/.cache/nanovllm/gguf; if none of them can be
+    written, a folder of the system for temporary files.
+    """
+    for folder in (*_kept_folders(), Path(tempfile.gettempdir()) / f"nanovllm-gguf-{os.geteuid()}"):
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            found = folder.stat()
+            if found.st_uid == os.geteuid() and not found.st_mode & WRITABLE:
+                tempfile.TemporaryFile(dir=folder).close()
+                return folder
+            logger.warning("%s is not used: other users may write to it", folder)
+        except OSError as error:
+            logger.info("%s is not used: %s", folder, error)
+    return Path(tempfile.mkdtemp(prefix="nanovllm-gguf-"))
+
+
+def _kept_folders() -> list[Path]:
+    """The cache's folder, if the environment has a place for one."""
+    if chosen := os.environ.get("NANOVLLM_CACHE", ""):
+        return [Path(chosen).expanduser().absolute() / "gguf"]
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    if Path(cache).is_absolute():  # the XDG specification ignores relative ones
+        return [Path(cache) / "nanovllm" / "gguf"]
+    with contextlib.suppress(RuntimeError):  # a user without a home
+        return [Path.home() / ".cache" / "nanovllm" / "gguf"]
+    return []

@@ -1,0 +1,158 @@
+"""The fields of a `config.json`, as transformers spells them, from a GGUF file's metadata.
+
+Each family lists what its files say and what their converter assumes. A key that changes the
+computation and that nothing here reads is an error.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from nanovllm.kernels.operands.block_types import BLOCK_TYPES
+from nanovllm.models.gguf.metadata import ARCHITECTURES, Metadata
+from nanovllm.models.gguf.rope_fields import rope_fields
+
+Config = dict[str, Any]
+MODEL_TYPES = {"qwen3moe": "qwen3_moe"}  # where transformers has another name
+HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
+DTYPES = {"F32": "float32", "F16": "float16"}  # of matrices that are all of this type
+EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
+IDS = "tokenizer.ggml.{}_token_id"
+
+
+def config_fields(metadata: Metadata) -> Config:
+    """The fields of a model's config. What is not supported is a ValueError that names its key."""
+    config = _decoder(metadata) | FAMILIES[metadata.architecture](metadata)
+    config |= rope_fields(metadata, config["head_dim"])
+    for key in HARMLESS:
+        metadata.get(key, None)
+    metadata.only("attention.causal", (True,))
+    metadata.only("pooling_type", (0, 3))  # none, or the last token's vector, as here
+    metadata.only("use_parallel_residual", (False,))
+    if metadata.architecture != "qwen3moe":
+        metadata.only("expert_count", (0,))
+        metadata.only("expert_used_count", (0,))
+    metadata.refuse_unread()
+    return config
+
+
+def special_id(metadata: Metadata, name: str) -> int | None:
+    """The id of a special token, such as "bos"; None if the file has none."""
+    value = metadata.model.metadata.get(IDS.format(name))
+    return value if type(value) is int and 0 <= value < _vocab_size(metadata) else None
+
+
+def _decoder(metadata: Metadata) -> Config:
+    """What all decoders have."""
+    num_heads, hidden_size = metadata.number_of_heads(), metadata.size("embedding_length")
+    head_dim = metadata.size("attention.key_length", max(hidden_size // num_heads, 1))
+    metadata.only("attention.value_length", (head_dim,))
+    config = {
+        "architectures": [ARCHITECTURES[metadata.architecture]],
+        "model_type": MODEL_TYPES.get(metadata.architecture, metadata.architecture),
+        "vocab_size": _vocab_size(metadata),
+        "hidden_size": hidden_size,
+        "intermediate_size": metadata.size("feed_forward_length"),
+        "num_hidden_layers": metadata.size("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": metadata.number_of_heads("head_count_kv"),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": metadata.size("context_length"),
+        "tie_word_embeddings": HEAD not in metadata.model.tensors,
+        "bos_token_id": special_id(metadata, "bos"),
+        "eos_token_id": special_id(metadata, "eos"),
+        "torch_dtype": _dtype(metadata),
+    }
+    if any(info.kind.name in BLOCK_TYPES for info in metadata.model.tensors.values()):
+        config["quantization_config"] = {"quant_method": "gguf"}
+    return config
+
+
+def _vocab_size(metadata: Metadata) -> int:
+    """The rows of the embeddings' table: the vocabulary of the tokenizer may have fewer tokens."""
+    if EMBEDDINGS not in metadata.model.tensors:
+        raise ValueError(f"the file has no tensor {EMBEDDINGS}")
+    return metadata.model.tensors[EMBEDDINGS].shape[0]
+
+
+def _dtype(metadata: Metadata) -> str:
+    """The type to compute in. The files do not say it."""
+    tensors = metadata.model.tensors.values()
+    kinds = {info.kind.name for info in tensors if len(info.shape) > 1}
+    return DTYPES.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
+
+
+def _has(metadata: Metadata, tensor: str) -> bool:
+    return f"blk.0.{tensor}" in metadata.model.tensors
+
+
+def _biases(metadata: Metadata) -> Config:
+    """The fields of families that may have biases."""
+    return {
+        "attention_bias": _has(metadata, "attn_q.bias"),
+        "mlp_bias": _has(metadata, "ffn_gate.bias"),
+    }
+
+
+def _llama(metadata: Metadata) -> Config:
+    """Llama and Mistral, which differ in that only the latter has a window."""
+    window = _window(metadata)
+    if window is None:
+        return _biases(metadata)
+    return {"architectures": ["MistralForCausalLM"], "model_type": "mistral",
+            "sliding_window": window}  # fmt: skip
+
+
+def _qwen2(metadata: Metadata) -> Config:
+    return _no_window(metadata)
+
+
+def _qwen3(metadata: Metadata) -> Config:
+    return {"attention_bias": _has(metadata, "attn_q.bias"), **_no_window(metadata)}
+
+
+def _qwen3moe(metadata: Metadata) -> Config:
+    """Experts in all layers. Their shares add up to 1: the converter does not say it."""
+    for key, allowed in (
+        ("expert_weights_norm", (True,)), ("expert_weights_scale", (0.0, 1.0)),
+        ("expert_gating_func", (1,)), ("expert_shared_count", (0,)),
+        ("expert_shared_feed_forward_length", (0,)), ("leading_dense_block_count", (0,)),
+    ):  # fmt: skip
+        metadata.only(key, allowed)
+    return {
+        "num_experts": metadata.size("expert_count"),
+        "num_experts_per_tok": metadata.size("expert_used_count"),
+        "moe_intermediate_size": metadata.size("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        **_qwen3(metadata),
+    }
+
+
+def _phi3(metadata: Metadata) -> Config:
+    return {"sliding_window": _window(metadata), "attention_bias": False}
+
+
+def _smollm3(metadata: Metadata) -> Config:
+    """Every fourth layer rotates nothing: the files do not say it."""
+    return {**_biases(metadata), "no_rope_layer_interval": 4, **_no_window(metadata)}
+
+
+def _window(metadata: Metadata) -> int | None:
+    """The tokens that a token attends to, including itself; None for all."""
+    value: int = metadata.get("attention.sliding_window", 0)
+    return metadata.size("attention.sliding_window") if value else None
+
+
+def _no_window(metadata: Metadata) -> Config:
+    """For families whose files do not say which layers have the window."""
+    metadata.only("attention.sliding_window", (0,))
+    return {"use_sliding_window": False}
+
+
+FAMILIES: dict[str, Callable[[Metadata], Config]] = {
+    "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3moe": _qwen3moe, "phi3": _phi3,
+    "smollm3": _smollm3,
+}  # fmt: skip

@@ -1,0 +1,95 @@
+"""Metadata: the keys of a model's architecture, which notes those that were read.
+
+What nobody has read may change the computation, so that `refuse_unread` refuses it.
+"""
+
+from collections.abc import Container
+from typing import Any
+
+from nanovllm.models.gguf.reader import Array
+from nanovllm.models.gguf.split import GGUFModel
+from nanovllm.utils.checks import shorten
+
+# The keys of general.architecture that are supported, with the names of transformers' classes.
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM", "phi3": "Phi3ForCausalLM", "smollm3": "SmolLM3ForCausalLM",
+}  # fmt: skip
+REQUIRED = object()
+
+
+class Metadata:
+    """The values of a model's metadata, by the part of their keys behind the architecture."""
+
+    def __init__(self, model: GGUFModel) -> None:
+        """Raise a ValueError unless the file has a model of a known architecture."""
+        self.model = model
+        self._raw = model.metadata
+        self._read: set[str] = set()
+        kind = self._raw.get("general.type", "model")
+        name = self._raw.get("general.architecture")
+        if kind != "model":
+            raise ValueError(f"general.type must be model, got {shorten(kind)}")
+        if name not in ARCHITECTURES:
+            raise ValueError(
+                f"general.architecture {shorten(name)} is not supported; {', '.join(ARCHITECTURES)}"
+                " are"
+            )
+        self.architecture: str = name
+
+    def get(self, key: str, default: Any = REQUIRED) -> Any:
+        """The value of a key; one that must be there is a ValueError if it is not.
+
+        Of an array with a number for each layer, the number, if all layers have the same.
+        """
+        self._read.add(key)
+        value = self._raw.get(full := f"{self.architecture}.{key}")
+        if isinstance(value, Array):
+            values = {*value.values()}
+            if len(values) != 1:
+                raise ValueError(
+                    f"layers with different {full} {shorten([*values])} are not supported"
+                )
+            (value,) = values
+        if value is None and default is REQUIRED:
+            raise ValueError(f"the metadata have no key {full}")
+        return default if value is None else value
+
+    def size(self, key: str, default: Any = REQUIRED) -> Any:
+        """A whole number of at least 1, or the default."""
+        value = self.get(key, default)
+        if value is not default and (type(value) is not int or value < 1):
+            raise self.wrong(key, value, "a whole number of at least 1")
+        return value
+
+    def number(self, key: str, default: Any = REQUIRED) -> Any:
+        """A number above 0, or the default."""
+        value = self.get(key, default)
+        if value is not default and (type(value) not in (int, float) or not 0 < value < 1e30):
+            raise self.wrong(key, value, "a number above 0")
+        return value
+
+    def only(self, key: str, allowed: Container[Any]) -> None:
+        """Raise a ValueError if a key has a value that is not allowed: we do not compute it."""
+        value = self.get(key, None)
+        if value is not None and value not in allowed:
+            raise self.wrong(key, value, f"one of {allowed}")
+
+    def number_of_heads(self, key: str = "head_count") -> int:
+        """The heads of queries, or of keys and values: they may be as many."""
+        heads = self.size("attention.head_count")
+        return int(heads if key == "head_count" else self.size(f"attention.{key}", heads))
+
+    def wrong(self, key: str, value: Any, needed: str) -> ValueError:
+        """The error for a value that is not supported."""
+        return ValueError(f"{self.architecture}.{key} must be {needed}, got {shorten(value)}")
+
+    def refuse_unread(self) -> None:
+        """Raise a ValueError that names the keys of the architecture that nobody has read."""
+        prefix = f"{self.architecture}."
+        keys = (key for key in self._raw if key.startswith(prefix))
+        if unread := [key for key in keys if key.removeprefix(prefix) not in self._read]:
+            raise ValueError(
+                f"the metadata {', '.join(map(shorten, unread[:5]))} may change the computation and"
+                " is not supported"
+            )

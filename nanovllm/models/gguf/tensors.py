@@ -1,0 +1,102 @@
+"""The tensors of GGUF files, under the names and in the order of rows that checkpoints have.
+
+They are views of mapped memory: reading copies nothing, except rows that are put in order.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanovllm.models.gguf.file import PLAIN_TYPES, GGUFFile, TensorInfo
+from nanovllm.models.gguf.metadata import Metadata
+from nanovllm.models.gguf.names import NO_WEIGHTS, expert_names, interleaved_heads, usual_name
+from nanovllm.models.gguf.split import open_gguf
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+}  # fmt: skip
+
+
+class View:
+    """A tensor in mapped memory, with the methods of a slice of a safetensors file.
+
+    Blocks are uint8 [..., N, K / size, num_bytes], and their type's name is the dtype.
+    """
+
+    def __init__(self, tensor: torch.Tensor, dtype: str) -> None:
+        self.tensor, self._dtype = tensor, dtype
+
+    def get_shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        return self._dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.tensor[index]
+
+
+class Deinterleaved(View):
+    """A tensor whose rows have the two halves of each head in turn; they are read in order.
+
+    Row 2 j + h of a head is row j of its half h. Only the rows of an index are copied.
+    """
+
+    def __init__(self, view: View, num_heads: int) -> None:
+        super().__init__(view.tensor, view.get_dtype())
+        rows = torch.arange(len(view.tensor), device="cpu")
+        self.rows = rows.view(num_heads, -1, 2).transpose(1, 2).flatten()
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        index = index if isinstance(index, tuple) else (index,)
+        if not isinstance(index[0], slice):
+            return self.tensor[self.rows][index]
+        others = (slice(None), *index[1:])
+        return self.tensor[self.rows[index[0]]][others]
+
+
+def read_gguf(path: Path) -> Iterator[dict[str, View]]:
+    """Yield the tensors of each file of a model by their usual names. No weights are read."""
+    model = open_gguf(path)
+    metadata = Metadata(model)
+    for file in model.files:
+        yield dict(_views(file, metadata))
+
+
+def _views(file: GGUFFile, metadata: Metadata) -> Iterator[tuple[str, View]]:
+    with warnings.catch_warnings():  # PyTorch warns of memory that cannot be written
+        warnings.simplefilter("ignore", UserWarning)
+        content = torch.frombuffer(file.data, dtype=torch.uint8)
+    architecture = metadata.architecture
+    for name, info in file.tensors.items():
+        if name in NO_WEIGHTS:
+            continue
+        view = View(_view(content, info), info.kind.name)
+        if experts := expert_names(name, info.shape[0]):
+            yield from ((n, View(view[i], info.kind.name)) for i, n in enumerate(experts))
+            continue
+        if (heads := interleaved_heads(name, architecture)) is not None:
+            view = _in_order(view, name, metadata.number_of_heads(heads))
+        yield usual_name(name, architecture), view
+
+
+def _in_order(view: View, name: str, num_heads: int) -> View:
+    if view.get_shape()[0] % (2 * num_heads):
+        raise ValueError(f"tensor {name!r} has shape {view.get_shape()}, for {num_heads} heads")
+    return Deinterleaved(view, num_heads)
+
+
+def _view(content: torch.Tensor, info: TensorInfo) -> torch.Tensor:
+    """A tensor's part of a file's bytes, in its shape."""
+    kind, flat = info.kind, content[info.start : info.start + info.num_bytes]
+    if kind.name not in PLAIN_TYPES:
+        blocks = info.shape[-1] // kind.size
+        return flat.view(*info.shape[:-1], blocks, kind.num_bytes)
+    if info.start % kind.num_bytes:  # files with a small alignment
+        flat = flat.clone()
+    assert flat.numel() == math.prod(info.shape) * kind.num_bytes
+    return flat.view(DTYPES[kind.name]).view(info.shape)
