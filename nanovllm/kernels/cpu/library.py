@@ -31,6 +31,11 @@ OTHER_SOURCES = {
     **dict.fromkeys(
         ("lora_down", "lora_up", "group_rows", "block_rows"), SOURCE.with_name("lora.cpp")
     ),
+    **dict.fromkeys(
+        ("tile_bytes", "arrange_blocks", "block_integers", "block_floats", "decode_tiles",
+         "rows_of_blocks", "outputs_of_tile"),
+        SOURCE.with_name("block_linear.cpp"),
+    ),
 }  # fmt: skip
 MAX_HEAD_DIM = 256  # MAX_HEAD_DIM of vector.h
 DTYPES = (torch.float32, torch.bfloat16)
@@ -51,6 +56,12 @@ ARGUMENTS = {
     "group_rows": "piip",
     "lora_down": "piipppiiipi",
     "lora_up": "pppppiippiii",
+    "tile_bytes": "iip",
+    "arrange_blocks": "ppii",
+    "block_integers": "ppippii",
+    "block_floats": "ppippii",
+    "decode_tiles": "piipi",
+    "rows_of_blocks": "ppipi",
 }
 
 # The constants of the random numbers have one source: `noise`.

@@ -1,0 +1,18 @@
+// Weights in GGUF's blocks, as a separate library: other engines do not wait for its compilation
+// when they start.
+
+#include "block_floats.h"
+#include "block_integers.h"
+#include "block_pack.h"
+
+extern "C" {
+void* tile_bytes_any = (void*)&tile_bytes;
+void* arrange_blocks_any = (void*)&arrange_blocks;
+void* block_integers_bfloat16 = (void*)&block_integers;
+void* block_floats_float32 = (void*)&block_floats<float>;
+void* block_floats_bfloat16 = (void*)&block_floats<bf16>;
+void* decode_tiles_bfloat16 = (void*)&decode_tiles<bf16>;
+void* rows_of_blocks_float32 = (void*)&rows_of_blocks<float>;
+void* rows_of_blocks_bfloat16 = (void*)&rows_of_blocks<bf16>;
+int64_t outputs_of_tile = OUTPUTS;
+}
