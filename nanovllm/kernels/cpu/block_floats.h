@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "block_integers.h"
 #include "block_unpack.h"
+#include "block_write.h"
 #include "parallel.h"
 
 namespace {
@@ -106,7 +106,7 @@ void block_floats(const Blocks* weight, const T* x, int64_t stride, const T* bia
                     const int64_t count = decode_part<K>(*weight, tile, k, weights);
                     add_parts<SOME_ROWS>(weights, wide + k, inputs, count, rows, totals);
                 }
-                write_outputs(totals, *weight, tile, bias, rows, out + first * weight->outputs);
+                write_outputs(totals, *weight, tile * OUTPUTS, bias, rows, out + first * weight->outputs);
             });
         }
     });

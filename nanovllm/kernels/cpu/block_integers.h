@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "block_unpack.h"
+#include "block_write.h"
 #include "parallel.h"
 
 namespace {
@@ -19,7 +20,7 @@ namespace {
 constexpr int PARTS = 2;         // of an integer: each has 8 bits
 constexpr int PART_BITS = 7;     // the first part is multiplied by 2^7
 constexpr int TOP_BITS = 12;     // the largest integer of a unit has this number of bits, plus one
-constexpr int64_t MAX_FEW = 64;  // rows that share a tile: their sums fit the L1 cache
+constexpr int64_t MAX_ROUNDED = 64;  // rows that share a tile: their sums fit the L1 cache
 
 // A unit of inputs: (parts[0] * 2^7 + parts[1]) * scale.
 struct alignas(32) RoundedUnit {
@@ -90,32 +91,36 @@ inline IntVec add_dot(IntVec sums, Bytes codes, const int8_t* x) {
 #endif
 }
 
+// The integer products of both parts, less those of the zero point with the sum of the integers.
+template <typename K>
+inline IntVec with_zero(IntVec first, IntVec second, int32_t sum) {
+    constexpr int ZERO = IS_SIGNED<K> ? K::ZERO - 128 : K::ZERO;
+    return (first << PART_BITS) + (second - ZERO * sum);
+}
+
 // The integer products of a group of the unit.
 template <typename K>
 __attribute__((always_inline)) inline IntVec group_sums(const Bytes* codes, const RoundedUnit& x,
                                                         int32_t sum, int group) {
-    constexpr int VECTORS = K::GROUP_VECTORS, ZERO = IS_SIGNED<K> ? K::ZERO - 128 : K::ZERO;
-    IntVec sums = {};
-    const int first = group * VECTORS;
+    IntVec sums[PARTS] = {};
+    const int first = group * K::GROUP_VECTORS;
 #pragma GCC unroll 8
-    for (int i = first; i < first + VECTORS; i++)
-        sums = add_dot<K>(sums, codes[i], x.parts[0] + 4 * i);
-    sums = (sums << PART_BITS) - ZERO * sum;
-#pragma GCC unroll 8
-    for (int i = first; i < first + VECTORS; i++)
-        sums = add_dot<K>(sums, codes[i], x.parts[1] + 4 * i);
-    return sums;
+    for (int i = first; i < first + K::GROUP_VECTORS; i++)
+        for (int part = 0; part < PARTS; part++)
+            sums[part] = add_dot<K>(sums[part], codes[i], x.parts[part] + 4 * i);
+    return with_zero<K>(sums[0], sums[1], sum);
 }
 
-// A piece of a tile times a unit of one row.
-template <typename K>
-__attribute__((always_inline)) inline Vec unit_product(const Bytes* codes, const Scale* scales,
-                                                       const RoundedUnit& x) {
+// A piece of a tile times a unit of one row. sums_of(group, sum of its inputs) are the integer
+// products.
+template <typename K, typename SumsOf>
+__attribute__((always_inline)) inline Vec unit_product(const Scale* scales, const RoundedUnit& x,
+                                                       const SumsOf& sums_of) {
     Vec product = {};
 #pragma GCC unroll 2
     for (int g = 0; g < K::GROUPS_OF_UNIT; g++) {
         const int32_t sum = K::GROUP == 16 ? x.sums[g] : x.sums[0] + x.sums[1];
-        product += floats(group_sums<K>(codes, x, sum, g)) * scales[g].scale;
+        product += floats(sums_of(g, sum)) * scales[g].scale;
         if constexpr (K::HAS_OFFSETS) product += float(sum) * scales[g].offset;
     }
     return product * x.scale;
@@ -126,13 +131,15 @@ template <typename K, int R>
 void multiply_integers(const Blocks& weight, int64_t tile, const RoundedUnit* x, int64_t rows,
                        float (*totals)[OUTPUTS]) {
     if (R) rows = R;
-    Vec sums[R ? R : MAX_FEW][PIECES];
+    Vec sums[R ? R : MAX_ROUNDED][PIECES];
     for (int64_t r = 0; r < rows; r++)
         for (int piece = 0; piece < PIECES; piece++) sums[r][piece] = Vec{};
     const uint8_t* unit = weight.unit<K>(tile, 0);
     for (int64_t block = 0; block < weight.inputs / K::SIZE; block++) {
         const uint8_t* scales = weight.block_scales<K>(tile, block);
         for (int u = 0; u < K::UNITS; u++, unit += K::UNIT_CODES, x += rows)
+        {
+            fetch_codes<K>(unit);
 #pragma GCC unroll 2
             for (int piece = 0; piece < PIECES; piece++) {
                 const Numbers<K> numbers(scales, piece);
@@ -142,8 +149,11 @@ void multiply_integers(const Blocks& weight, int64_t tile, const RoundedUnit* x,
                 for (int g = 0; g < K::GROUPS_OF_UNIT; g++)
                     of[g] = scale_of<K>(numbers, scales, u * K::GROUPS_OF_UNIT + g, piece);
                 for (int64_t r = 0; r < rows; r++)
-                    sums[r][piece] += unit_product<K>(codes, of, x[r]);
+                    sums[r][piece] += unit_product<K>(of, x[r], [&](int g, int32_t sum) {
+                        return group_sums<K>(codes, x[r], sum, g);
+                    });
             }
+        }
     }
     for (int64_t r = 0; r < rows; r++)
         for (int piece = 0; piece < PIECES; piece++)
@@ -159,36 +169,24 @@ inline void round_rows(const bf16* x, int64_t stride, int64_t rows, int64_t inpu
     });
 }
 
-// Write the outputs of a tile.
-template <typename T>
-inline void write_outputs(const float (*totals)[OUTPUTS], const Blocks& weight, int64_t tile,
-                          const T* bias, int64_t rows, T* out) {
-    const int64_t start = tile * OUTPUTS;
-    const int count = int(std::min<int64_t>(OUTPUTS, weight.outputs - start));
-    for (int64_t row = 0; row < rows; row++)
-        for (int n = 0; n < count; n++)
-            out[row * weight.outputs + start + n] =
-                narrow<T>(totals[row][n] + (bias ? widen(bias[start + n]) : 0.0f));
-}
-
 // out [rows, outputs] = x @ weight.T + bias, of rounded inputs.
 void block_integers(const Blocks* weight, const bf16* x, int64_t stride, const bf16* bias,
                     bf16* out, int64_t all_rows, int64_t threads) {
     thread_local std::vector<RoundedUnit> scratch;  // kept for the next call
-    const int64_t units = weight->inputs / UNIT;
-    if (int64_t(scratch.size()) < units * std::min(MAX_FEW, all_rows))
-        scratch.resize(units * std::min(MAX_FEW, all_rows));
+    const size_t needed = weight->inputs / UNIT * std::min(MAX_ROUNDED, all_rows);
+    if (scratch.size() < needed) scratch.resize(needed);
     const RoundedUnit* rounded = scratch.data();
     with_kind(weight->kind, [&](auto kind) {
         using K = decltype(kind);
-        for (int64_t first = 0; first < all_rows; first += MAX_FEW) {
-            const int64_t rows = std::min(MAX_FEW, all_rows - first);
+        for (int64_t first = 0; first < all_rows; first += MAX_ROUNDED) {
+            const int64_t rows = std::min(MAX_ROUNDED, all_rows - first);
             round_rows(x + first * stride, stride, rows, weight->inputs, scratch.data(), threads);
             for_each(weight->tiles(), threads, [&](int64_t tile) {
-                float totals[MAX_FEW][OUTPUTS];
+                float totals[MAX_ROUNDED][OUTPUTS];
                 if (rows == 1) multiply_integers<K, 1>(*weight, tile, rounded, 1, totals);
                 else multiply_integers<K, 0>(*weight, tile, rounded, rows, totals);
-                write_outputs(totals, *weight, tile, bias, rows, out + first * weight->outputs);
+                write_outputs(totals, *weight, tile * OUTPUTS, bias, rows,
+                              out + first * weight->outputs);
             });
         }
     });

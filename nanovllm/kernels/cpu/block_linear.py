@@ -16,6 +16,7 @@ from nanovllm.kernels.cpu.library import DTYPES, address, constant, function
 from nanovllm.kernels.operands.block_matrix import BlockMatrix
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES, BlockType
 
+MOST_ROUNDED = 8  # rows for which integers are faster than AMX
 KINDS = tuple(BLOCK_TYPES)  # as `with_kind` of block_kinds.h numbers them
 
 
@@ -80,7 +81,12 @@ def block_linear(
     assert size_in == weight.shape[1] and x.stride(1) == 1 and x.dtype in DTYPES
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
     out = x.new_empty(num_rows, weight.shape[0])
-    name = "block_integers" if x.dtype == torch.bfloat16 else "block_floats"
+    if x.dtype == torch.float32:
+        name = "block_floats"
+    elif num_rows > MOST_ROUNDED and constant("blocks_by_amx"):
+        name = "block_amx"
+    else:
+        name = "block_integers"
     function(name, x.dtype)(
         ctypes.addressof(weight.struct), x.data_ptr(), x.stride(0), address(bias), out.data_ptr(),
         num_rows, torch.get_num_threads(),

@@ -33,7 +33,7 @@ OTHER_SOURCES = {
     ),
     **dict.fromkeys(
         ("tile_bytes", "arrange_blocks", "block_integers", "block_floats", "decode_tiles",
-         "rows_of_blocks", "outputs_of_tile"),
+         "rows_of_blocks", "outputs_of_tile", "block_amx", "blocks_by_amx"),
         SOURCE.with_name("block_linear.cpp"),
     ),
 }  # fmt: skip
@@ -60,6 +60,7 @@ ARGUMENTS = {
     "arrange_blocks": "ppii",
     "block_integers": "ppippii",
     "block_floats": "ppippii",
+    "block_amx": "ppippii",
     "decode_tiles": "piipi",
     "rows_of_blocks": "ppipi",
 }
