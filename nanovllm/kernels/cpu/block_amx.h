@@ -30,8 +30,8 @@ constexpr int REGISTER_ROWS = 16;                    // a register has 16 rows o
 constexpr int TILES = 2;                             // tiles of outputs that are computed together
 constexpr int WIDE = TILES * OUTPUTS;                // outputs
 constexpr int ROW_UNIT = 2 * REGISTER_ROWS;          // rows that are computed together
-constexpr int PART_UNITS = 8;                        // units that are decoded together
-constexpr int64_t INPUT_BYTES = 3 << 19;             // of packed rows: they fit the L2 cache
+constexpr int PART_UNITS = 8;                         // units that are decoded together
+constexpr int64_t INPUT_BYTES = 3 << 19;                 // of packed rows: they fit the L2 cache
 constexpr int64_t LEAST_ROWS = 64, MOST_ROWS = 256;  // rows that are packed together
 
 // The shapes of the unit's registers: all have their full size.
@@ -75,10 +75,12 @@ __attribute__((always_inline)) inline void decode_pairs(const uint8_t* unit,
                                                         UnitPairs to) {
     Bytes codes[UNIT_VECTORS];
     unpack<K>(unit, 0, codes);
+    Scale all[K::GROUPS_OF_UNIT];
+    for (int g = 0; g < K::GROUPS_OF_UNIT; g++)
+        all[g] = scale_of<K>(numbers, scales, index * K::GROUPS_OF_UNIT + g, 0);
 #pragma GCC unroll 8
     for (int i = 0; i < UNIT_VECTORS; i++) {
-        const int group = index * K::GROUPS_OF_UNIT + i / K::GROUP_VECTORS;
-        const Scale of = scale_of<K>(numbers, scales, group, 0);
+        const Scale& of = all[i / K::GROUP_VECTORS];
         Vec values[4];
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
@@ -107,16 +109,16 @@ void decode_units(const Blocks& weight, int64_t tile, int64_t start, int64_t cou
 
 typedef bf16 UnitRow[UNIT];
 
-// totals [16 * R, WIDE] += `count` units of R * 16 rows [units, padded rows] times two tiles.
+// totals [16 * R, WIDE] += `count` units of R * 16 rows [units, ROW_UNIT] times two tiles.
 template <int R>
-inline void multiply_units(const UnitRow* x, int64_t padded, int64_t count,
+inline void multiply_units(const UnitRow* x, int64_t count,
                            const UnitPairs (*weights)[PART_UNITS], float (*totals)[WIDE]) {
     constexpr int64_t STRIDE = sizeof(*totals);
     _tile_loadd(0, totals[0], STRIDE);
     _tile_loadd(1, totals[0] + OUTPUTS, STRIDE);
     if (R > 1) _tile_loadd(2, totals[16], STRIDE);
     if (R > 1) _tile_loadd(3, totals[16] + OUTPUTS, STRIDE);
-    for (int64_t u = 0; u < count; u++, x += padded) {
+    for (int64_t u = 0; u < count; u++, x += ROW_UNIT) {
         _tile_loadd(4, x, sizeof(UnitRow));
         if (R > 1) _tile_loadd(5, x + REGISTER_ROWS, sizeof(UnitRow));
         _tile_loadd(6, weights[0][u], sizeof(*weights[0][u]));
@@ -132,7 +134,7 @@ inline void multiply_units(const UnitRow* x, int64_t padded, int64_t count,
     if (R > 1) _tile_stored(3, totals[16] + OUTPUTS, STRIDE);
 }
 
-// totals [padded rows, WIDE] = rows [units, padded rows] times the tiles from `tile` on.
+// totals [padded rows, WIDE] = rows, as `pack_rows` writes them, times the tiles from `tile` on.
 template <typename K>
 void multiply_tiles(const Blocks& weight, int64_t tile, const UnitRow* x, int64_t rows,
                     int64_t padded, float (*totals)[WIDE]) {
@@ -147,22 +149,24 @@ void multiply_tiles(const Blocks& weight, int64_t tile, const UnitRow* x, int64_
         for (int64_t i = 0; i < tiles; i++) decode_units<K>(weight, tile + i, u, count, weights[i]);
         __asm__ volatile("" ::: "memory");  // gcc does not know what is read into the registers
         for (int64_t row = 0; row < rows; row += ROW_UNIT) {
-            const UnitRow* from = x + u * padded + row;
+            const UnitRow* from = x + row * units + u * ROW_UNIT;
             if (rows - row > REGISTER_ROWS)
-                multiply_units<2>(from, padded, count, weights, totals + row);
-            else multiply_units<1>(from, padded, count, weights, totals + row);
+                multiply_units<2>(from, count, weights, totals + row);
+            else multiply_units<1>(from, count, weights, totals + row);
         }
     }
     _tile_release();
 }
 
-// Copy rows [rows, inputs] to [units, padded rows]. The padding is zero.
+// Copy rows [rows, inputs] to [padded rows / ROW_UNIT, units, ROW_UNIT]. The padding is zero.
 inline void pack_rows(const bf16* x, int64_t stride, int64_t rows, int64_t padded, int64_t inputs,
                       UnitRow* to, int64_t threads) {
+    const int64_t units = inputs / UNIT;
     for_each_row(padded, inputs, threads, [&](int64_t row) {
-        for (int64_t u = 0; u < inputs / UNIT; u++)
-            if (row < rows) std::memcpy(to[u * padded + row], x + row * stride + u * UNIT, sizeof(*to));
-            else std::memset(to[u * padded + row], 0, sizeof(*to));
+        UnitRow* at = to + row / ROW_UNIT * ROW_UNIT * units + row % ROW_UNIT;
+        for (int64_t u = 0; u < units; u++, at += ROW_UNIT)
+            if (row < rows) std::memcpy(at, x + row * stride + u * UNIT, sizeof(*at));
+            else std::memset(at, 0, sizeof(*at));
     });
 }
 

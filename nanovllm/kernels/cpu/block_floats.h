@@ -44,7 +44,7 @@ void decode_block(const Blocks& weight, int64_t tile, int64_t block, float (*to)
     }
 }
 
-// Weights of `count` inputs from a block's first on; returns their number.
+// Weights of up to DEPTH inputs from `start` on, where a block begins; returns their number.
 template <typename K>
 int64_t decode_part(const Blocks& weight, int64_t tile, int64_t start, float (*to)[OUTPUTS]) {
     const int64_t count = std::min(DEPTH, weight.inputs - start);
@@ -112,27 +112,9 @@ void block_floats(const Blocks* weight, const T* x, int64_t stride, const T* bia
     });
 }
 
-// to [inputs, count * OUTPUTS] = the weights of `count` tiles, transposed.
-template <typename T>
-void decode_tiles(const Blocks* weight, int64_t first, int64_t count, T* to, int64_t threads) {
-    with_kind(weight->kind, [&](auto kind) {
-        using K = decltype(kind);
-        for_each(count, threads, [&](int64_t tile) {
-            alignas(CACHE_LINE) float weights[DEPTH][OUTPUTS];
-            for (int64_t start = 0; start < weight->inputs; start += DEPTH) {
-                const int64_t inputs = decode_part<K>(*weight, first + tile, start, weights);
-                for (int64_t k = 0; k < inputs; k++) {
-                    T* row = to + ((start + k) * count + tile) * OUTPUTS;
-                    for (int n = 0; n < OUTPUTS; n++) row[n] = narrow<T>(weights[k][n]);
-                }
-            }
-        });
-    });
-}
-
 // to [rows, inputs] = the weights of the outputs `ids`.
 template <typename T>
-void rows_of_blocks(const Blocks* weight, const int64_t* ids, int64_t rows, T* to, int64_t threads) {
+void weights_of_rows(const Blocks* weight, const int64_t* ids, int64_t rows, T* to, int64_t threads) {
     with_kind(weight->kind, [&](auto kind) {
         using K = decltype(kind);
         for_each_row(rows, weight->inputs * OUTPUTS, threads, [&](int64_t row) {

@@ -59,7 +59,8 @@ constexpr bool HAS_DOT = true;
 constexpr bool HAS_DOT = false;
 #endif
 
-// Without such an instruction, products of codes of 8 bits are of signed codes.
+// Without an instruction for four products, codes of 8 bits are multiplied as signed codes: sums of
+// two products must fit 16 bits.
 template <typename K>
 constexpr bool IS_SIGNED = !HAS_DOT && K::LARGEST > 127;
 
@@ -72,6 +73,15 @@ inline IntVec add_dot(IntVec sums, Bytes codes, const int8_t* x) {
     return (IntVec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(four));
 #elif defined(__AVXVNNI__) && !defined(__AVX512F__)
     return (IntVec)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)codes, _mm256_set1_epi32(four));
+#elif defined(__AVX512BW__)
+    __m512i w = (__m512i)codes, inputs = _mm512_set1_epi32(four);
+    if (IS_SIGNED<K>) {
+        w = _mm512_xor_si512(w, _mm512_set1_epi8(int8_t(0x80)));
+        inputs = _mm512_mask_sub_epi8(inputs, _mm512_movepi8_mask(w), __m512i{}, inputs);
+        w = _mm512_abs_epi8(w);
+    }
+    const __m512i pairs = _mm512_maddubs_epi16(w, inputs);
+    return sums + (IntVec)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
     __m256i w = (__m256i)codes, inputs = _mm256_set1_epi32(four);
     if (IS_SIGNED<K>) {

@@ -9,13 +9,12 @@
 extern "C" {
 void* tile_bytes_any = (void*)&tile_bytes;
 void* arrange_blocks_any = (void*)&arrange_blocks;
-void* block_integers_bfloat16 = (void*)&block_integers;
-void* block_amx_bfloat16 = (void*)&block_amx;
-void* block_floats_float32 = (void*)&block_floats<float>;
-void* block_floats_bfloat16 = (void*)&block_floats<bf16>;
-void* decode_tiles_bfloat16 = (void*)&decode_tiles<bf16>;
-void* rows_of_blocks_float32 = (void*)&rows_of_blocks<float>;
-void* rows_of_blocks_bfloat16 = (void*)&rows_of_blocks<bf16>;
+void* block_linear_float32 = (void*)&block_floats<float>;
+void* block_linear_bfloat16 = (void*)&block_integers;
+void* many_rows_of_blocks_bfloat16 = has_amx() ? (void*)&block_amx
+                                     : HAS_DOT ? (void*)&block_integers
+                                               : (void*)&block_floats<bf16>;
+void* weights_of_rows_float32 = (void*)&weights_of_rows<float>;
+void* weights_of_rows_bfloat16 = (void*)&weights_of_rows<bf16>;
 int64_t outputs_of_tile = OUTPUTS;
-int64_t blocks_by_amx = has_amx();
 }

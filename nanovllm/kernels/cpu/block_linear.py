@@ -1,10 +1,13 @@
 """Linear layers and embeddings with weights in GGUF's blocks, multiplied as they are stored.
 
-T rows, K inputs, N outputs. Inputs of float32 are multiplied in float32. Few rows of bfloat16 are
-rounded to integers of 14 bits for each 32 inputs, and products are integers. Many rows are
-multiplied by PyTorch where that is faster: stripes of the weight are decoded to bfloat16.
+T rows, K inputs, N outputs. Each output depends only on its own row and on whether there are more
+than MOST_ROUNDED rows, and not on the number of threads. bfloat16 outputs are rounded once.
 
-In the first two ways, an output depends only on its own row, and not on the number of threads.
+- float32: weights are decoded to float32. Products are added in parts of 256 inputs.
+- bfloat16, few rows: inputs are rounded to integers of 14 bits for each 32 inputs, which is far
+  below their own error. Products of integers are exact, and added in float32 for each 32 inputs.
+- bfloat16, many rows: weights are rounded to bfloat16 for AMX. Without AMX, the arithmetic is that
+  of few rows, or that of float32 on processors without instructions for products of bytes.
 """
 
 import ctypes
@@ -16,7 +19,7 @@ from nanovllm.kernels.cpu.library import DTYPES, address, constant, function
 from nanovllm.kernels.operands.block_matrix import BlockMatrix
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES, BlockType
 
-MOST_ROUNDED = 8  # rows for which integers are faster than AMX
+MOST_ROUNDED = 16  # rows for which integers are faster than AMX, or about as fast
 KINDS = tuple(BLOCK_TYPES)  # as `with_kind` of block_kinds.h numbers them
 
 
@@ -81,13 +84,8 @@ def block_linear(
     assert size_in == weight.shape[1] and x.stride(1) == 1 and x.dtype in DTYPES
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
     out = x.new_empty(num_rows, weight.shape[0])
-    if x.dtype == torch.float32:
-        name = "block_floats"
-    elif num_rows > MOST_ROUNDED and constant("blocks_by_amx"):
-        name = "block_amx"
-    else:
-        name = "block_integers"
-    function(name, x.dtype)(
+    many = num_rows > MOST_ROUNDED and x.dtype == torch.bfloat16
+    function("many_rows_of_blocks" if many else "block_linear", x.dtype)(
         ctypes.addressof(weight.struct), x.data_ptr(), x.stride(0), address(bias), out.data_ptr(),
         num_rows, torch.get_num_threads(),
     )  # fmt: skip
@@ -98,7 +96,7 @@ def block_rows(weight: TiledBlocks, ids: torch.Tensor, dtype: torch.dtype) -> to
     """The weight's rows with these ids [T], as [T, K] of a float type."""
     ids = ids.long().contiguous()
     out = torch.empty(len(ids), weight.shape[1], dtype=dtype)
-    function("rows_of_blocks", dtype)(
+    function("weights_of_rows", dtype)(
         ctypes.addressof(weight.struct), ids.data_ptr(), len(ids), out.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """The C++ library of this folder: its functions, which take tensors' addresses, and its constants.
 
 The first call compiles it, or raises a RuntimeError that says why this is not possible. Functions
-for a quantized KV cache, for linear layers and for adapters are in libraries of their own.
+for a quantized KV cache, for linear layers, for weights in blocks and for adapters are in libraries
+of their own.
 
 All libraries share a pool of threads if our kernels multiply all matrices. If oneDNN multiplies
 some, in PyTorch's threads, these threads do everything, because two pools would compete for the
@@ -32,8 +33,8 @@ OTHER_SOURCES = {
         ("lora_down", "lora_up", "group_rows", "block_rows"), SOURCE.with_name("lora.cpp")
     ),
     **dict.fromkeys(
-        ("tile_bytes", "arrange_blocks", "block_integers", "block_floats", "decode_tiles",
-         "rows_of_blocks", "outputs_of_tile", "block_amx", "blocks_by_amx"),
+        ("tile_bytes", "arrange_blocks", "block_linear", "many_rows_of_blocks",
+         "weights_of_rows", "outputs_of_tile"),
         SOURCE.with_name("block_linear.cpp"),
     ),
 }  # fmt: skip
@@ -58,11 +59,9 @@ ARGUMENTS = {
     "lora_up": "pppppiippiii",
     "tile_bytes": "iip",
     "arrange_blocks": "ppii",
-    "block_integers": "ppippii",
-    "block_floats": "ppippii",
-    "block_amx": "ppippii",
-    "decode_tiles": "piipi",
-    "rows_of_blocks": "ppipi",
+    "block_linear": "ppippii",
+    "many_rows_of_blocks": "ppippii",
+    "weights_of_rows": "ppipi",
 }
 
 # The constants of the random numbers have one source: `noise`.
