@@ -1,7 +1,8 @@
 """The C++ library of this folder: its functions, which take tensors' addresses, and its constants.
 
 The first call compiles it, or raises a RuntimeError that says why this is not possible. Functions
-for a quantized KV cache, for linear layers and for adapters are in libraries of their own.
+for a quantized KV cache, for linear layers, for weights in blocks and for adapters are in libraries
+of their own.
 
 All libraries share a pool of threads if our kernels multiply all matrices. If oneDNN multiplies
 some, in PyTorch's threads, these threads do everything, because two pools would compete for the
@@ -31,6 +32,11 @@ OTHER_SOURCES = {
     **dict.fromkeys(
         ("lora_down", "lora_up", "group_rows", "block_rows"), SOURCE.with_name("lora.cpp")
     ),
+    **dict.fromkeys(
+        ("tile_bytes", "arrange_blocks", "block_linear", "many_rows_of_blocks",
+         "weights_of_rows", "outputs_of_tile"),
+        SOURCE.with_name("block_linear.cpp"),
+    ),
 }  # fmt: skip
 MAX_HEAD_DIM = 256  # MAX_HEAD_DIM of vector.h
 DTYPES = (torch.float32, torch.bfloat16)
@@ -51,6 +57,11 @@ ARGUMENTS = {
     "group_rows": "piip",
     "lora_down": "piipppiiipi",
     "lora_up": "pppppiippiii",
+    "tile_bytes": "iip",
+    "arrange_blocks": "ppii",
+    "block_linear": "ppippii",
+    "many_rows_of_blocks": "ppippii",
+    "weights_of_rows": "ppipi",
 }
 
 # The constants of the random numbers have one source: `noise`.
