@@ -17,9 +17,10 @@ class BlockParts(NamedTuple):
     center: int  # the code of zero
     group: int
     scales: Tensor  # [n, K / group]: float16 or bfloat16; int8 or uint8 if there are supers
-    mins: Tensor | None = None  # float16 or uint8
+    mins: Tensor | None = None  # float16 or uint8; None also if `in_nibbles`
     supers: Tensor | None = None  # int32 [n, K / 256]: one or two float16 numbers
     numbers: str = "linear"
+    in_nibbles: bool = False  # the upper 4 bits of a scale are the min
 
 
 def parts_of(codes: Tensor, kind: BlockType) -> BlockParts:
@@ -79,8 +80,8 @@ def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
 def _q2_k(blocks: Tensor) -> BlockParts:
     scales, codes, supers = blocks.split((16, 64, 4), -1)
     return BlockParts(
-        _fields(codes, 2, 32).flatten(1), 2, 0, 16, (scales & 15).flatten(1),
-        (scales >> 4).flatten(1), _super(supers),
+        _fields(codes, 2, 32).flatten(1), 2, 0, 16, scales.flatten(1), None, _super(supers),
+        in_nibbles=True,
     )  # fmt: skip
 
 

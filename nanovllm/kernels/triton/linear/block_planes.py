@@ -49,6 +49,7 @@ class BlockPlanes:
     numbers: str  # how codes become numbers: "linear", "iq4" or "fp4"
     bits: tuple[int, int]  # of the planes
     group: int
+    in_nibbles: bool  # the upper 4 bits of a scale are the min
     arrivals: torch.Tensor  # int32 zeros, for kernels that divide K among programs
 
     @property
@@ -83,8 +84,8 @@ class BlockPlanes:
         """The constants of `block_values.load_values`."""
         return dict(
             LOW=self.bits[0], HIGH=self.bits[1], CENTER=self.center, NUMBERS=self.numbers,
-            GROUPS=RUN // self.group, MINS=self.mins is not None, SUPERS=self.supers is not None,
-            PADDED_N=self.padded_out,
+            GROUPS=RUN // self.group, MINS=2 if self.in_nibbles else int(self.mins is not None),
+            SUPERS=self.supers is not None, PADDED_N=self.padded_out,
         )  # fmt: skip
 
 
@@ -111,6 +112,7 @@ def arrange_blocks(weight: BlockMatrix) -> BlockPlanes:
         numbers=first.numbers,
         bits=(low, high),
         group=first.group,
+        in_nibbles=first.in_nibbles,
         arrivals=zeros(MOST_ROW_TILES * outputs // LEAST_OUTPUTS, dtype=torch.int32),
     )
     for begin in range(0, size_out, rows):
