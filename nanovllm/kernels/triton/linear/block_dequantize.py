@@ -9,9 +9,9 @@ import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.triton.linear.block_planes import RUN, BlockPlanes
-from nanovllm.kernels.triton.linear.block_values import load_values
+from nanovllm.kernels.triton.linear.block_values import lanes, load_values
 
-BLOCK_N = 32  # rows of a program
+BLOCK_N = 64  # rows of a program
 WARPS = 4
 
 
@@ -20,19 +20,21 @@ def _block_rows_kernel(  # type: ignore[no-untyped-def]
     low_ptr, high_ptr, scales_ptr, mins_ptr, supers_ptr, ids_ptr, out_ptr, num_rows,
     K: tl.constexpr, RUN: tl.constexpr, IDS: tl.constexpr, BLOCK_N: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, CENTER: tl.constexpr, NUMBERS: tl.constexpr,
-    GROUPS: tl.constexpr, MINS: tl.constexpr, SUPERS: tl.constexpr, PADDED_N: tl.constexpr,
+    GROUPS: tl.constexpr, SCALES: tl.constexpr, SCALE_CENTER: tl.constexpr, MINS: tl.constexpr,
+    PADDED_N: tl.constexpr,
 ):  # fmt: skip
     """Convert a run of inputs of BLOCK_N rows: those of ids if IDS, else all rows in order."""
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = row < num_rows
+    first = tl.program_id(0) * BLOCK_N
     run = tl.program_id(1)
-    n = row
+    n, other_n = lanes(first, BLOCK_N)
     if IDS:
-        n = tl.load(ids_ptr + row, mask=inside, other=0)
-    else:
-        n = tl.minimum(row, PADDED_N - 1)
-    values = load_values(low_ptr, high_ptr, scales_ptr, mins_ptr, supers_ptr, n, run,
-                         LOW, HIGH, CENTER, NUMBERS, GROUPS, MINS, SUPERS, PADDED_N)  # fmt: skip
+        n = tl.load(ids_ptr + n, mask=n < num_rows, other=0).to(tl.int32)
+        other_n = tl.load(ids_ptr + other_n, mask=other_n < num_rows, other=0).to(tl.int32)
+    values = load_values(low_ptr, high_ptr, scales_ptr, mins_ptr, supers_ptr, n, other_n, run,
+                         LOW, HIGH, CENTER, NUMBERS, GROUPS, SCALES, SCALE_CENTER, MINS,
+                         PADDED_N)  # fmt: skip
+    row = first + tl.arange(0, BLOCK_N)
+    inside = row < num_rows
     k = run * RUN + tl.arange(0, RUN)
     real = inside[:, None]
     if K % RUN:

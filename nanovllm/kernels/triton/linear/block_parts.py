@@ -16,11 +16,12 @@ class BlockParts(NamedTuple):
     bits: int
     center: int  # the code of zero
     group: int
-    scales: Tensor  # [n, K / group]: float16 or bfloat16; int8 or uint8 if there are supers
-    mins: Tensor | None = None  # float16 or uint8; None also if `in_nibbles`
+    scale_type: str  # "float16", "bfloat16", "bytes" or "nibbles"
+    scales: Tensor  # [n, K / group]
+    mins: Tensor | None = None  # of the type of scales
     supers: Tensor | None = None  # int32 [n, K / 256]: one or two float16 numbers
-    numbers: str = "linear"
-    in_nibbles: bool = False  # the upper 4 bits of a scale are the min
+    scale_center: int = 0  # the byte of a scale of zero
+    numbers: str = "linear"  # how codes become numbers: "linear", "iq4" or "fp4"
 
 
 def parts_of(codes: Tensor, kind: BlockType) -> BlockParts:
@@ -64,7 +65,9 @@ def _of_32(bits: int, center: int, has_min: bool, numbers: str) -> Callable[[Ten
             codes = _fields(blocks[..., -16:], 4, 16)
         if bits == 5:
             codes = codes | _bits(blocks[..., at : at + 4]) << 4
-        return BlockParts(codes.flatten(1), bits, center, 32, scales, mins, numbers=numbers)
+        return BlockParts(
+            codes.flatten(1), bits, center, 32, "float16", scales, mins, numbers=numbers
+        )
 
     return parts
 
@@ -80,8 +83,8 @@ def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
 def _q2_k(blocks: Tensor) -> BlockParts:
     scales, codes, supers = blocks.split((16, 64, 4), -1)
     return BlockParts(
-        _fields(codes, 2, 32).flatten(1), 2, 0, 16, scales.flatten(1), None, _super(supers),
-        in_nibbles=True,
+        _fields(codes, 2, 32).flatten(1), 2, 0, 16, "nibbles", scales.flatten(1), None,
+        _super(supers),
     )  # fmt: skip
 
 
@@ -90,38 +93,37 @@ def _q3_k(blocks: Tensor) -> BlockParts:
     codes = _fields(low, 2, 32) | _fields(high, 1, 32) << 2
     scales = _fields(packed[..., :8], 4, 8) | _fields(packed[..., 8:], 2, 4) << 4
     return BlockParts(
-        codes.flatten(1), 3, 4, 16, (scales.to(torch.int8) - 32).flatten(1), None, _super(supers)
+        codes.flatten(1), 3, 4, 16, "bytes", scales.flatten(1), None, _super(supers), 32
     )
 
 
 def _q4_k(blocks: Tensor) -> BlockParts:
     supers, packed, low = blocks.split((4, 12, 128), -1)
     scales, mins = _six_bits(packed)
-    return BlockParts(_fields(low, 4, 32).flatten(1), 4, 0, 32, scales, mins, _super(supers))
+    codes = _fields(low, 4, 32).flatten(1)
+    return BlockParts(codes, 4, 0, 32, "bytes", scales, mins, _super(supers))
 
 
 def _q5_k(blocks: Tensor) -> BlockParts:
     supers, packed, high, low = blocks.split((4, 12, 32, 128), -1)
     scales, mins = _six_bits(packed)
     codes = _fields(low, 4, 32) | _fields(high, 1, 32) << 4
-    return BlockParts(codes.flatten(1), 5, 0, 32, scales, mins, _super(supers))
+    return BlockParts(codes.flatten(1), 5, 0, 32, "bytes", scales, mins, _super(supers))
 
 
 def _q6_k(blocks: Tensor) -> BlockParts:
     low, high, scales, supers = blocks.split((128, 64, 16, 2), -1)
     codes = _fields(low, 4, 64) | _fields(high, 2, 32) << 4
-    return BlockParts(
-        codes.flatten(1), 6, 32, 16, scales.contiguous().view(torch.int8).flatten(1), None,
-        _super(supers),
-    )  # fmt: skip
+    scales = scales.flatten(1) ^ 128
+    return BlockParts(codes.flatten(1), 6, 32, 16, "bytes", scales, None, _super(supers), 128)
 
 
 def _iq4_xs(blocks: Tensor) -> BlockParts:
     supers, high, low, codes = blocks.split((2, 2, 4, 128), -1)
     scales = _fields(low, 4, 1) | _fields(high, 2, 1) << 4
     return BlockParts(
-        _fields(codes, 4, 16).flatten(1), 4, 0, 32, (scales.to(torch.int8) - 32).flatten(1), None,
-        _super(supers), "iq4",
+        _fields(codes, 4, 16).flatten(1), 4, 128, 32, "bytes", scales.flatten(1), None,
+        _super(supers), 32, "iq4",
     )  # fmt: skip
 
 
@@ -131,7 +133,7 @@ def _mxfp4(blocks: Tensor) -> BlockParts:
     bits = torch.where(exponents < 2, 1 << exponents + 5, (exponents - 1) << 7)
     scales = bits.to(torch.int16).view(torch.bfloat16)
     codes = _fields(blocks[..., 1:], 4, 16)
-    return BlockParts(codes.flatten(1), 4, 0, 32, scales, numbers="fp4")
+    return BlockParts(codes.flatten(1), 4, 0, 32, "bfloat16", scales, numbers="fp4")
 
 
 _PARTS: dict[str, Callable[[Tensor], BlockParts]] = {
@@ -145,7 +147,7 @@ _PARTS: dict[str, Callable[[Tensor], BlockParts]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
-    "IQ4_NL": _of_32(4, 0, False, "iq4"),
+    "IQ4_NL": _of_32(4, 128, False, "iq4"),
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
 }

@@ -17,6 +17,7 @@ from nanovllm.kernels.triton.linear.block_parts import BlockParts, parts_of
 RUN = 128  # inputs that a kernel takes at a time
 SUPER_RUNS = 2  # runs with one super scale
 LEAST_OUTPUTS = 64  # outputs are padded to a multiple
+LEAST_TILE = 16  # outputs of the smallest tile
 MOST_ROW_TILES = 4  # of products whose inputs are divided among programs
 CHUNK = 1 << 24  # values that are arranged at a time
 PLANES = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2), 8: (8, 0)}
@@ -27,29 +28,27 @@ class BlockPlanes:
     """A weight [N, K]; N is padded to `padded_out`, K to whole runs, with scales of zero.
 
     The lowest 2, 4 or 8 bits of all codes are the plane `low`, and the other ones the plane `high`.
-    A plane of b bits has 4 * b words for a run of an output. The word of (w, q) has the codes of
-    the inputs `16 * s + 8 * j + 2 * q + h` for s in [w * 8 / b, (w + 1) * 8 / b), and j and h in
-    (0, 1), at the bit `16 * h + b * (2 * (s % (8 / b)) + j)`: a thread of a tensor core multiplies
-    the inputs of one q, and two codes become two numbers at a time.
+    The input `16 * s + 8 * j + 2 * q + h` of a run belongs to the step s, and to the thread q of
+    four in a tensor core. A plane of b bits has b words for each q. With w = 2 * j + h and t =
+    s // 2, the bits of a code begin in
 
-    The value of a code c is `number(c) * scale - min`. If there are `supers`, the scale and the min
-    are whole numbers to be multiplied by the two float16 numbers of a super word; its upper half is
-    for the min. Types of 32 values have a float16 or bfloat16 scale, and a min that is minus the
-    file's.
+        word w * b // 4, at 16 * (s % 2) + 4 * t + b * w % 4          of a plane of 1, 2 or 4 bits
+        word w of the words for s % 2, at 8 * t                       of a plane of 8 bits
+
+    The value of a code c is `number(c) * scale - min`. With `supers`, scales and mins are bytes
+    that the two float16 numbers of a super word multiply; its upper half is for the min. With
+    "nibbles", the upper 4 bits of a scale are the min. Without, scales and mins are float16 or
+    bfloat16.
     """
 
-    low: torch.Tensor  # int32 [R, padded_out, 4 * bits]
+    low: torch.Tensor  # int32 [R, padded_out, 4 * b], those of q together
     high: torch.Tensor | None
-    scales: torch.Tensor  # [R, padded_out, RUN / group]
+    scales: torch.Tensor  # int32 [R, padded_out, words]
     mins: torch.Tensor | None
     supers: torch.Tensor | None  # int32 [ceil(R / SUPER_RUNS), padded_out]
     shape: tuple[int, int]  # N and K
     kind: str
-    center: int  # of the codes: the code of zero
-    numbers: str  # how codes become numbers: "linear", "iq4" or "fp4"
-    bits: tuple[int, int]  # of the planes
-    group: int
-    in_nibbles: bool  # the upper 4 bits of a scale are the min
+    parts: BlockParts  # of one row: what the codes and scales are
     arrivals: torch.Tensor  # int32 zeros, for kernels that divide K among programs
 
     @property
@@ -82,10 +81,13 @@ class BlockPlanes:
     @property
     def constants(self) -> dict[str, Any]:
         """The constants of `block_values.load_values`."""
+        parts = self.parts
+        low, high = PLANES[parts.bits]
         return dict(
-            LOW=self.bits[0], HIGH=self.bits[1], CENTER=self.center, NUMBERS=self.numbers,
-            GROUPS=RUN // self.group, MINS=2 if self.in_nibbles else int(self.mins is not None),
-            SUPERS=self.supers is not None, PADDED_N=self.padded_out,
+            LOW=low, HIGH=high, CENTER=parts.center, NUMBERS=parts.numbers,
+            GROUPS=RUN // parts.group, SCALES=parts.scale_type, SCALE_CENTER=parts.scale_center,
+            MINS=parts.mins is not None or parts.scale_type == "nibbles",
+            PADDED_N=self.padded_out,
         )  # fmt: skip
 
 
@@ -96,24 +98,22 @@ def arrange_blocks(weight: BlockMatrix) -> BlockPlanes:
     first = parts_of(weight.codes[:1], weight.kind)
     low, high = PLANES[first.bits]
     runs, outputs = cdiv(size_in, RUN), cdiv(size_out, LEAST_OUTPUTS) * LEAST_OUTPUTS
-    zeros = weight.codes.new_zeros
-    groups = RUN // first.group
+    assert runs * outputs * 4 * low < 1 << 31, "kernels compute offsets in 32 bits"
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=weight.codes.device)
+
+    words = RUN // first.group * first.scales.itemsize // 4
     planes = BlockPlanes(
-        low=zeros(runs, outputs, 4 * low, dtype=torch.int32),
-        high=zeros(runs, outputs, 4 * high, dtype=torch.int32) if high else None,
-        scales=zeros(runs, outputs, groups, dtype=first.scales.dtype),
-        mins=None if first.mins is None else zeros(runs, outputs, groups, dtype=first.mins.dtype),
-        supers=None
-        if first.supers is None
-        else zeros(cdiv(runs, SUPER_RUNS), outputs, dtype=torch.int32),
+        low=zeros(runs, outputs, 4 * low),
+        high=zeros(runs, outputs, 4 * high) if high else None,
+        scales=zeros(runs, outputs, words),
+        mins=None if first.mins is None else zeros(runs, outputs, words),
+        supers=None if first.supers is None else zeros(cdiv(runs, SUPER_RUNS), outputs),
         shape=(size_out, size_in),
         kind=weight.kind.name,
-        center=first.center,
-        numbers=first.numbers,
-        bits=(low, high),
-        group=first.group,
-        in_nibbles=first.in_nibbles,
-        arrivals=zeros(MOST_ROW_TILES * outputs // LEAST_OUTPUTS, dtype=torch.int32),
+        parts=first,
+        arrivals=zeros(MOST_ROW_TILES * outputs // LEAST_TILE),
     )
     for begin in range(0, size_out, rows):
         _fill(planes, begin, parts_of(weight.codes[begin : begin + rows], weight.kind))
@@ -122,15 +122,15 @@ def arrange_blocks(weight: BlockMatrix) -> BlockPlanes:
 
 def _fill(planes: BlockPlanes, begin: int, parts: BlockParts) -> None:
     """Store the rows from `begin` on."""
-    low, high = planes.bits
-    rows = slice(begin, begin + len(parts.codes))
+    low, high = PLANES[parts.bits]
+    rows, groups = slice(begin, begin + len(parts.codes)), RUN // parts.group
     codes = _in_runs(parts.codes, RUN)
     planes.low[:, rows] = plane_of(codes & ((1 << low) - 1), low)
     if planes.high is not None:
         planes.high[:, rows] = plane_of(codes >> low, high)
-    planes.scales[:, rows] = _in_runs(parts.scales, RUN // parts.group)
+    planes.scales[:, rows] = _in_words(_in_runs(parts.scales, groups))
     if planes.mins is not None and parts.mins is not None:
-        planes.mins[:, rows] = _in_runs(parts.mins, RUN // parts.group)
+        planes.mins[:, rows] = _in_words(_in_runs(parts.mins, groups))
     if planes.supers is not None and parts.supers is not None:
         planes.supers[:, rows] = parts.supers.t()
 
@@ -141,12 +141,23 @@ def _in_runs(values: torch.Tensor, size: int) -> torch.Tensor:
     return padded.view(len(values), -1, size).transpose(0, 1)
 
 
+def _in_words(values: torch.Tensor) -> torch.Tensor:
+    return values.contiguous().view(torch.int32)
+
+
 def plane_of(fields: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack fields [R, n, RUN] of a number of bits into words [R, n, 4 * bits]."""
-    steps = 8 // bits
     runs, rows, _ = fields.shape
-    at = torch.arange(2 * steps, dtype=torch.int32, device=fields.device) * bits
-    shifts = at.view(steps, 2, 1, 1) + at.new_tensor([0, 16])
-    split = fields.reshape(runs, rows, bits, steps, 2, 4, 2).int()
-    words = (split << shifts).sum((3, 4, 6), dtype=torch.int32)
-    return words.view(runs, rows, 4 * bits)
+    # By t, s % 2, j, q and h.
+    split = fields.reshape(runs, rows, 4, 2, 2, 4, 2).int()
+
+    def times(count: int, step: int) -> torch.Tensor:
+        return torch.arange(count, dtype=torch.int32, device=fields.device) * step
+
+    if bits == 8:
+        words = (split << times(4, 8).view(4, 1, 1, 1, 1)).sum(2, dtype=torch.int32)
+        return words.permute(0, 1, 2, 4, 3, 5).reshape(runs, rows, 32)  # s % 2, q, j, h
+    split = split << times(4, 4).view(4, 1, 1, 1, 1) << times(2, 16).view(2, 1, 1, 1)
+    by_w = split.sum((2, 3), dtype=torch.int32).transpose(2, 3)  # q, j, h
+    by_word = by_w.reshape(runs, rows, 4, bits, 4 // bits) << times(4 // bits, bits)
+    return by_word.sum(-1, dtype=torch.int32).view(runs, rows, 4 * bits)

@@ -27,11 +27,12 @@ from nanovllm.kernels.triton.common import (
 )
 from nanovllm.kernels.triton.linear.block_planes import (
     LEAST_OUTPUTS,
+    LEAST_TILE,
     MOST_ROW_TILES,
     RUN,
     BlockPlanes,
 )
-from nanovllm.kernels.triton.linear.block_values import load_values
+from nanovllm.kernels.triton.linear.block_values import lanes, load_values
 from nanovllm.kernels.triton.linear.row_outputs import RowOperands, store_outputs
 from nanovllm.kernels.triton.linear.row_tiles import RowTiles
 
@@ -56,7 +57,8 @@ def _block_products_kernel(  # type: ignore[no-untyped-def]
     arrivals_ptr, num_rows, eps,
     N: tl.constexpr, K: tl.constexpr, RUN: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, CENTER: tl.constexpr, NUMBERS: tl.constexpr,
-    GROUPS: tl.constexpr, MINS: tl.constexpr, SUPERS: tl.constexpr, PADDED_N: tl.constexpr,
+    GROUPS: tl.constexpr, SCALES: tl.constexpr, SCALE_CENTER: tl.constexpr, MINS: tl.constexpr,
+    PADDED_N: tl.constexpr,
     P: tl.constexpr, BLOCK_P: tl.constexpr, BIAS: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
@@ -69,8 +71,7 @@ def _block_products_kernel(  # type: ignore[no-untyped-def]
     real = (t < num_rows)[:, None] & (n < N)[None, :]
     at = t[:, None] * N + n[None, :]
     inside_n = tl.minimum(n, N - 1) if N % BLOCK_N else n
-    # The outputs whose codes are loaded: if gates are not whole tiles, these end where ups begin.
-    coded_n = inside_n if GATED else n
+    lane_n, other_n = lanes(first_n, BLOCK_N)
     await_inputs(EARLY)
     # Loads for the end of the kernel start before those of the codes, which take longest.
     if P:
@@ -88,14 +89,14 @@ def _block_products_kernel(  # type: ignore[no-untyped-def]
     end = tl.minimum((split + 1) * SHARE, RUNS)
     for run in tl.range(split * SHARE, end, num_stages=STAGES):
         x = _load_x(x_ptr, t, run * RUN + tl.arange(0, RUN), num_rows, K, RUN)
-        values = load_values(low_ptr, high_ptr, scales_ptr, mins_ptr, supers_ptr, coded_n, run,
-                             LOW, HIGH, CENTER, NUMBERS, GROUPS, MINS, SUPERS,
+        values = load_values(low_ptr, high_ptr, scales_ptr, mins_ptr, supers_ptr, lane_n, other_n,
+                             run, LOW, HIGH, CENTER, NUMBERS, GROUPS, SCALES, SCALE_CENTER, MINS,
                              PADDED_N)  # fmt: skip
         acc = dot(values.to(x.dtype), tl.trans(x), acc)
         if GATED:
-            values = load_values(low_ptr, high_ptr, scales_ptr, mins_ptr, supers_ptr, coded_n + N,
-                                 run, LOW, HIGH, CENTER, NUMBERS, GROUPS, MINS, SUPERS,
-                                 PADDED_N)  # fmt: skip
+            values = load_values(low_ptr, high_ptr, scales_ptr, mins_ptr, supers_ptr, N + lane_n,
+                                 N + other_n, run, LOW, HIGH, CENTER, NUMBERS, GROUPS, SCALES,
+                                 SCALE_CENTER, MINS, PADDED_N)  # fmt: skip
             up = dot(values.to(x.dtype), tl.trans(x), up)
     acc = tl.trans(acc)
     up = tl.trans(up)
@@ -140,7 +141,7 @@ def launch(rows: RowOperands, weight: BlockPlanes, tiles: RowTiles | None = None
     assert x.is_contiguous() and rows.out.is_contiguous()
     tiles = tiles or choose_block_tiles(num_rows, weight, rows.gated)
     columns = cdiv(size_out, tiles.outputs)
-    assert tiles.outputs % LEAST_OUTPUTS == 0 and weight.padded_out % tiles.outputs == 0
+    assert tiles.outputs >= LEAST_TILE and size_out % tiles.outputs * rows.gated == 0
     assert tiles.splits == 1 or cdiv(num_rows, tiles.rows) <= MOST_ROW_TILES
     tensors, constants = rows.arguments(columns)
     parts = squares = tensors[-1]

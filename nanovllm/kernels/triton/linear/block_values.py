@@ -1,131 +1,188 @@
 """The values of a tile of `BlockPlanes` in float32, inside other kernels.
 
-The bits of a code become the mantissa of a number with a known exponent, which is subtracted. Two
-codes of up to 6 bits become the halves of a word, each the upper half of a float32 number; a code
-of 8 bits is the lowest byte of one. All of this is exact: a value has at most the one rounding of
-float32 that the file's definition has. Values come in the registers where tensor cores read them.
+The bits of a code become the mantissa of a number with a known exponent, which is subtracted; they
+stay where they are in their word, and their scale is divided by two to the power of their place.
+All of this is exact: a value has at most the one rounding of float32 that the file's definition
+has. A thread loads the codes that it will multiply in a tensor core: lane 4 * r + q of a warp has
+the outputs r and r + 8 of 16, and for each 16 inputs those of q (see `BlockPlanes`). So values stay
+in the registers in which they are computed.
 """
 
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.triton.linear.block_planes import RUN
+from nanovllm.kernels.triton.common import INTERPRETED
 
-STEPS = tl.constexpr(RUN // 16)  # of tensor cores, with 16 inputs each
-QUADS = tl.constexpr(4)  # words of a step
-RUN_SIZE = tl.constexpr(RUN)
+MAGIC = tl.constexpr(0x4B000000)  # 2^23, to whose bits a code is added
 # The values of IQ4's codes plus 128, from the lowest byte of the first word on.
-IQ4_0, IQ4_1, IQ4_2, IQ4_3 = (
-    tl.constexpr(word) for word in (0x3F2D1801, 0x766A5D4F, 0xA6998D81 - (1 << 32),
-                                    0xF1D9C5B5 - (1 << 32))
-)  # fmt: skip
+IQ4_0, IQ4_1 = tl.constexpr(0x3F2D1801), tl.constexpr(0x766A5D4F)
+IQ4_2, IQ4_3 = tl.constexpr(0xA6998D81 - (1 << 32)), tl.constexpr(0xF1D9C5B5 - (1 << 32))
+# Look the four lower nibbles of $1 up: among the first 8 values, among the others, and choose by
+# the highest bit of each nibble.
+LOOK_UP = tl.constexpr(
+    """{ .reg .b32 a, b, s;
+    and.b32 s, $1, 0x7777;
+    prmt.b32 a, $2, $3, s;
+    prmt.b32 b, $4, $5, s;
+    shr.b32 s, $1, 1;
+    and.b32 s, s, 0x4444;
+    or.b32 s, s, 0x3210;
+    prmt.b32 $0, a, b, s; }"""
+)
+MASK_AND_ADD = tl.constexpr("lop3.b32 $0, $1, $2, $3, 0xea;")  # $1 & $2 | $3
+
+
+@triton.jit
+def lanes(first_n, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The upper and the lower output of each lane of a tile: [2 * BLOCK_N]."""
+    lane = tl.arange(0, 2 * BLOCK_N)
+    n = first_n + lane // 32 * 16 + lane % 32 // 4
+    return n, n + 8
 
 
 @triton.jit
 def load_values(  # type: ignore[no-untyped-def]
+    low_ptr, high_ptr, scales_ptr, mins_ptr, supers_ptr, n, other_n, run,
+    LOW: tl.constexpr, HIGH: tl.constexpr, CENTER: tl.constexpr, NUMBERS: tl.constexpr,
+    GROUPS: tl.constexpr, SCALES: tl.constexpr, SCALE_CENTER: tl.constexpr, MINS: tl.constexpr,
+    PADDED_N: tl.constexpr,
+):  # fmt: skip
+    """The weights [outputs, 128] of a run of inputs, for the outputs of each lane."""
+    upper = _of_lanes(low_ptr, high_ptr, scales_ptr, mins_ptr, supers_ptr, n, run, LOW, HIGH,
+                      CENTER, NUMBERS, GROUPS, SCALES, SCALE_CENTER, MINS, PADDED_N)  # fmt: skip
+    lower = _of_lanes(low_ptr, high_ptr, scales_ptr, mins_ptr, supers_ptr, other_n, run, LOW, HIGH,
+                      CENTER, NUMBERS, GROUPS, SCALES, SCALE_CENTER, MINS, PADDED_N)  # fmt: skip
+    TILES: tl.constexpr = n.shape[0] // 32  # noqa: N806
+    # Tile, r, q, j, h, the three bits of a step, upper or lower.
+    values = tl.reshape(tl.join(upper, lower), (TILES, 8, 4, 2, 2, 2, 2, 2, 2))
+    values = tl.permute(values, (0, 8, 1, 7, 6, 5, 3, 2, 4))
+    return tl.reshape(values, (16 * TILES, 128))
+
+
+@triton.jit
+def _of_lanes(  # type: ignore[no-untyped-def]
     low_ptr, high_ptr, scales_ptr, mins_ptr, supers_ptr, n, run,
     LOW: tl.constexpr, HIGH: tl.constexpr, CENTER: tl.constexpr, NUMBERS: tl.constexpr,
-    GROUPS: tl.constexpr, MINS: tl.constexpr, SUPERS: tl.constexpr, PADDED_N: tl.constexpr,
+    GROUPS: tl.constexpr, SCALES: tl.constexpr, SCALE_CENTER: tl.constexpr, MINS: tl.constexpr,
+    PADDED_N: tl.constexpr,
 ):  # fmt: skip
-    """The weights [outputs, RUN] of outputs n, below PADDED_N, and of the inputs of a run."""
+    """The values of one output of each lane: [lanes, 4, 2, 2, 2], a step's lowest bit first."""
     row = run * PADDED_N + n
-    low = _spread(_load_words(low_ptr, row, LOW), LOW)
-    high = low
+    slot = row * 4 + tl.arange(0, n.shape[0]) % 4
+    even, odd = _load_low(low_ptr, row, slot, LOW)
+    if NUMBERS == "iq4":
+        even, odd = _look_up(even), _look_up(odd)
+    high = even
     if HIGH:
-        high = _spread(_load_words(high_ptr, row, HIGH), HIGH)
-    scale, smallest = load_scales(
-        scales_ptr, mins_ptr, supers_ptr, row, n, run, GROUPS, MINS, SUPERS, PADDED_N
-    )
-    a, b = _pair(low, high, scale, smallest, 0, LOW, HIGH, CENTER, NUMBERS, MINS)
-    c, d = _pair(low, high, scale, smallest, 1, LOW, HIGH, CENTER, NUMBERS, MINS)
-    pairs = tl.join(tl.join(a, b), tl.join(c, d))  # [outputs, steps, quads, half, pair]
-    values = tl.permute(pairs, (0, 1, 4, 2, 3))
-    return tl.reshape(values, (n.shape[0], RUN_SIZE))
+        high = _load_plane(high_ptr, slot, HIGH)
+    PAIRS: tl.constexpr = SCALES == "float16" or SCALES == "bfloat16"  # noqa: N806, PLR1714
+    WORDS: tl.constexpr = GROUPS // 2 if PAIRS else GROUPS // 4  # of scales  # noqa: N806
+    first = tl.load(scales_ptr + row * WORDS)
+    second, first_min, second_min, d, d_min = first, first, first, first, first
+    if WORDS == 2:
+        second = tl.load(scales_ptr + row * 2 + 1)
+    if MINS and SCALES != "nibbles":
+        first_min = tl.load(mins_ptr + row * WORDS)
+        second_min = first_min
+        if WORDS == 2:
+            second_min = tl.load(mins_ptr + row * 2 + 1)
+    if not PAIRS:
+        d = tl.load(supers_ptr + run // 2 * PADDED_N + n)
+        d_min = _float16(d >> 16)
+        d = _float16(d)
+    a = _two_steps(even, odd, high, first, second, first_min, second_min, d, d_min, 0, LOW, HIGH,
+                   CENTER, NUMBERS, GROUPS, SCALES, SCALE_CENTER, MINS)  # fmt: skip
+    b = _two_steps(even, odd, high, first, second, first_min, second_min, d, d_min, 2, LOW, HIGH,
+                   CENTER, NUMBERS, GROUPS, SCALES, SCALE_CENTER, MINS)  # fmt: skip
+    c = _two_steps(even, odd, high, first, second, first_min, second_min, d, d_min, 4, LOW, HIGH,
+                   CENTER, NUMBERS, GROUPS, SCALES, SCALE_CENTER, MINS)  # fmt: skip
+    e = _two_steps(even, odd, high, first, second, first_min, second_min, d, d_min, 6, LOW, HIGH,
+                   CENTER, NUMBERS, GROUPS, SCALES, SCALE_CENTER, MINS)  # fmt: skip
+    return tl.join(tl.join(a, b), tl.join(c, e))
 
 
 @triton.jit
-def _load_words(ptr, row, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = row[:, None] * (QUADS * BITS) + tl.arange(0, QUADS * BITS)[None, :]
-    return tl.load(ptr + at)
-
-
-@triton.jit
-def _spread(words, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Words [outputs, 4 * BITS] as [outputs, STEPS, 4], with a step's codes in the lowest bits."""
-    N: tl.constexpr = words.shape[0]  # noqa: N806
-    EACH: tl.constexpr = STEPS // BITS  # noqa: N806
-    words = tl.reshape(words, (N, BITS, 1, QUADS))
+def _load_plane(ptr, slot, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The codes of each w, from bit 0 on: [lanes, 4]."""
+    N: tl.constexpr = slot.shape[0]  # noqa: N806
+    words = tl.load(ptr + slot[:, None] * BITS + tl.arange(0, BITS)[None, :])
+    EACH: tl.constexpr = 4 // BITS  # noqa: N806
     if EACH > 1:
-        shift = 2 * BITS * tl.arange(0, EACH)
-        words = tl.broadcast_to(words, (N, BITS, EACH, QUADS)) >> shift[None, None, :, None]
-    return tl.reshape(words, (N, STEPS, QUADS))
+        shift = tl.arange(0, EACH) * BITS
+        words = tl.reshape(words, (N, BITS, 1)) >> shift[None, None, :]
+    return tl.reshape(words, (N, 4))
 
 
 @triton.jit
-def load_scales(  # type: ignore[no-untyped-def]
-    scales_ptr, mins_ptr, supers_ptr, row, n, run,
-    GROUPS: tl.constexpr, MINS: tl.constexpr, SUPERS: tl.constexpr, PADDED_N: tl.constexpr,
-):  # fmt: skip
-    """The scales, and the mins if there are any, in float32: [outputs, STEPS, 1]."""
-    at = row[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
-    scale = tl.load(scales_ptr + at)
-    if MINS == 2:
-        smallest = (scale >> 4).to(tl.float32)
-        scale &= 15
-    scale = scale.to(tl.float32)
-    if MINS == 0:
-        smallest = scale
-    elif MINS == 1:
-        smallest = tl.load(mins_ptr + at).to(tl.float32)
-    if SUPERS:
-        words = tl.load(supers_ptr + run // 2 * PADDED_N + n)
-        scale *= _half(words)[:, None]
-        if MINS:
-            smallest *= _half(words >> 16)[:, None]
-    return _for_steps(scale, GROUPS), _for_steps(smallest, GROUPS)
+def _load_low(ptr, row, slot, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The codes of even and of odd steps, from bit 0 on: [lanes, 4] each."""
+    if BITS == 8:
+        at = (row * 16 + slot * 4)[:, None] + tl.arange(0, 4)[None, :]
+        even = tl.load(ptr + at)
+        odd = tl.load(ptr + at + 16)
+    else:
+        even = _load_plane(ptr, slot, BITS)
+        odd = even >> 16
+    return even, odd
 
 
 @triton.jit
-def _half(words):  # type: ignore[no-untyped-def]
-    """The float16 number in the lower half of a word."""
+def _float16(words):  # type: ignore[no-untyped-def]
+    """The number in the lower half of a word."""
     return words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _for_steps(values, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    N: tl.constexpr = values.shape[0]  # noqa: N806
-    EACH: tl.constexpr = STEPS // GROUPS  # noqa: N806
-    if EACH > 1:
-        values = tl.broadcast_to(tl.reshape(values, (N, GROUPS, 1)), (N, GROUPS, EACH))
-    return tl.reshape(values, (N, STEPS, 1))
+def _two_steps(  # type: ignore[no-untyped-def]
+    even, odd, high, first, second, first_min, second_min, d, d_min, STEP: tl.constexpr,
+    LOW: tl.constexpr, HIGH: tl.constexpr, CENTER: tl.constexpr, NUMBERS: tl.constexpr,
+    GROUPS: tl.constexpr, SCALES: tl.constexpr, SCALE_CENTER: tl.constexpr, MINS: tl.constexpr,
+):  # fmt: skip
+    """The values of the even step STEP and of the next one: [lanes, 4, 2]."""
+    BYTES: tl.constexpr = LOW == 8 or NUMBERS == "iq4"  # noqa: N806
+    # Where the codes are in their words, and where they remain.
+    AT: tl.constexpr = STEP * 4 if BYTES else STEP * 2  # noqa: N806
+    PLACE: tl.constexpr = AT % 16 if NUMBERS != "fp4" else 0  # noqa: N806
+    GROUP: tl.constexpr = STEP * GROUPS // 8  # noqa: N806
+    scale, smallest = _scale(first, second, first_min, second_min, d, d_min, GROUP, SCALES,
+                             SCALE_CENTER, MINS)  # fmt: skip
+    next_scale, next_smallest = scale, smallest
+    if GROUPS == 8:
+        next_scale, next_smallest = _scale(first, second, first_min, second_min, d, d_min,
+                                           GROUP + 1, SCALES, SCALE_CENTER, MINS)  # fmt: skip
+    if PLACE:
+        scale *= 1.0 / (1 << PLACE)
+        next_scale *= 1.0 / (1 << PLACE)
+    a = _numbers(even, high, AT, PLACE, LOW, HIGH, CENTER, NUMBERS) * scale[:, None]
+    b = _numbers(odd, high >> 16, AT, PLACE, LOW, HIGH, CENTER, NUMBERS) * next_scale[:, None]
+    if MINS:
+        a -= smallest[:, None]
+        b -= next_smallest[:, None]
+    return tl.join(a, b)
 
 
 @triton.jit
-def _pair(  # type: ignore[no-untyped-def]
-    low, high, scale, smallest, J: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
-    CENTER: tl.constexpr, NUMBERS: tl.constexpr, MINS: tl.constexpr,
+def _scale(  # type: ignore[no-untyped-def]
+    first, second, first_min, second_min, d, d_min, GROUP: tl.constexpr, SCALES: tl.constexpr,
+    SCALE_CENTER: tl.constexpr, MINS: tl.constexpr,
 ):  # fmt: skip
-    """The values of the J-th two codes of each word: [outputs, STEPS, 4], twice."""
-    codes = (low >> J * LOW) & (((1 << LOW) - 1) * 0x10001)
-    if HIGH:
-        field = (high >> J * HIGH) & (((1 << HIGH) - 1) * 0x10001)
-        codes |= field << LOW
-    if NUMBERS == "fp4":
-        a, b = _of_fp4(codes)
-    elif NUMBERS == "iq4":
-        a, b = _of_iq4(codes & 15), _of_iq4(codes >> 16)
-    elif LOW == 8:
-        a, b = _of_byte(codes & 0xFF, CENTER), _of_byte(codes >> 16, CENTER)
+    """The scale and the min of a group: [lanes] each."""
+    if SCALES == "float16" or SCALES == "bfloat16":  # noqa: PLR1714
+        word = (second if GROUP >= 2 else first) >> GROUP % 2 * 16
+        scale = _float16(word) if SCALES == "float16" else _float(word << 16)
+        smallest = scale
+        if MINS:
+            smallest = _float16((second_min if GROUP >= 2 else first_min) >> GROUP % 2 * 16)
     else:
-        halves = codes | 0x43004300  # 128 plus the codes, in bfloat16
-        a = _float(halves << 16) - (128 + CENTER)
-        b = _float(halves & -0x10000) - (128 + CENTER)
-    a *= scale
-    b *= scale
-    if MINS:
-        a -= smallest
-        b -= smallest
-    return a, b
+        word = (second if GROUP >= 4 else first) >> GROUP % 4 * 8
+        scale = (_added(word, 15 if SCALES == "nibbles" else 255) - (8388608 + SCALE_CENTER)) * d
+        smallest = scale
+        if SCALES == "nibbles":
+            smallest = (_added(word >> 4, 15) - 8388608) * d_min
+        elif MINS:
+            word = (second_min if GROUP >= 4 else first_min) >> GROUP % 4 * 8
+            smallest = (_added(word, 255) - 8388608) * d_min
+    return scale, smallest
 
 
 @triton.jit
@@ -134,22 +191,56 @@ def _float(bits):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _of_byte(code, CENTER: tl.constexpr):  # type: ignore[no-untyped-def]
-    """2^23 plus the code, minus 2^23 and the center."""
-    return _float(code | 0x4B000000) - (8388608 + CENTER)
+def _added(bits, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """2^23 plus the bits of a mask."""
+    if INTERPRETED:
+        return _float((bits & MASK) | MAGIC)
+    bits = tl.inline_asm_elementwise(MASK_AND_ADD, "=r,r,r,r", [bits, MASK, MAGIC],
+                                     dtype=tl.int32, is_pure=True, pack=1)  # fmt: skip
+    return _float(bits)
 
 
 @triton.jit
-def _of_iq4(code):  # type: ignore[no-untyped-def]
-    """Look the code's value up, in one of four words."""
+def _numbers(  # type: ignore[no-untyped-def]
+    low, high, AT: tl.constexpr, PLACE: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    CENTER: tl.constexpr, NUMBERS: tl.constexpr,
+):  # fmt: skip
+    """The codes at a bit of words [lanes, 4] as numbers, times two to the power of their place."""
+    if NUMBERS == "fp4":  # twice e2m1: its bits in float32's places, times 2^127
+        bits = ((low << 28 - AT) & -0x80000000) | ((low << 22 - AT) & 0x01C00000)
+        return _float(bits) * 2.0**127
+    if AT >= 16:  # bytes
+        low = low >> 16
+    BYTES: tl.constexpr = LOW == 8 or NUMBERS == "iq4"  # noqa: N806
+    BITS: tl.constexpr = 8 if BYTES else LOW  # noqa: N806
+    if HIGH:
+        # The masks are apart, so that one operation joins them and the number.
+        field = high << LOW
+        code = (low & (((1 << BITS) - 1) << PLACE)) | (field & (((1 << HIGH) - 1) << LOW + PLACE))
+        number = _float(code | MAGIC)
+    else:
+        number = _added(low, ((1 << BITS) - 1) << PLACE)
+    return number - (8388608 + (CENTER << PLACE))
+
+
+@triton.jit
+def _look_up(words):  # type: ignore[no-untyped-def]
+    """IQ4's values plus 128 of the four lower codes of words, as the bytes of words."""
+    if INTERPRETED:
+        return (
+            _value_of(words & 15) | (_value_of(words >> 4 & 15) << 8)
+            | (_value_of(words >> 8 & 15) << 16) | (_value_of(words >> 12 & 15) << 24)
+        )  # fmt: skip
+    return tl.inline_asm_elementwise(
+        LOOK_UP, "=r,r,r,r,r,r", [words, IQ4_0, IQ4_1, IQ4_2, IQ4_3], dtype=tl.int32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _value_of(code):  # type: ignore[no-untyped-def]
+    """IQ4's value of a code, plus 128."""
     below = tl.where((code & 4) != 0, IQ4_1, IQ4_0)
     above = tl.where((code & 4) != 0, IQ4_3, IQ4_2)
     word = tl.where((code & 8) != 0, above, below)
-    return _of_byte((word >> (code & 3) * 8) & 0xFF, 128)
-
-
-@triton.jit
-def _of_fp4(codes):  # type: ignore[no-untyped-def]
-    """Twice the numbers of e2m1: their bits in bfloat16's places, times 2^127 for the exponent."""
-    halves = ((codes & 0x00080008) << 12) | ((codes & 0x00070007) << 6)
-    return _float(halves << 16) * 2.0**127, _float(halves & -0x10000) * 2.0**127
+    return (word >> (code & 3) * 8) & 0xFF
