@@ -8,16 +8,18 @@ Prints a line for each shape, number of rows, type and way to compute the produc
 writes it as a line of JSON. `ours` is what an engine calls, `kernel` multiplies the codes,
 `dequantize` converts the weight before PyTorch multiplies it. With --tiles, `kernel` is measured
 with many ways to divide the product, and the fastest ones are printed. Before its first
-measurement, a type is compared with its plain twin, and with random weights.
+measurement, a type is compared with its plain twin. Weights are random.
 
 Times come from CUDA graphs in which copies of the weight take turns, so that weights are read from
 memory. The percentage is of the rate of a large copy, for the bytes that `ours` must read.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +33,8 @@ import torch.nn.functional as F
 from nanovllm.kernels.operands.block_matrix import BlockMatrix
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES
 from nanovllm.kernels.plain import block_linear as plain
-from nanovllm.kernels.triton.common import INTERPRETED
+from nanovllm.kernels.triton.common import INTERPRETED, num_multiprocessors
+from nanovllm.kernels.triton.dry_run import dry_run
 from nanovllm.kernels.triton.linear import block_products
 from nanovllm.kernels.triton.linear.block_dequantize import dequantize_blocks
 from nanovllm.kernels.triton.linear.block_linear import block_linear, block_rows
@@ -45,7 +48,8 @@ SHAPES = "6144x4096,4096x4096,24576x4096,4096x12288,151936x4096"  # Qwen3-8B's
 ROWS = "1,4,16,64,256,1024"
 READ_BYTES = 256 << 20  # of the copies that take turns: several times the L2 cache
 MOST_COPIES = 32
-TOLERANCE = 2.0 ** (-6 if INTERPRETED.value else -7)  # of the largest output; the interpreter truncates
+# Of the largest output; the interpreter truncates numbers to bfloat16.
+TOLERANCE = 2.0 ** (-6 if INTERPRETED.value else -7)
 BF16 = torch.bfloat16
 FASTEST = 3  # ways to divide a product that are printed
 
@@ -141,32 +145,50 @@ def product(x: torch.Tensor, weight: BlockPlanes, tiles: RowTiles | None = None)
     return out
 
 
-def some_tiles(num_rows: int, weight: BlockPlanes) -> Iterator[RowTiles]:
+def some_tiles(num_rows: int, weight: BlockPlanes) -> list[RowTiles]:
     """Ways to divide a product. Some may not fit the GPU."""
-    least = 1 << max(3, (min(num_rows, 256) - 1).bit_length())
-    for rows, (outputs, warps), stages in itertools.product(
-        {least, max(16, least), max(16, least // 2)},
-        ((32, 1), (32, 2), (64, 2), (64, 4), (64, 8), (128, 4), (128, 8)), (1, 2, 3, 4),
-    ):  # fmt: skip
-        if -(-num_rows // rows) > block_products.MOST_ROW_TILES:
+    least = max(16, 1 << (num_rows - 1).bit_length())
+    if num_rows > 64:
+        shapes = itertools.product({min(128, least), min(256, least)},
+                                   ((64, 4), (128, 8), (256, 16)), (1, 2, 3))  # fmt: skip
+    else:
+        shapes = itertools.product({8, least} if num_rows <= 8 else {least},
+                                   ((32, 2), (64, 4), (128, 8)), (1, 2, 4))  # fmt: skip
+    processors, found = num_multiprocessors(weight.device), []
+    for (rows, (outputs, warps), stages), splits in itertools.product(shapes, (1, 2, 4, 8, 16)):
+        programs = -(-num_rows // rows) * -(-weight.shape[0] // outputs) * splits
+        most = 3 * processors if num_rows > 64 else 12 * processors
+        if splits > 1 and (programs > most or weight.runs < 2 * splits):
             continue
-        for splits in (1, 2, 4, 8, 16):
-            if splits > 1 and (num_rows > 64 or weight.runs < 2 * splits):
-                continue
-            if weight.padded_out // outputs * splits > 16 * 132 and splits > 1:
-                continue
-            yield RowTiles(rows, outputs, splits, stages, warps)
+        if splits < 8 and 3 * programs < processors:
+            continue
+        found.append(RowTiles(rows, outputs, splits, stages, warps))
+    return found
+
+
+def compile_all(calls: list[Call], x: torch.Tensor) -> None:
+    """Compile the kernels of calls, many at the same time; errors come again with the calls."""
+
+    def call_each() -> None:
+        for call in calls:
+            with contextlib.suppress(Exception):
+                call(x)
+
+    if DEVICE == "cuda":
+        dry_run(call_each, os.cpu_count() or 1)
 
 
 def fastest_tiles(weights: list[BlockPlanes], x: torch.Tensor) -> list[tuple[float, RowTiles]]:
     """Times and tiles; those that do not compile are left out."""
     found = []
-    for tiles in some_tiles(len(x), weights[0]):
+    tried = some_tiles(len(x), weights[0])
+    compile_all([lambda x, t=t: product(x, weights[0], t) for t in tried], x)
+    for tiles in tried:
+        calls: list[Call] = [lambda x, w=w, t=tiles: product(x, w, t) for w in weights]
         try:
-            calls: list[Call] = [lambda x, w=w, t=tiles: product(x, w, t) for w in weights]
             found.append((microseconds(calls, x), tiles))
         except Exception as error:  # too much shared memory, or a size that has no instruction
-            if "CUDA" in str(error) and "out of resource" not in str(error):
+            if "illegal" in str(error):
                 raise
     return sorted(found, key=lambda pair: pair[0])
 
@@ -214,6 +236,7 @@ def points(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             weights = copies(one, one.num_bytes, copy_planes)
             bits = 8 * one.num_bytes / (size_out * size_in)
             for x in inputs:
+                compile_all([calls[0] for calls in ways([one], len(x)).values()], x)
                 base = bf16_us[len(x)]
                 for way, calls in ways(weights, len(x)).items():
                     us = microseconds(calls, x)

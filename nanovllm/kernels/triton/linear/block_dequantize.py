@@ -21,18 +21,18 @@ def _block_rows_kernel(  # type: ignore[no-untyped-def]
     K: tl.constexpr, RUN: tl.constexpr, IDS: tl.constexpr, BLOCK_N: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, CENTER: tl.constexpr, NUMBERS: tl.constexpr,
     GROUPS: tl.constexpr, SCALES: tl.constexpr, SCALE_CENTER: tl.constexpr, MINS: tl.constexpr,
-    PADDED_N: tl.constexpr,
+    WEIGHT_N: tl.constexpr,
 ):  # fmt: skip
     """Convert a run of inputs of BLOCK_N rows: those of ids if IDS, else all rows in order."""
     first = tl.program_id(0) * BLOCK_N
     run = tl.program_id(1)
-    n, other_n = lanes(first, BLOCK_N)
+    n, other_n = lanes(first, num_rows, BLOCK_N)
     if IDS:
-        n = tl.load(ids_ptr + n, mask=n < num_rows, other=0).to(tl.int32)
-        other_n = tl.load(ids_ptr + other_n, mask=other_n < num_rows, other=0).to(tl.int32)
+        n = tl.load(ids_ptr + n).to(tl.int32)
+        other_n = tl.load(ids_ptr + other_n).to(tl.int32)
     values = load_values(low_ptr, high_ptr, scales_ptr, mins_ptr, supers_ptr, n, other_n, run,
                          LOW, HIGH, CENTER, NUMBERS, GROUPS, SCALES, SCALE_CENTER, MINS,
-                         PADDED_N)  # fmt: skip
+                         WEIGHT_N)  # fmt: skip
     row = first + tl.arange(0, BLOCK_N)
     inside = row < num_rows
     k = run * RUN + tl.arange(0, RUN)

@@ -29,6 +29,11 @@ def parts_of(codes: Tensor, kind: BlockType) -> BlockParts:
     return _PARTS[kind.name](codes)
 
 
+def _split(blocks: Tensor, *sizes: int) -> list[Tensor]:
+    """The fields of blocks with these numbers of bytes."""
+    return list(torch.split_with_sizes(blocks, sizes, -1))
+
+
 def _fields(packed: Tensor, bits: int, length: int) -> Tensor:
     """The codes of bytes: the lowest bits of `length` bytes, then their next bits, and so on."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(-1, 1)
@@ -59,10 +64,8 @@ def _of_32(bits: int, center: int, has_min: bool, numbers: str) -> Callable[[Ten
         at = 2 + 2 * has_min
         scales = _half(blocks[..., :2])
         mins = -_half(blocks[..., 2:4]) if has_min else None
-        if bits == 8:  # two's complement: the code of zero becomes 128
-            codes = blocks[..., at:] ^ 128
-        else:
-            codes = _fields(blocks[..., -16:], 4, 16)
+        # Of 8 bits: two's complement, in which the code of zero becomes 128.
+        codes = blocks[..., at:] ^ 128 if bits == 8 else _fields(blocks[..., -16:], 4, 16)
         if bits == 5:
             codes = codes | _bits(blocks[..., at : at + 4]) << 4
         return BlockParts(
@@ -81,7 +84,7 @@ def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q2_k(blocks: Tensor) -> BlockParts:
-    scales, codes, supers = blocks.split((16, 64, 4), -1)
+    scales, codes, supers = _split(blocks, 16, 64, 4)
     return BlockParts(
         _fields(codes, 2, 32).flatten(1), 2, 0, 16, "nibbles", scales.flatten(1), None,
         _super(supers),
@@ -89,7 +92,7 @@ def _q2_k(blocks: Tensor) -> BlockParts:
 
 
 def _q3_k(blocks: Tensor) -> BlockParts:
-    high, low, packed, supers = blocks.split((32, 64, 12, 2), -1)
+    high, low, packed, supers = _split(blocks, 32, 64, 12, 2)
     codes = _fields(low, 2, 32) | _fields(high, 1, 32) << 2
     scales = _fields(packed[..., :8], 4, 8) | _fields(packed[..., 8:], 2, 4) << 4
     return BlockParts(
@@ -98,28 +101,28 @@ def _q3_k(blocks: Tensor) -> BlockParts:
 
 
 def _q4_k(blocks: Tensor) -> BlockParts:
-    supers, packed, low = blocks.split((4, 12, 128), -1)
+    supers, packed, low = _split(blocks, 4, 12, 128)
     scales, mins = _six_bits(packed)
     codes = _fields(low, 4, 32).flatten(1)
     return BlockParts(codes, 4, 0, 32, "bytes", scales, mins, _super(supers))
 
 
 def _q5_k(blocks: Tensor) -> BlockParts:
-    supers, packed, high, low = blocks.split((4, 12, 32, 128), -1)
+    supers, packed, high, low = _split(blocks, 4, 12, 32, 128)
     scales, mins = _six_bits(packed)
     codes = _fields(low, 4, 32) | _fields(high, 1, 32) << 4
     return BlockParts(codes.flatten(1), 5, 0, 32, "bytes", scales, mins, _super(supers))
 
 
 def _q6_k(blocks: Tensor) -> BlockParts:
-    low, high, scales, supers = blocks.split((128, 64, 16, 2), -1)
+    low, high, scales, supers = _split(blocks, 128, 64, 16, 2)
     codes = _fields(low, 4, 64) | _fields(high, 2, 32) << 4
     scales = scales.flatten(1) ^ 128
     return BlockParts(codes.flatten(1), 6, 32, 16, "bytes", scales, None, _super(supers), 128)
 
 
 def _iq4_xs(blocks: Tensor) -> BlockParts:
-    supers, high, low, codes = blocks.split((2, 2, 4, 128), -1)
+    supers, high, low, codes = _split(blocks, 2, 2, 4, 128)
     scales = _fields(low, 4, 1) | _fields(high, 2, 1) << 4
     return BlockParts(
         _fields(codes, 4, 16).flatten(1), 4, 128, 32, "bytes", scales.flatten(1), None,

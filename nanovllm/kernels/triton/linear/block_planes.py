@@ -16,8 +16,7 @@ from nanovllm.kernels.triton.linear.block_parts import BlockParts, parts_of
 
 RUN = 128  # inputs that a kernel takes at a time
 SUPER_RUNS = 2  # runs with one super scale
-LEAST_OUTPUTS = 64  # outputs are padded to a multiple
-LEAST_TILE = 16  # outputs of the smallest tile
+LEAST_OUTPUTS = 16  # of a tile
 MOST_ROW_TILES = 4  # of products whose inputs are divided among programs
 CHUNK = 1 << 24  # values that are arranged at a time
 PLANES = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2), 8: (8, 0)}
@@ -25,7 +24,7 @@ PLANES = {2: (2, 0), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2), 8: (8, 0)}
 
 @dataclass(frozen=True, slots=True)
 class BlockPlanes:
-    """A weight [N, K]; N is padded to `padded_out`, K to whole runs, with scales of zero.
+    """A weight [N, K]; K is padded to whole runs, with scales of zero.
 
     The lowest 2, 4 or 8 bits of all codes are the plane `low`, and the other ones the plane `high`.
     The input `16 * s + 8 * j + 2 * q + h` of a run belongs to the step s, and to the thread q of
@@ -41,11 +40,11 @@ class BlockPlanes:
     bfloat16.
     """
 
-    low: torch.Tensor  # int32 [R, padded_out, 4 * b], those of q together
+    low: torch.Tensor  # int32 [R, N, 4 * b], those of q together
     high: torch.Tensor | None
-    scales: torch.Tensor  # int32 [R, padded_out, words]
+    scales: torch.Tensor  # int32 [R, N, words]
     mins: torch.Tensor | None
-    supers: torch.Tensor | None  # int32 [ceil(R / SUPER_RUNS), padded_out]
+    supers: torch.Tensor | None  # int32 [ceil(R / SUPER_RUNS), N]
     shape: tuple[int, int]  # N and K
     kind: str
     parts: BlockParts  # of one row: what the codes and scales are
@@ -58,10 +57,6 @@ class BlockPlanes:
     @property
     def runs(self) -> int:
         return self.low.shape[0]
-
-    @property
-    def padded_out(self) -> int:
-        return self.low.shape[1]
 
     @property
     def num_bytes(self) -> int:
@@ -87,7 +82,7 @@ class BlockPlanes:
             LOW=low, HIGH=high, CENTER=parts.center, NUMBERS=parts.numbers,
             GROUPS=RUN // parts.group, SCALES=parts.scale_type, SCALE_CENTER=parts.scale_center,
             MINS=parts.mins is not None or parts.scale_type == "nibbles",
-            PADDED_N=self.padded_out,
+            WEIGHT_N=self.shape[0],
         )  # fmt: skip
 
 
@@ -97,23 +92,23 @@ def arrange_blocks(weight: BlockMatrix) -> BlockPlanes:
     rows = max(1, CHUNK // size_in)
     first = parts_of(weight.codes[:1], weight.kind)
     low, high = PLANES[first.bits]
-    runs, outputs = cdiv(size_in, RUN), cdiv(size_out, LEAST_OUTPUTS) * LEAST_OUTPUTS
-    assert runs * outputs * 4 * low < 1 << 31, "kernels compute offsets in 32 bits"
+    runs = cdiv(size_in, RUN)
+    assert runs * size_out * 4 * low < 1 << 31, "kernels compute offsets in 32 bits"
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=weight.codes.device)
 
     words = RUN // first.group * first.scales.itemsize // 4
     planes = BlockPlanes(
-        low=zeros(runs, outputs, 4 * low),
-        high=zeros(runs, outputs, 4 * high) if high else None,
-        scales=zeros(runs, outputs, words),
-        mins=None if first.mins is None else zeros(runs, outputs, words),
-        supers=None if first.supers is None else zeros(cdiv(runs, SUPER_RUNS), outputs),
+        low=zeros(runs, size_out, 4 * low),
+        high=zeros(runs, size_out, 4 * high) if high else None,
+        scales=zeros(runs, size_out, words),
+        mins=None if first.mins is None else zeros(runs, size_out, words),
+        supers=None if first.supers is None else zeros(cdiv(runs, SUPER_RUNS), size_out),
         shape=(size_out, size_in),
         kind=weight.kind.name,
         parts=first,
-        arrivals=zeros(MOST_ROW_TILES * outputs // LEAST_TILE),
+        arrivals=zeros(MOST_ROW_TILES * cdiv(size_out, LEAST_OUTPUTS)),
     )
     for begin in range(0, size_out, rows):
         _fill(planes, begin, parts_of(weight.codes[begin : begin + rows], weight.kind))

@@ -27,7 +27,6 @@ from nanovllm.kernels.triton.common import (
 )
 from nanovllm.kernels.triton.linear.block_planes import (
     LEAST_OUTPUTS,
-    LEAST_TILE,
     MOST_ROW_TILES,
     RUN,
     BlockPlanes,
@@ -58,7 +57,7 @@ def _block_products_kernel(  # type: ignore[no-untyped-def]
     N: tl.constexpr, K: tl.constexpr, RUN: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, CENTER: tl.constexpr, NUMBERS: tl.constexpr,
     GROUPS: tl.constexpr, SCALES: tl.constexpr, SCALE_CENTER: tl.constexpr, MINS: tl.constexpr,
-    PADDED_N: tl.constexpr,
+    WEIGHT_N: tl.constexpr,
     P: tl.constexpr, BLOCK_P: tl.constexpr, BIAS: tl.constexpr,
     GATED: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
@@ -71,7 +70,7 @@ def _block_products_kernel(  # type: ignore[no-untyped-def]
     real = (t < num_rows)[:, None] & (n < N)[None, :]
     at = t[:, None] * N + n[None, :]
     inside_n = tl.minimum(n, N - 1) if N % BLOCK_N else n
-    lane_n, other_n = lanes(first_n, BLOCK_N)
+    lane_n, other_n = lanes(first_n, N, BLOCK_N)
     await_inputs(EARLY)
     # Loads for the end of the kernel start before those of the codes, which take longest.
     if P:
@@ -91,12 +90,12 @@ def _block_products_kernel(  # type: ignore[no-untyped-def]
         x = _load_x(x_ptr, t, run * RUN + tl.arange(0, RUN), num_rows, K, RUN)
         values = load_values(low_ptr, high_ptr, scales_ptr, mins_ptr, supers_ptr, lane_n, other_n,
                              run, LOW, HIGH, CENTER, NUMBERS, GROUPS, SCALES, SCALE_CENTER, MINS,
-                             PADDED_N)  # fmt: skip
+                             WEIGHT_N)  # fmt: skip
         acc = dot(values.to(x.dtype), tl.trans(x), acc)
         if GATED:
             values = load_values(low_ptr, high_ptr, scales_ptr, mins_ptr, supers_ptr, N + lane_n,
                                  N + other_n, run, LOW, HIGH, CENTER, NUMBERS, GROUPS, SCALES,
-                                 SCALE_CENTER, MINS, PADDED_N)  # fmt: skip
+                                 SCALE_CENTER, MINS, WEIGHT_N)  # fmt: skip
             up = dot(values.to(x.dtype), tl.trans(x), up)
     acc = tl.trans(acc)
     up = tl.trans(up)
@@ -116,23 +115,28 @@ def _block_products_kernel(  # type: ignore[no-untyped-def]
 
 def choose_block_tiles(num_rows: int, weight: BlockPlanes, gated: bool = False) -> RowTiles:
     """Choose the tiles of a product by its shape."""
-    return _tiles(
-        num_rows, cdiv(weight.shape[0] // (1 + gated), LEAST_OUTPUTS), weight.runs,
-        num_multiprocessors(weight.device),
-    )  # fmt: skip
+    size_out, processors = weight.shape[0] // (1 + gated), num_multiprocessors(weight.device)
+    return _tiles(num_rows, size_out, weight.runs, processors)
 
 
 @functools.cache
-def _tiles(num_rows: int, columns: int, runs: int, processors: int) -> RowTiles:
-    """Choose tiles so that a processor runs about four at the same time."""
-    rows = next(size for size in (16, 32, 64, 128) if num_rows <= size or size == 128)
+def _tiles(num_rows: int, size_out: int, runs: int, processors: int) -> RowTiles:
+    """Choose tiles so that a processor runs about four at the same time, or one large one.
+
+    Programs read the rows for each tile of outputs, so many rows need large tiles.
+    """
+    if num_rows > SAME_ROWS:
+        rows = 256 if num_rows > 128 else 128
+        if 4 * cdiv(size_out, 128) >= 3 * processors:
+            return RowTiles(rows, 128, 1, 2, 8)
+        return RowTiles(128, 64, 1, 2)
+    rows = next(size for size in (16, 32, 64) if num_rows <= size)
     splits = 1
-    most = MOST_SPLITS if num_rows <= SAME_ROWS else 1
-    while splits < most and columns * splits < 3 * processors:
+    while splits < MOST_SPLITS and cdiv(size_out, 64) * splits < 3 * processors:
         if runs < 2 * splits * LEAST_RUNS:
             break
         splits *= 2
-    return RowTiles(rows, LEAST_OUTPUTS, splits, 3 if rows <= 64 else 2)
+    return RowTiles(rows, 64, splits, 3)
 
 
 def launch(rows: RowOperands, weight: BlockPlanes, tiles: RowTiles | None = None) -> torch.Tensor:
@@ -141,7 +145,7 @@ def launch(rows: RowOperands, weight: BlockPlanes, tiles: RowTiles | None = None
     assert x.is_contiguous() and rows.out.is_contiguous()
     tiles = tiles or choose_block_tiles(num_rows, weight, rows.gated)
     columns = cdiv(size_out, tiles.outputs)
-    assert tiles.outputs >= LEAST_TILE and size_out % tiles.outputs * rows.gated == 0
+    assert tiles.outputs >= LEAST_OUTPUTS
     assert tiles.splits == 1 or cdiv(num_rows, tiles.rows) <= MOST_ROW_TILES
     tensors, constants = rows.arguments(columns)
     parts = squares = tensors[-1]

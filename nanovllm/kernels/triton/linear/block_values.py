@@ -29,15 +29,15 @@ LOOK_UP = tl.constexpr(
     or.b32 s, s, 0x3210;
     prmt.b32 $0, a, b, s; }"""
 )
-MASK_AND_ADD = tl.constexpr("lop3.b32 $0, $1, $2, $3, 0xea;")  # $1 & $2 | $3
+AND_OR = tl.constexpr("lop3.b32 $0, $1, $2, $3, 0xea;")  # $1 & $2 | $3
 
 
 @triton.jit
-def lanes(first_n, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The upper and the lower output of each lane of a tile: [2 * BLOCK_N]."""
+def lanes(first_n, N: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The upper and the lower output of each lane of a tile, below N: [2 * BLOCK_N]."""
     lane = tl.arange(0, 2 * BLOCK_N)
     n = first_n + lane // 32 * 16 + lane % 32 // 4
-    return n, n + 8
+    return tl.minimum(n, N - 1), tl.minimum(n + 8, N - 1)
 
 
 @triton.jit
@@ -45,13 +45,13 @@ def load_values(  # type: ignore[no-untyped-def]
     low_ptr, high_ptr, scales_ptr, mins_ptr, supers_ptr, n, other_n, run,
     LOW: tl.constexpr, HIGH: tl.constexpr, CENTER: tl.constexpr, NUMBERS: tl.constexpr,
     GROUPS: tl.constexpr, SCALES: tl.constexpr, SCALE_CENTER: tl.constexpr, MINS: tl.constexpr,
-    PADDED_N: tl.constexpr,
+    WEIGHT_N: tl.constexpr,
 ):  # fmt: skip
     """The weights [outputs, 128] of a run of inputs, for the outputs of each lane."""
     upper = _of_lanes(low_ptr, high_ptr, scales_ptr, mins_ptr, supers_ptr, n, run, LOW, HIGH,
-                      CENTER, NUMBERS, GROUPS, SCALES, SCALE_CENTER, MINS, PADDED_N)  # fmt: skip
+                      CENTER, NUMBERS, GROUPS, SCALES, SCALE_CENTER, MINS, WEIGHT_N)  # fmt: skip
     lower = _of_lanes(low_ptr, high_ptr, scales_ptr, mins_ptr, supers_ptr, other_n, run, LOW, HIGH,
-                      CENTER, NUMBERS, GROUPS, SCALES, SCALE_CENTER, MINS, PADDED_N)  # fmt: skip
+                      CENTER, NUMBERS, GROUPS, SCALES, SCALE_CENTER, MINS, WEIGHT_N)  # fmt: skip
     TILES: tl.constexpr = n.shape[0] // 32  # noqa: N806
     # Tile, r, q, j, h, the three bits of a step, upper or lower.
     values = tl.reshape(tl.join(upper, lower), (TILES, 8, 4, 2, 2, 2, 2, 2, 2))
@@ -64,10 +64,10 @@ def _of_lanes(  # type: ignore[no-untyped-def]
     low_ptr, high_ptr, scales_ptr, mins_ptr, supers_ptr, n, run,
     LOW: tl.constexpr, HIGH: tl.constexpr, CENTER: tl.constexpr, NUMBERS: tl.constexpr,
     GROUPS: tl.constexpr, SCALES: tl.constexpr, SCALE_CENTER: tl.constexpr, MINS: tl.constexpr,
-    PADDED_N: tl.constexpr,
+    WEIGHT_N: tl.constexpr,
 ):  # fmt: skip
     """The values of one output of each lane: [lanes, 4, 2, 2, 2], a step's lowest bit first."""
-    row = run * PADDED_N + n
+    row = run * WEIGHT_N + n
     slot = row * 4 + tl.arange(0, n.shape[0]) % 4
     even, odd = _load_low(low_ptr, row, slot, LOW)
     if NUMBERS == "iq4":
@@ -75,7 +75,7 @@ def _of_lanes(  # type: ignore[no-untyped-def]
     high = even
     if HIGH:
         high = _load_plane(high_ptr, slot, HIGH)
-    PAIRS: tl.constexpr = SCALES == "float16" or SCALES == "bfloat16"  # noqa: N806, PLR1714
+    PAIRS: tl.constexpr = SCALES == "float16" or SCALES == "bfloat16"  # noqa: N806
     WORDS: tl.constexpr = GROUPS // 2 if PAIRS else GROUPS // 4  # of scales  # noqa: N806
     first = tl.load(scales_ptr + row * WORDS)
     second, first_min, second_min, d, d_min = first, first, first, first, first
@@ -87,7 +87,7 @@ def _of_lanes(  # type: ignore[no-untyped-def]
         if WORDS == 2:
             second_min = tl.load(mins_ptr + row * 2 + 1)
     if not PAIRS:
-        d = tl.load(supers_ptr + run // 2 * PADDED_N + n)
+        d = tl.load(supers_ptr + run // 2 * WEIGHT_N + n)
         d_min = _float16(d >> 16)
         d = _float16(d)
     a = _two_steps(even, odd, high, first, second, first_min, second_min, d, d_min, 0, LOW, HIGH,
@@ -167,7 +167,7 @@ def _scale(  # type: ignore[no-untyped-def]
     SCALE_CENTER: tl.constexpr, MINS: tl.constexpr,
 ):  # fmt: skip
     """The scale and the min of a group: [lanes] each."""
-    if SCALES == "float16" or SCALES == "bfloat16":  # noqa: PLR1714
+    if SCALES == "float16" or SCALES == "bfloat16":
         word = (second if GROUP >= 2 else first) >> GROUP % 2 * 16
         scale = _float16(word) if SCALES == "float16" else _float(word << 16)
         smallest = scale
@@ -193,11 +193,16 @@ def _float(bits):  # type: ignore[no-untyped-def]
 @triton.jit
 def _added(bits, MASK: tl.constexpr):  # type: ignore[no-untyped-def]
     """2^23 plus the bits of a mask."""
+    return _float(_joined(bits, MASK, MAGIC))
+
+
+@triton.jit
+def _joined(bits, MASK: tl.constexpr, others):  # type: ignore[no-untyped-def]
+    """The bits of a mask, and other bits, in one operation, which the compiler would not find."""
     if INTERPRETED:
-        return _float((bits & MASK) | MAGIC)
-    bits = tl.inline_asm_elementwise(MASK_AND_ADD, "=r,r,r,r", [bits, MASK, MAGIC],
+        return (bits & MASK) | others
+    return tl.inline_asm_elementwise(AND_OR, "=r,r,r,r", [bits, MASK, others],
                                      dtype=tl.int32, is_pure=True, pack=1)  # fmt: skip
-    return _float(bits)
 
 
 @triton.jit
@@ -213,14 +218,10 @@ def _numbers(  # type: ignore[no-untyped-def]
         low = low >> 16
     BYTES: tl.constexpr = LOW == 8 or NUMBERS == "iq4"  # noqa: N806
     BITS: tl.constexpr = 8 if BYTES else LOW  # noqa: N806
+    bits = _joined(low, ((1 << BITS) - 1) << PLACE, MAGIC)
     if HIGH:
-        # The masks are apart, so that one operation joins them and the number.
-        field = high << LOW
-        code = (low & (((1 << BITS) - 1) << PLACE)) | (field & (((1 << HIGH) - 1) << LOW + PLACE))
-        number = _float(code | MAGIC)
-    else:
-        number = _added(low, ((1 << BITS) - 1) << PLACE)
-    return number - (8388608 + (CENTER << PLACE))
+        bits = _joined(high << LOW, ((1 << HIGH) - 1) << LOW + PLACE, bits)
+    return _float(bits) - (8388608 + (CENTER << PLACE))
 
 
 @triton.jit
