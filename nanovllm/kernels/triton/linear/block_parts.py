@@ -37,8 +37,8 @@ def _split(blocks: Tensor, *sizes: int) -> list[Tensor]:
 def _fields(packed: Tensor, bits: int, length: int) -> Tensor:
     """The codes of bytes: the lowest bits of `length` bytes, then their next bits, and so on."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device).view(-1, 1)
-    runs = packed.unflatten(-1, (-1, 1, length))
-    return (runs >> shifts & ((1 << bits) - 1)).flatten(-3)
+    runs = packed.reshape(*packed.shape[:-1], -1, 1, length)
+    return torch.flatten(runs >> shifts & ((1 << bits) - 1), -3)
 
 
 def _bits(packed: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def _of_32(bits: int, center: int, has_min: bool, numbers: str) -> Callable[[Ten
 
 def _six_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
     """The scales and the mins of 8 groups, from 12 bytes."""
-    first, second, third = packed.unflatten(-1, (3, 4)).unbind(-2)
+    first, second, third = (packed[..., at : at + 4] for at in (0, 4, 8))
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], -1)
     mins = torch.cat([second & 63, third >> 4 | second >> 6 << 4], -1)
     return scales.flatten(1), mins.flatten(1)
