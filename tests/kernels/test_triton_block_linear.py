@@ -146,24 +146,22 @@ def test_tiles_of_all_sizes(outputs: int, kernel_device: str) -> None:
 def test_products_fused_with_the_operations_around_them(kernel_device: str) -> None:
     """Gates and ups that are no whole tiles, and the sum with its next norm."""
     from nanovllm.kernels.triton.linear.block_planes import arrange_blocks
-    from nanovllm.kernels.triton.linear.block_products import launch
-    from nanovllm.kernels.triton.linear.row_outputs import RowOperands
+    from nanovllm.kernels.triton.linear.few_rows import FewRows, few_rows_for
 
-    gate_up, down = (blocks("Q4_K", 2 * 40, 256, kernel_device),
-                     blocks("Q6_K", 80, 256, kernel_device))  # fmt: skip
+    gate_up = blocks("Q4_K", 2 * 40, 256, kernel_device)
+    down = blocks("Q6_K", 80, 256, kernel_device)
+    arranged = [arrange_blocks(gate_up), arrange_blocks(down)]
+    few = few_rows_for([*arranged]) or FewRows(64)
     x, attended, residual = (torch.randn(3, n, device=kernel_device).to(bf16)
                              for n in (256, 256, 80))  # fmt: skip
-    squares = x.float().square().view(3, 2, -1).sum(-1)
-    scaled = Scaled(x, squares, EPS)
-    out = x.new_empty(3, 40)
-    launch(RowOperands(x, None, out, scaled=scaled, gated=True), arrange_blocks(gate_up))
-    assert_near(out, scaled_gated(scaled, values(gate_up).to(bf16)), 2**-5)
+    scaled = Scaled(x, x.float().square().view(3, 2, -1).sum(-1), EPS)
+    assert_near(
+        few.gated(scaled, arranged[0]), scaled_gated(scaled, values(gate_up).to(bf16)), 2**-5
+    )
 
     norm = torch.randn(80, device=kernel_device).to(bf16)
-    total, product = torch.empty_like(residual), torch.empty_like(residual)
-    rows = RowOperands(attended, None, total, addends=(residual, norm, product))
-    sums = launch(rows, arrange_blocks(down))
-    expected, made = add_linear(attended, values(down).to(bf16), None, residual, norm, EPS)
+    total, made = few.add(attended, arranged[1], None, residual, norm, EPS)
+    expected, exact = add_linear(attended, values(down).to(bf16), None, residual, norm, EPS)
     assert_near(total, expected, 2**-6)
-    assert_near(product, made.product, 2**-6)
-    assert_near(sums.sum(1), made.squares.sum(1), 2**-5)
+    assert_near(made.product, exact.product, 2**-6)
+    assert_near(made.squares.sum(1), exact.squares.sum(1), 2**-5)

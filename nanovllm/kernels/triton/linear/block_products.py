@@ -19,6 +19,7 @@ import triton.language as tl
 from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.triton.common import (
     await_inputs,
+    can_copy_tiles,
     dot,
     leave_parts,
     let_next_begin,
@@ -116,23 +117,24 @@ def _block_products_kernel(  # type: ignore[no-untyped-def]
 def choose_block_tiles(num_rows: int, weight: BlockPlanes, gated: bool = False) -> RowTiles:
     """Choose the tiles of a product by its shape."""
     size_out, processors = weight.shape[0] // (1 + gated), num_multiprocessors(weight.device)
-    return _tiles(num_rows, size_out, weight.runs, processors)
+    large = can_copy_tiles(weight.device)  # other GPUs have no registers for the sums
+    return _tiles(num_rows, size_out, weight.runs, processors, large)
 
 
 @functools.cache
-def _tiles(num_rows: int, size_out: int, runs: int, processors: int) -> RowTiles:
+def _tiles(num_rows: int, size_out: int, runs: int, processors: int, large: bool) -> RowTiles:
     """Choose tiles so that a processor runs about four at the same time, or one large one.
 
     Programs read the rows for each tile of outputs, so many rows need large tiles.
     """
-    if num_rows > SAME_ROWS:
+    if num_rows > SAME_ROWS and large:
         rows = 256 if num_rows > 128 else 128
         if 4 * cdiv(size_out, 128) >= 3 * processors:
             return RowTiles(rows, 128, 1, 2, 8)
         return RowTiles(128, 64, 1, 2)
-    rows = next(size for size in (16, 32, 64) if num_rows <= size)
-    splits = 1
-    while splits < MOST_SPLITS and cdiv(size_out, 64) * splits < 3 * processors:
+    rows = next(size for size in (16, 32, 64) if num_rows <= size or size == 64)
+    splits, most_splits = 1, MOST_SPLITS if num_rows <= SAME_ROWS else 1
+    while splits < most_splits and cdiv(size_out, 64) * splits < 3 * processors:
         if runs < 2 * splits * LEAST_RUNS:
             break
         splits *= 2
