@@ -53,6 +53,8 @@ TOLERANCE = 2.0 ** (-6 if INTERPRETED.value else -7)
 BF16 = torch.bfloat16
 FASTEST = 3  # ways to divide a product that are printed
 
+LARGE_TILES = RowTiles(256, 128, 1, 2, 8)
+
 Call = Callable[[torch.Tensor], Any]
 
 
@@ -83,7 +85,7 @@ def check(name: str, size_out: int, size_in: int) -> dict[str, Any]:
         "bf16_equal": torch.equal(dequantize_blocks(arranged, BF16), exact.bfloat16()),
         "rows_equal": torch.equal(block_rows(arranged, ids, torch.float32), exact[ids]),
     }  # fmt: skip
-    errors = {}
+    errors: dict[int | str, float] = {}
     alone = torch.randn(1, size_in, dtype=BF16, device=DEVICE)
     same = True
     for num_rows in (1, 3, 17, 40, 130):
@@ -91,7 +93,9 @@ def check(name: str, size_out: int, size_in: int) -> dict[str, Any]:
         x[0] = alone[0]
         out = block_linear(x, arranged, None)
         twin = x.double() @ exact.bfloat16().double().T
-        errors[num_rows] = float(((out - twin).abs().amax() / twin.abs().amax()).item())
+        errors[num_rows] = relative(out, twin)
+        if num_rows > block_products.SAME_ROWS and DEVICE == "cuda":
+            errors["large tiles"] = relative(product(x, arranged, LARGE_TILES), twin)
         if num_rows == 1:
             first = out[0]
         elif num_rows <= block_products.SAME_ROWS:
@@ -100,6 +104,11 @@ def check(name: str, size_out: int, size_in: int) -> dict[str, Any]:
     line["right"] = line["rows_equal"] and line["float32_equal"] and same
     line["right"] &= max(errors.values()) <= TOLERANCE
     return line
+
+
+def relative(out: torch.Tensor, twin: torch.Tensor) -> float:
+    """The largest difference over the largest output."""
+    return float((out - twin).abs().amax() / twin.abs().amax())
 
 
 def microseconds(calls: list[Call], x: torch.Tensor) -> float:
