@@ -28,6 +28,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from blocks import random_blocks
 from quantized import Format, quantized
 
 from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
@@ -251,6 +252,28 @@ def row_tiles() -> Any:
     from nanovllm.kernels.triton.linear import row_tiles
 
     return row_tiles
+
+
+# One for each way to store codes and scales.
+BLOCK_FORMS = ("Q4_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4")
+
+
+def block_products(name: str, rows: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Many rows as on a GPU with few processors, which takes large tiles of a small weight."""
+    from nanovllm.kernels.triton.linear import block_linear, block_products
+
+    weight = block_linear.arrange_blocks(random_blocks(name, 256, 2048))
+    processors = 1 if rows > 64 else 132
+    with mock.patch.object(block_products, "num_multiprocessors", return_value=processors):
+        block_linear.block_linear(torch.empty(rows, 2048, dtype=dtype), weight)
+
+
+def block_rows(name: str) -> None:
+    from nanovllm.kernels.triton.linear import block_dequantize, block_linear
+
+    weight = block_linear.arrange_blocks(random_blocks(name, 256, 2048))
+    block_dequantize.dequantize_blocks(weight, torch.bfloat16)
+    block_dequantize.block_rows(weight, torch.zeros(7, dtype=torch.long), torch.bfloat16)
 
 
 def quantized_few_rows(hidden: int, inner: int, form: Format, rows: int) -> None:
@@ -507,6 +530,13 @@ CALLS: dict[str, Callable[[], object]] = {
         for tokens in (ROWS, TOKENS)
     },
     **{f"dequantize, {name}": partial(dequantize, form) for name, form in FORMATS.items()},
+    **{
+        f"block_products, {rows} rows, {name}": partial(block_products, name, rows)
+        for rows in (1, 64, 256)
+        for name in (BLOCK_FORMS if rows == 64 else ("Q4_K", "Q6_K"))
+    },
+    "block_products, float16": partial(block_products, "Q4_K", 3, torch.float16),
+    **{f"block_rows, {name}": partial(block_rows, name) for name in ("Q4_K", "Q6_K")},
     **{
         f"rounded_linear, {name}": partial(rounded_linear, form)
         for name, form in FORMATS.items()

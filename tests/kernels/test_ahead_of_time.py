@@ -226,10 +226,14 @@ def narrow_accesses(ir: str) -> list[str]:
     return narrow
 
 
-# `few_rows` and `few_experts` take 256 rows at most, `quantized_rows` 512.
+# `few_rows`, `few_experts` and `block_products` take 256 rows at most, `quantized_rows` 512.
 @pytest.mark.parametrize(
     "name",
-    [n for n, c in PAIRS if c == HOPPER and not n.startswith(("few_", "quantized_rows"))],
+    [
+        n
+        for n, c in PAIRS
+        if c == HOPPER and not n.startswith(("few_", "quantized_rows", "block_products"))
+    ],
 )
 def test_row_offsets_of_a_large_batch_have_64_bits(name: str, compiled: Compiled) -> None:
     """Row times stride exceeds 2^31: 8192 rows of 262,144 logits, or 87,000 of a wide layer."""
@@ -438,6 +442,19 @@ def test_weights_go_from_codes_to_the_tensor_cores_in_registers(
         assert all(re.search(r"\}, *\{[^}]*\}, *%rd", product) for product in products)
         first, last = ptx.index(products[0]), ptx.rindex(products[-1])
         assert "st.shared" not in ptx[first:last] and "ldmatrix" in ptx
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, c in PAIRS if c == HOPPER and n.startswith("block_products")]
+)
+def test_values_of_blocks_are_multiplied_where_they_are_computed(
+    name: str, compiled: Compiled
+) -> None:
+    """A thread loads the codes that it multiplies: no value passes through shared memory."""
+    for line in compiled[name, HOPPER]:
+        ptx = (Path(line["folder"]) / "_block_products_kernel.ptx").read_text()
+        assert "wgmma.mma_async" in ptx
+        assert "st.shared" not in ptx[: ptx.rindex("wgmma.mma_async")]
 
 
 @pytest.mark.parametrize(

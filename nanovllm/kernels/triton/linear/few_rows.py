@@ -36,8 +36,9 @@ from nanovllm.kernels.triton.common import (
     with_room,
 )
 from nanovllm.kernels.triton.experts.few_experts import add_experts
-from nanovllm.kernels.triton.linear import held_weights, quantized_rows
+from nanovllm.kernels.triton.linear import block_products, held_weights, quantized_rows
 from nanovllm.kernels.triton.linear.arranged import ArrangedMatrix
+from nanovllm.kernels.triton.linear.block_planes import BlockPlanes
 from nanovllm.kernels.triton.linear.rounded_linear import can_round
 from nanovllm.kernels.triton.linear.row_outputs import RowOperands, store_outputs
 from nanovllm.kernels.triton.linear.row_tiles import FEW, FEW_ROUNDED
@@ -45,7 +46,7 @@ from nanovllm.kernels.triton.linear.row_tiles import FEW, FEW_ROUNDED
 LEAST = 16  # the sizes of matrices that tensor cores multiply are multiples of this
 MOST_ROWS = {32 << 20: 256, 128 << 20: 128}  # by a layer's weights; for more rows cuBLAS is faster
 MOST_OF_LARGE = 64  # the most rows for larger layers
-Weight = torch.Tensor | ArrangedMatrix  # [N, K], or a stack of them
+Weight = torch.Tensor | ArrangedMatrix | BlockPlanes  # [N, K], or a stack of them
 MOST_TILES = held_weights.MOST_BYTES >> 17  # of `shared_tiles`: a program has 128 KiB of weights
 SHARED_BYTES = {1: 208 << 10, 2: 104 << 10}  # for tiles, by the programs on a multiprocessor
 
@@ -169,6 +170,8 @@ class FewRows:
 
     def _launch(self, rows: RowOperands, weight: Weight) -> torch.Tensor:
         """Launch the weight's kernel. Returns the sums of squares, if there are addends."""
+        if isinstance(weight, BlockPlanes):
+            return block_products.launch(rows, weight)
         if isinstance(weight, ArrangedMatrix):
             assert weight.order is None, "the kernel takes inputs in the order of the codes"
             return quantized_rows.launch(rows, weight)
@@ -266,11 +269,9 @@ def few_rows_for(
     device = made[0].device
     if not can_copy_tiles(device):
         return None
-    arranged = [weight for weight in made if isinstance(weight, ArrangedMatrix)]
+    arranged = [weight for weight in made if not isinstance(weight, torch.Tensor)]
     if arranged:
-        return FewRows(
-            min(FEW_ROUNDED if can_round(weight, device) else FEW for weight in arranged)
-        )
+        return FewRows(min(FEW_ROUNDED if _rounds(weight) else FEW for weight in arranged))
     if cdiv(max(weight.shape[0] for weight in made), 2 * 64) > 2 * num_multiprocessors(device):
         return None  # tiles of 64 gates and ups would not all run at the same time: not measured
     size = sum(math.prod(weight.shape) for weight in made)
@@ -278,11 +279,18 @@ def few_rows_for(
     return FewRows(most, torch.zeros(MOST_TILES, dtype=torch.int32, device=device))
 
 
+def _rounds(weight: ArrangedMatrix | BlockPlanes) -> bool:
+    """Whether products of more than FEW_ROUNDED rows round them."""
+    return isinstance(weight, ArrangedMatrix) and can_round(weight, weight.device)
+
+
 def _is_computed(weight: Weight | ExpertWeights) -> bool:
     """Whether there is a kernel for the weight."""
     if isinstance(weight, ExpertWeights):
         stacks = weight.gate_up, weight.down
         return weight.router is not None and all(map(_is_computed, stacks))
+    if isinstance(weight, BlockPlanes):
+        return True
     if isinstance(weight, ArrangedMatrix):
         return weight.has_rows_kernel and weight.order is None
     return weight.dtype == torch.bfloat16 and not any(n % LEAST for n in weight.shape[-2:])

@@ -1,0 +1,167 @@
+"""GGUF's blocks in Triton's kernels against their plain definition.
+
+On a device, or interpreted where there is none.
+"""
+
+import pytest
+import torch
+from blocks import random_blocks
+
+from nanovllm.kernels.operands.block_matrix import BlockMatrix
+from nanovllm.kernels.operands.block_types import BLOCK_TYPES
+from nanovllm.kernels.operands.scaled import Scaled
+from nanovllm.kernels.plain import block_linear as plain
+from nanovllm.kernels.plain.few_rows import add_linear, scaled_gated
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+every_type = pytest.mark.parametrize("name", BLOCK_TYPES)
+bf16 = torch.bfloat16
+EPS = 1e-6
+
+
+def blocks(name: str, size_out: int, size_in: int, device: str) -> BlockMatrix:
+    """Random blocks; types of 32 values have another 32 inputs, so that a run is not whole."""
+    kind = BLOCK_TYPES[name]
+    weight = random_blocks(name, size_out, size_in + 32 * (kind.size == 32))
+    return BlockMatrix(weight.codes.to(device), kind)
+
+
+def values(weight: BlockMatrix) -> torch.Tensor:
+    return plain.dequantize(weight.codes, weight.kind).flatten(1)
+
+
+def assert_near(out: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
+    """Differences are bounded by the largest entry."""
+    assert out.shape == expected.shape
+    assert float((out.float() - expected.float()).abs().max() / expected.abs().max()) <= bound
+
+
+@every_type
+def test_values_and_rows_are_those_of_the_file(name: str, kernel_device: str) -> None:
+    """Fails if a code, a scale or a min is at another place, or a value is rounded twice."""
+    from nanovllm.kernels.triton.linear.block_dequantize import block_rows, dequantize_blocks
+    from nanovllm.kernels.triton.linear.block_planes import arrange_blocks
+
+    weight = blocks(name, 37, 512, kernel_device)
+    arranged, exact = arrange_blocks(weight), values(weight)
+    assert torch.equal(dequantize_blocks(arranged, torch.float32), exact)
+    ids = torch.tensor([36, 0, 5, 5], device=kernel_device)
+    assert torch.equal(block_rows(arranged, ids, torch.float32), exact[ids])
+
+
+@every_type
+def test_planes_take_little_more_memory_than_the_file(name: str) -> None:
+    from nanovllm.kernels.triton.linear.block_planes import arrange_blocks
+
+    weight = random_blocks(name, 9, 1024)
+    assert arrange_blocks(weight).num_bytes <= 1.06 * weight.codes.nbytes
+
+
+def test_a_weight_is_arranged_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails if a chunk of rows overwrites another one."""
+    from nanovllm.kernels.triton.linear import block_planes
+
+    weight = random_blocks("Q5_K", 9, 512)
+    whole = block_planes.arrange_blocks(weight)
+    monkeypatch.setattr(block_planes, "CHUNK", 2 * 512)
+    parts = block_planes.arrange_blocks(weight)
+    for a, b in zip(whole.tensors, parts.tensors, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_all_scales_of_mxfp4_are_powers_of_two(kernel_device: str) -> None:
+    """The smallest two are subnormal numbers; those of the largest ones are finite."""
+    from nanovllm.kernels.triton.linear.block_dequantize import dequantize_blocks
+    from nanovllm.kernels.triton.linear.block_planes import arrange_blocks
+
+    weight = random_blocks("MXFP4", 250, 32)
+    weight.codes[:, 0, 0] = torch.arange(250)
+    weight = BlockMatrix(weight.codes.to(kernel_device), weight.kind)
+    assert torch.equal(dequantize_blocks(arrange_blocks(weight), torch.float32), values(weight))
+
+
+# A type for each form of codes and scales with all numbers of rows; the others with one.
+ROWS = [(name, 3) for name in BLOCK_TYPES] + [
+    (name, rows) for name in ("Q4_0", "Q6_K") for rows in (1, 17, 40)
+]
+
+
+@pytest.mark.parametrize(("name", "rows"), ROWS)
+def test_products_are_those_of_the_values(name: str, rows: int, kernel_device: str) -> None:
+    """Fails if a part of K is lost or added twice, outputs are mixed up, or a bias is not added."""
+    from nanovllm.kernels.triton.linear.block_linear import arrange_blocks, block_linear
+
+    weight = blocks(name, 37, 512, kernel_device)
+    arranged = arrange_blocks(weight)
+    x = torch.randn(rows, weight.shape[1], device=kernel_device).to(bf16)
+    bias = torch.randn(37, device=kernel_device).to(bf16)
+    out = block_linear(x, arranged, bias)
+    assert out.dtype == bf16
+    assert_near(out, x.float() @ values(weight).T + bias.float(), 2**-6)
+    assert not arranged.arrivals.any()
+
+
+def test_rows_of_float16_and_float32_and_many_rows(kernel_device: str) -> None:
+    """Many rows, and those of float32, take the dequantized weight."""
+    from nanovllm.kernels.triton.linear import block_linear as triton
+
+    weight = blocks("Q4_K", 40, 512, kernel_device)
+    arranged = triton.arrange_blocks(weight)
+    for rows, dtype, bound in ((2, torch.float32, 1e-5), (2, torch.float16, 2**-9),
+                               (triton.MOST_ROWS + 1, bf16, 2**-6), (0, bf16, 0.0)):  # fmt: skip
+        x = torch.randn(rows, 2 * 512, device=kernel_device).to(dtype)[:, ::2]  # not contiguous
+        out = triton.block_linear(x, arranged, None)
+        assert out.dtype == dtype and out.shape == (rows, 40)
+        if rows:
+            assert_near(out, x.float() @ values(weight).T, bound)
+
+
+def test_a_row_does_not_depend_on_other_rows(kernel_device: str) -> None:
+    """Up to 64 rows: fails if the parts of K follow the number of rows."""
+    from nanovllm.kernels.triton.linear.block_linear import arrange_blocks, block_linear
+
+    arranged = arrange_blocks(blocks("Q8_0", 20, 1024, kernel_device))
+    x = torch.randn(64, 1056, device=kernel_device).to(bf16)
+    together = block_linear(x, arranged, None)
+    for rows in (1, 20):
+        assert torch.equal(block_linear(x[:rows], arranged, None), together[:rows])
+
+
+@pytest.mark.parametrize("outputs", [16, 32, 128])
+def test_tiles_of_all_sizes(outputs: int, kernel_device: str) -> None:
+    """Fails if the lanes of a tile are those of another one."""
+    from nanovllm.kernels.triton.linear.block_planes import arrange_blocks
+    from nanovllm.kernels.triton.linear.block_products import launch
+    from nanovllm.kernels.triton.linear.row_outputs import RowOperands
+    from nanovllm.kernels.triton.linear.row_tiles import RowTiles
+
+    weight = blocks("Q5_0", 150, 256, kernel_device)
+    x = torch.randn(20, 288, device=kernel_device).to(torch.float16)
+    out = x.new_empty(20, 150)
+    launch(RowOperands(x, None, out), arrange_blocks(weight), RowTiles(16, outputs, 2, 1))
+    assert_near(out, x.float() @ values(weight).T, 2**-9)
+
+
+def test_products_fused_with_the_operations_around_them(kernel_device: str) -> None:
+    """Gates and ups that are no whole tiles, and the sum with its next norm."""
+    from nanovllm.kernels.triton.linear.block_planes import arrange_blocks
+    from nanovllm.kernels.triton.linear.few_rows import FewRows, few_rows_for
+
+    gate_up = blocks("Q4_K", 2 * 40, 256, kernel_device)
+    down = blocks("Q6_K", 80, 256, kernel_device)
+    arranged = [arrange_blocks(gate_up), arrange_blocks(down)]
+    few = few_rows_for([*arranged]) or FewRows(64)
+    x, attended, residual = (torch.randn(3, n, device=kernel_device).to(bf16)
+                             for n in (256, 256, 80))  # fmt: skip
+    scaled = Scaled(x, x.float().square().view(3, 2, -1).sum(-1), EPS)
+    assert_near(
+        few.gated(scaled, arranged[0]), scaled_gated(scaled, values(gate_up).to(bf16)), 2**-5
+    )
+
+    norm = torch.randn(80, device=kernel_device).to(bf16)
+    total, made = few.add(attended, arranged[1], None, residual, norm, EPS)
+    expected, exact = add_linear(attended, values(down).to(bf16), None, residual, norm, EPS)
+    assert_near(total, expected, 2**-6)
+    assert_near(made.product, exact.product, 2**-6)
+    assert_near(made.squares.sum(1), exact.squares.sum(1), 2**-5)
