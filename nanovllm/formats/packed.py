@@ -155,17 +155,16 @@ class CompressedTensors(PackedColumns):
 
 
 class Int4Packed(PackedColumns):
-    """The format that plain weights are quantized to with 4 bits. Zero points have a byte each."""
+    """The format that plain weights are quantized to with 4 bits, without zero points."""
 
     def make_tensors(self) -> dict[str, Stored]:
         return {
             "weight_packed": Stored((ROWS, Axis(False, self.per_word)), torch.int32, fill=integers),
             "weight_scale": Stored((ROWS, self.groups), torch.bfloat16, fill=self.scale),
-            "weight_zero_point": Stored((ROWS, self.groups), torch.uint8, fill=integers),
         }
 
-    def zeros(self, tensors: Tensors, part: RankPart) -> torch.Tensor:  # noqa: ARG002
-        return tensors["weight_zero_point"]
+    def zeros(self, tensors: Tensors, part: RankPart) -> torch.Tensor:
+        raise NotImplementedError("this format has no zero points")
 
 
 class Gptq(PackedCodes):

@@ -18,9 +18,10 @@ from nanovllm.formats.stored import (
     check_shape,
 )
 
-FP8_MAX, INT8_MAX, INT4_MAX = 448.0, 127, 15
-GROUP = 128  # columns that share a 4-bit scale
-SHARES = [1 - 0.05 * step for step in range(9)]  # shares of a group's range to try
+FP8_MAX, INT8_MAX = 448.0, 127
+INT4_MIN, INT4_MAX = -8, 7
+GROUP = 32  # columns that share a 4-bit scale: as many as in ggml's Q4_0
+LEVELS = (-8.5, -8.0, -7.5, -7.0)  # codes to try for the largest weight of a group
 # Weights quantized at a time. PyTorch computes up to SERIAL elements in the calling thread, which
 # takes less time than waiting for other threads. For quantizers of many calls, parts are larger.
 SERIAL, LARGE, ON_GPU = (1 << 15) - 1, 1 << 20, 1 << 24
@@ -57,7 +58,7 @@ def by_parts(size: int) -> Callable[[Quantizer], Quantizer]:
 @by_parts(SERIAL)
 def to_fp8(matrix: torch.Tensor) -> Tensors:
     """e4m3 codes, and a scale for each row."""
-    scales = _positive(matrix.abs().amax(dim=1, keepdim=True) / FP8_MAX)
+    scales = _not_zero(matrix.abs().amax(dim=1, keepdim=True) / FP8_MAX)
     codes = (matrix / scales).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return {"weight": codes, "weight_scale": scales}
 
@@ -65,55 +66,49 @@ def to_fp8(matrix: torch.Tensor) -> Tensors:
 @by_parts(SERIAL)
 def to_int8(matrix: torch.Tensor) -> Tensors:
     """8-bit codes, and a scale for each row."""
-    scales = _positive(matrix.abs().amax(dim=1, keepdim=True) / INT8_MAX)
+    scales = _not_zero(matrix.abs().amax(dim=1, keepdim=True) / INT8_MAX)
     codes = (matrix / scales).add_(ROUNDS).sub_(ROUNDS).clamp_(-INT8_MAX, INT8_MAX).to(torch.int8)
     return {"weight": codes, "weight_scale": scales}
 
 
 @by_parts(LARGE)
 def to_int4(matrix: torch.Tensor) -> Tensors:
-    """4-bit codes, and a scale and a zero point for each group of a row's columns."""
+    """4-bit codes, and a scale for each group of a row's columns."""
     num_rows, size_in = matrix.shape
     groups = F.pad(matrix, (0, -size_in % GROUP)).view(-1, GROUP)  # 0 has a code: no error
-    scales, zeros = _search(groups)
-    codes = _nearest(groups, scales, zeros, torch.empty_like(groups)).add_(zeros)
+    scales = _search(groups)
+    codes = _nearest(groups, scales, torch.empty_like(groups)).sub_(INT4_MIN)
     return {
         "weight_packed": pack_words(codes.byte().view(num_rows, -1)[:, :size_in]),
         "weight_scale": scales.view(num_rows, -1).bfloat16(),
-        "weight_zero_point": zeros.view(num_rows, -1).byte(),
     }
 
 
-def _search(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales, exact in bfloat16, and zero points [n, 1] of groups [n, GROUP].
+def _search(groups: torch.Tensor) -> torch.Tensor:
+    """Scales [n, 1] of groups [n, GROUP], exact in bfloat16 and of any sign.
 
-    Each share of a group's range gives it codes, for which the best scale is known: c @ w / c @ c.
-    The group takes the scale with the least squared error, s * (s * c @ c - 2 * c @ w).
+    The sign lets the largest weight have a negative code, of which there is one more. Each level
+    gives the group codes, for which the best scale is known: c @ w / c @ c. The group takes the
+    scale with the least squared error, s * (s * c @ c - 2 * c @ w).
     """
     low, high = (bound.unsqueeze(1) for bound in groups.aminmax(dim=1))
-    low, high = low.clamp(max=0), high.clamp(min=0)
-    shares = torch.tensor(SHARES, device=groups.device)[:, None, None]
-    first = _storable(shares * ((high - low) / INT4_MAX))
-    zeros = (-low * shares / first).round_().clamp_(0, INT4_MAX)  # [shares, n, 1]
-    products, squares = torch.empty_like(first), torch.empty_like(first)
+    largest = torch.where(-low > high, low, high)
     codes, each = torch.empty_like(groups), torch.empty_like(groups)
-    for i in range(len(SHARES)):
-        _nearest(groups, first[i], zeros[i], codes)
-        torch.sum(torch.mul(codes, groups, out=each), 1, keepdim=True, out=products[i])
-        torch.sum(codes.square_(), 1, keepdim=True, out=squares[i])
-    scales = _storable(products / squares.clamp(min=1))
-    best = (scales * (scales * squares - 2 * products)).argmin(0, keepdim=True)
-    return scales.gather(0, best)[0], zeros.gather(0, best)[0]
+    best, least = torch.ones_like(largest), torch.full_like(largest, torch.inf)
+    for level in LEVELS:
+        _nearest(groups, _storable(largest / level), codes)
+        product = torch.sum(torch.mul(codes, groups, out=each), 1, keepdim=True)
+        square = torch.sum(torch.mul(codes, codes, out=each), 1, keepdim=True)
+        scale = _storable(product / square.clamp_(min=1))
+        error = scale * (scale * square - 2 * product)
+        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+    return torch.where(least.isnan(), torch.nan, best)  # of weights that are refused
 
 
-def _nearest(
-    groups: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, out: torch.Tensor
-) -> torch.Tensor:
-    """Write the nearest codes, less the zero points, to `out`."""
+def _nearest(groups: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write the nearest codes to `out`."""
     torch.mul(groups, scales.reciprocal(), out=out)
-    torch.maximum(out, -zeros, out=out)
-    torch.minimum(out, INT4_MAX - zeros, out=out)
-    return out.add_(ROUNDS).sub_(ROUNDS)
+    return out.clamp_(INT4_MIN, INT4_MAX).add_(ROUNDS).sub_(ROUNDS)
 
 
 def pack_words(codes: torch.Tensor) -> torch.Tensor:
@@ -127,12 +122,12 @@ def pack_words(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _storable(scales: torch.Tensor) -> torch.Tensor:
-    return _positive(scales.bfloat16().float())
+    return _not_zero(scales.bfloat16().float())
 
 
-def _positive(scales: torch.Tensor) -> torch.Tensor:
-    """Replace scales of rows that are zero, or almost, by one."""
-    return torch.where(scales < LEAST_SCALE, 1.0, scales)
+def _not_zero(scales: torch.Tensor) -> torch.Tensor:
+    """Replace scales that are zero, or almost, by one."""
+    return torch.where(scales.abs() < LEAST_SCALE, 1.0, scales)
 
 
 QUANTIZERS: dict[str, Quantizer] = {

@@ -273,7 +273,7 @@ class TestQuantizedCounts:
         [
             ("fp8", LINEAR + 4 * ROWS, 2 * HEAD),
             ("int8", LINEAR + 4 * ROWS, HEAD + 4 * 151936),
-            ("int4", LINEAR // 2 + 3 * LINEAR // 128, HEAD + 4 * 151936),
+            ("int4", LINEAR // 2 + 2 * LINEAR // 32, HEAD + 4 * 151936),
         ],
     )
     def test_a_step_reads_codes_and_scales(
