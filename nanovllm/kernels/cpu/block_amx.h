@@ -32,7 +32,7 @@ constexpr int WIDE = TILES * OUTPUTS;                // outputs
 constexpr int ROW_UNIT = 2 * REGISTER_ROWS;          // rows that are computed together
 constexpr int PART_UNITS = 8;                         // units that are decoded together
 constexpr int64_t INPUT_BYTES = 3 << 19;                 // of packed rows: they fit the L2 cache
-constexpr int64_t LEAST_ROWS = 64, MOST_ROWS = 256;  // rows that are packed together
+constexpr int64_t LEAST_ROWS = 64, MOST_ROWS = 512;  // rows that are packed together
 
 // The shapes of the unit's registers: all have their full size.
 struct alignas(CACHE_LINE) Shapes {
@@ -140,7 +140,8 @@ void multiply_tiles(const Blocks& weight, int64_t tile, const UnitRow* x, int64_
                     int64_t padded, float (*totals)[WIDE]) {
     alignas(CACHE_LINE) UnitPairs weights[TILES][PART_UNITS];
     static const Shapes shapes;
-    const int64_t units = weight.inputs / UNIT, tiles = std::min<int64_t>(TILES, weight.tiles() - tile);
+    const int64_t units = weight.inputs / UNIT;
+    const int64_t tiles = std::min<int64_t>(TILES, weight.tiles() - tile);
     std::memset(totals, 0, padded * sizeof(*totals));
     if (tiles < TILES) std::memset(weights[tiles], 0, sizeof(weights[tiles]));
     _tile_loadconfig(&shapes);
@@ -184,7 +185,8 @@ void block_amx(const Blocks* weight, const bf16* x, int64_t stride, const bf16* 
             const int64_t padded = (rows + ROW_UNIT - 1) / ROW_UNIT * ROW_UNIT;
             const size_t needed = padded * inputs * sizeof(bf16) + CACHE_LINE;
             if (scratch.size() < needed) scratch.resize(needed);
-            UnitRow* packed = (UnitRow*)((uintptr_t(scratch.data()) + CACHE_LINE - 1) & -CACHE_LINE);
+            const uintptr_t aligned = (uintptr_t(scratch.data()) + CACHE_LINE - 1) & -CACHE_LINE;
+            UnitRow* packed = (UnitRow*)aligned;
             pack_rows(x + first * stride, stride, rows, padded, inputs, packed, threads);
             for_each((weight->tiles() + TILES - 1) / TILES, threads, [&](int64_t task) {
                 alignas(CACHE_LINE) float totals[MOST_ROWS][WIDE];

@@ -106,7 +106,8 @@ void block_floats(const Blocks* weight, const T* x, int64_t stride, const T* bia
                     const int64_t count = decode_part<K>(*weight, tile, k, weights);
                     add_parts<SOME_ROWS>(weights, wide + k, inputs, count, rows, totals);
                 }
-                write_outputs(totals, *weight, tile * OUTPUTS, bias, rows, out + first * weight->outputs);
+                write_outputs(totals, *weight, tile * OUTPUTS, bias, rows,
+                              out + first * weight->outputs);
             });
         }
     });
@@ -114,7 +115,8 @@ void block_floats(const Blocks* weight, const T* x, int64_t stride, const T* bia
 
 // to [rows, inputs] = the weights of the outputs `ids`.
 template <typename T>
-void weights_of_rows(const Blocks* weight, const int64_t* ids, int64_t rows, T* to, int64_t threads) {
+void weights_of_rows(const Blocks* weight, const int64_t* ids, int64_t rows, T* to,
+                     int64_t threads) {
     with_kind(weight->kind, [&](auto kind) {
         using K = decltype(kind);
         for_each_row(rows, weight->inputs * OUTPUTS, threads, [&](int64_t row) {
