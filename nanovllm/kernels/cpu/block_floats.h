@@ -34,8 +34,7 @@ void decode_block(const Blocks& weight, int64_t tile, int64_t block, float (*to)
                 const Scale of = scale_of<K>(numbers, scales, group, piece);
 #pragma GCC unroll 4
                 for (int j = 0; j < 4; j++) {
-                    const IntVec code = (IntVec)((Words)codes[i] >> (8 * j) & 255) - K::ZERO;
-                    Vec value = floats(code) * of.scale;
+                    Vec value = byte_of<K>(codes[i], j) * of.scale;
                     if constexpr (K::HAS_OFFSETS) value += of.offset;
                     vec(to[u * UNIT + 4 * i + j] + piece * LANES) = value;
                 }

@@ -112,6 +112,13 @@ inline Vec load_signed(const uint8_t* from) {
 }
 inline Vec floats(IntVec x) { return __builtin_convertvector(x, Vec); }
 
+// Byte j of each word, less the zero point. The bytes become the low bits of 2^23 and more.
+template <typename K>
+inline Vec byte_of(Bytes codes, int j) {
+    const Words bits = ((Words)codes >> (8 * j) & 255) | 0x4b000000;
+    return (Vec)bits - (0x1p23f + float(K::ZERO));
+}
+
 // 2^(exponent - 128). The smallest two are subnormal.
 inline Vec powers(IntVec exponents) {
     const IntVec tiny = exponents < 2;
