@@ -22,6 +22,7 @@ from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.operands.block_matrix import BlockMatrix
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES
 from nanovllm.kernels.plain import block_linear as plain
+from nanovllm.kernels.plain.block_rows import block_rows as plain_rows
 from nanovllm.kernels.table import PLAIN
 
 pytestmark = [pytest.mark.usefixtures("compiler"), pytest.mark.usefixtures("one_thread")]
@@ -165,7 +166,7 @@ def test_embeddings_are_exact(name: str, build: None) -> None:
     ids = torch.tensor([36, 0, 17, 17, 5])
     for dtype in (torch.float32, torch.bfloat16):
         rows = block_rows(arrange_blocks(weight), ids, dtype)
-        assert torch.equal(rows, plain.block_rows(weight, ids, dtype))
+        assert torch.equal(rows, plain_rows(weight, ids, dtype))
 
 
 @pytest.mark.parametrize("num_rows", [1, 40])
