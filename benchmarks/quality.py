@@ -1,6 +1,7 @@
 """What quantization costs in quality: sums got right, and distances of next-token distributions.
 
     python benchmarks/quality.py [--models embedded,wide] [--variants int8,int4] [--context 2048]
+    python benchmarks/quality.py --model FILE.gguf|DIRECTORY [--variants int4,Q4_0]
 
 The reference is the same model in float32, not quantized. Variants compute in float32 too, except
 `bf16`, which shows how much the usual rounding costs. Reported are, for each model and variant:
@@ -10,8 +11,13 @@ The reference is the same model in float32, not quantized. Variants compute in f
   whole vocabulary, at all positions of some texts; and top 1: where both prefer the same token;
 - with the model `long`, the same for ranges of positions, up to `--context`.
 
-Models other than `embedded` have random weights: they show how formats compare with each other, not
-what a trained model loses. One JSON line for each model and variant, then tables.
+With `--model`, the model is a trained one. Its dequantized weights are the reference. Variants are
+then also types of GGUF files, to which the package gguf rounds the weights of linear layers, and
+reported are also the perplexity of pages of Python's reference, and the mean absolute error of
+log-probabilities, of those pages' tokens and of the whole vocabulary.
+
+The other models, except `embedded`, have random weights: they show how formats compare with
+each other, not what a trained model loses. One JSON line for each model and variant, then tables.
 """
 
 import argparse
@@ -27,6 +33,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.rounded import TYPES
 from nanovllm import LLM, SamplingParams
 from nanovllm.bench.machine import machine_name
 from nanovllm.embedded import EMBEDDED_MODEL
@@ -221,18 +228,29 @@ def main() -> None:
     models = [EMBEDDED, *MODELS]
     parser.add_argument("--models", type=names(models), default=models, metavar="NAME,...",
                         help=", ".join(models))  # fmt: skip
-    parser.add_argument("--variants", type=names(list(VARIANTS)), default=list(VARIANTS),
-                        metavar="NAME,...", help=", ".join(VARIANTS))  # fmt: skip
+    variants = [*VARIANTS, *TYPES]
+    parser.add_argument("--variants", type=names(variants), metavar="NAME,...",
+                        help=f"{', '.join(variants)}; types of GGUF only with --model")  # fmt: skip
+    parser.add_argument("--model", type=Path, metavar="PATH",
+                        help="a trained model instead: a GGUF file, or a directory")  # fmt: skip
     parser.add_argument("--context", type=int, default=32_768, metavar="N",
                         help="tokens of the model `long`")  # fmt: skip
     parser.add_argument("--problems", type=int, default=2000, metavar="N", help="sums to solve")
     args = parser.parse_args()
     if args.context < 2 or args.problems < 1:
         parser.error("--context must be at least 2, --problems at least 1")
+    if args.model is None and set(args.variants or ()) & set(TYPES):
+        parser.error("--variants: types of GGUF need --model")
     torch.manual_seed(0)
     logging.getLogger("nanovllm").setLevel(logging.ERROR)  # random models have no tokenizer
+    args.variants = args.variants or [*VARIANTS, *(TYPES if args.model else ())]
     tables = []
     with TemporaryDirectory() as folder:
+        if args.model is not None:
+            from benchmarks.trained import measure_trained
+
+            measure_trained(args.model, args.variants, Path(folder))
+            return
         for name in args.models:
             path = EMBEDDED_MODEL
             if name != EMBEDDED:
