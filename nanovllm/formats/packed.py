@@ -157,6 +157,15 @@ class CompressedTensors(PackedColumns):
 class Int4Packed(PackedColumns):
     """The format that plain weights are quantized to with 4 bits, without zero points."""
 
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__(scheme)
+        self.dtype = torch.get_default_dtype()
+
+    def weight(self, tensors: Tensors, part: RankPart) -> LayerWeight:
+        from nanovllm.formats.int4_blocks import fastest
+
+        return fastest(self._matrix(tensors, part), self.dtype)
+
     def make_tensors(self) -> dict[str, Stored]:
         return {
             "weight_packed": Stored((ROWS, Axis(False, self.per_word)), torch.int32, fill=integers),

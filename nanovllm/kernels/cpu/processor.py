@@ -58,3 +58,10 @@ def types_to_tile(
     if not {"avx2", "fma"} <= flags or (has_fast_units and torch.bfloat16 in packed):
         return frozenset()
     return frozenset((torch.float32, torch.bfloat16))
+
+
+@functools.cache
+def multiplies_bytes() -> bool:
+    """Whether there are instructions for sums of products of bytes, as block_integers.h asks."""
+    flags = set(cpu_info().get("flags", "").split())
+    return "avx512_vnni" in flags or ("avx_vnni" in flags and "avx512f" not in flags)
