@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from waiting import LIMIT
 
 from benchmarks.quality import compare, ranges
+from benchmarks.rounded import pages, rounded_checkpoint
+from benchmarks.trained import distances
 from nanovllm.bench.machine import machine_name
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "quality.py"
@@ -47,6 +50,45 @@ def test_ranges_are_the_second_halves_of_contexts() -> None:
     assert ranges(32_768) == [(128, 256), (1024, 2048), (4096, 8192), (16_384, 32_768)]
 
 
+def test_distances_of_a_text_by_hand() -> None:
+    """Two tokens follow the first: the last row has no next token, and counts as the others do."""
+    reference = torch.tensor([[0.5, 0.5], [0.9, 0.1], [0.2, 0.8]]).log()
+    other = torch.tensor([[0.25, 0.75], [0.6, 0.4], [0.2, 0.8]]).log()
+    found = distances([[0, 1, 0]], [reference], [other])
+    assert found["perplexity"] == pytest.approx((0.75 * 0.6) ** -0.5)
+    assert found["text_error"] == pytest.approx((math.log(1.5) + math.log(1.5)) / 2)
+    errors = math.log(2) + math.log(1.5) + math.log(1.5) + math.log(4)
+    assert found["error"] == pytest.approx(errors / 6)
+    assert found["top_1"] == pytest.approx(2 / 3)
+
+
+def test_only_the_weights_of_linear_layers_are_rounded(tmp_path: Path) -> None:
+    """From several files; the values of Q8_0 are multiples of a float16 scale."""
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.json").write_text("{}")
+    weights = {
+        name: torch.randn(shape).bfloat16()
+        for name, shape in {"q_proj.weight": (2, 64), "embed_tokens.weight": (2, 64),
+                            "norm.weight": (64,), "lm_head.weight": (2, 64)}.items()
+    }  # fmt: skip
+    for i, (name, weight) in enumerate(weights.items()):
+        save_file({name: weight}, plain / f"{i}.safetensors")
+    path = rounded_checkpoint(plain, "Q8_0", tmp_path)
+    assert (path / "config.json").exists()
+    found = load_file(path / "model.safetensors")
+    changed = {name for name, weight in weights.items() if not torch.equal(found[name], weight)}
+    assert changed == {"q_proj.weight"}
+    rounded = found["q_proj.weight"].view(4, 32)
+    scales = (weights["q_proj.weight"].float().view(4, 32).abs().amax(1) / 127).half().float()
+    codes = rounded / scales[:, None]
+    torch.testing.assert_close(codes, codes.round(), rtol=0, atol=1e-3)
+
+
+def test_pages_are_long_enough() -> None:
+    assert len(pages(16)) == 16 and min(map(len, pages(16))) > 2000
+
+
 @pytest.mark.slow
 def test_formats_of_more_bits_are_nearer_to_the_reference() -> None:
     found = results_of("--models=embedded", "--variants=int8,fp8,int4,kv fp8", "--problems=100")
@@ -69,7 +111,9 @@ def test_a_long_context_has_a_figure_for_each_range() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("option", ["--models=gpt", "--variants=int3", "--context=1"])
+@pytest.mark.parametrize(
+    "option", ["--models=gpt", "--variants=int3", "--variants=Q4_0", "--context=1"]
+)
 def test_a_bad_option_is_a_usage_error(option: str) -> None:
     done = run(option)
     assert done.returncode == 2 and option.partition("=")[0] in done.stderr and not done.stdout
