@@ -28,6 +28,11 @@ def check_base_weight(key: str, module: str, tensor: InFile, model: CausalLM) ->
     if module not in (EMBEDDING, HEAD):
         raise ValueError(f"unexpected tensor {key!r}")
     embedding, head = model.model.embed_tokens, model.lm_head
+    if not embedding.is_plain:
+        raise ValueError(
+            f"tensor {key!r} cannot be compared with the model's, which is stored in blocks: save"
+            " the adapter without it"
+        )
     shape = embedding.shard.vocab_size, embedding.weight.shape[1]
     if tuple(tensor.shape) != shape:
         raise ValueError(

@@ -75,7 +75,7 @@ class HeadSource:
 def _share_embedding(head: Eagle3Head, model: CausalLM) -> None:
     """Drop the head's embedding if it is a copy of the model's, as in many files."""
     own, other = head.embed_tokens, model.model.embed_tokens
-    if own is not None and torch.equal(own.weight, other.weight):
+    if own is not None and other.is_plain and torch.equal(own.weight, other.weight):
         head.embed_tokens = None
 
 

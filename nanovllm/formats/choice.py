@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from nanovllm.formats.block_format import BlockFormat
 from nanovllm.formats.format import DENSE, Dense, Formats, WeightFormat
 from nanovllm.formats.mixed import Float32, PerProjection
 from nanovllm.formats.names import FIELD, stacked_name
@@ -24,6 +25,7 @@ FORMATS: dict[str, Callable[[Scheme], WeightFormat]] = {
     "awq": Awq,
     "gptq": Gptq,
     "int4": Int4Packed,
+    "gguf": BlockFormat,
 }
 CODES = ("weight", "weight_packed", "qweight")  # a linear layer has one of these tensors
 SCALES = ("scales", "weight_scale", "weight_scale_inv")  # and a quantized one has one of these
@@ -67,6 +69,9 @@ class QuantizedFormats(Formats):
             return format_of(self._scheme(layer), is_fused=True)
         # Without files, random values are made for all projections as one tensor.
         return joined_format([self._scheme(part) for part in parts], self.files is None)
+
+    def of_table(self, layer: str) -> WeightFormat:
+        return format_of(self.quantization.scheme_of_table(f"{self.name}{layer}"))
 
     def in_float32(self, layer: str) -> WeightFormat:
         scheme = self._scheme(layer)

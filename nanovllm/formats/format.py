@@ -19,10 +19,11 @@ from nanovllm.kernels.table import Rounding
 
 if TYPE_CHECKING:
     from nanovllm.formats.scheme import Scheme
+    from nanovllm.kernels.operands.block_matrix import BlockMatrix
     from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
 OF_PROJECTION = "_of_projection_"
-Weight: TypeAlias = "torch.Tensor | QuantizedMatrix"  # what kernels multiply by
+Weight: TypeAlias = "torch.Tensor | QuantizedMatrix | BlockMatrix"  # what kernels multiply by
 LayerWeight: TypeAlias = "Weight | list[Weight]"  # one matrix, or one for each projection
 Rename = Callable[[str], str]  # from a tensor's name in the format to its name in the layer
 
@@ -204,6 +205,10 @@ class Formats:
 
     def of(self, layer: str) -> WeightFormat:  # noqa: ARG002
         """The format of a linear layer."""
+        return DENSE
+
+    def of_table(self, layer: str) -> WeightFormat:  # noqa: ARG002
+        """The format of an embedding's table."""
         return DENSE
 
     def in_float32(self, layer: str) -> WeightFormat:  # noqa: ARG002

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 
 from nanovllm.formats.format import Matrix, written_to
+from nanovllm.kernels.operands.block_matrix import BlockMatrix
+from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 from nanovllm.kernels.table import Kernels, Rounding
 
 
@@ -25,6 +27,30 @@ class KernelMatrix(Matrix):
         self, x: Any, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         return written_to(out, self.kernels.arranged_linear(x, self.operand, bias))
+
+
+class BlocksMatrix(Matrix):
+    """A weight in the blocks of a GGUF file, in the kernels' order."""
+
+    def __init__(self, weight: BlockMatrix, kernels: Kernels) -> None:
+        self.operand = kernels.arrange_blocks(weight)
+        self.kernels = kernels
+
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return written_to(out, self.kernels.block_linear(x, self.operand, bias))
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The rows with these ids [T], as [T, K]."""
+        return self.kernels.block_rows(self.operand, ids, dtype)
+
+
+def in_layout(weight: QuantizedMatrix | BlockMatrix, kernels: Kernels) -> Matrix:
+    """The form of a quantized weight that kernels multiply by."""
+    if isinstance(weight, BlockMatrix):
+        return BlocksMatrix(weight, kernels)
+    return KernelMatrix(kernels.arrange(weight), kernels)
 
 
 class EmptyMatrix(Matrix):

@@ -7,6 +7,8 @@ import torch
 
 from nanovllm.formats.format import OF_PROJECTION, LayerWeight, Weight, WeightFormat
 from nanovllm.formats.stored import RankPart, Stored
+from nanovllm.kernels.operands.block_matrix import BlockMatrix
+from nanovllm.kernels.plain.dequantize_blocks import dequantize
 from nanovllm.kernels.plain.quantized_linear import dense_matrix
 
 
@@ -54,4 +56,6 @@ def dense(weight: LayerWeight, size_in: int, dtype: torch.dtype) -> torch.Tensor
         return torch.cat([dense(part, size_in, dtype) for part in weight])
     if isinstance(weight, torch.Tensor):
         return weight.to(dtype)
+    if isinstance(weight, BlockMatrix):
+        return dequantize(weight.codes, weight.kind).flatten(1).to(dtype)
     return dense_matrix(weight, size_in).to(dtype)

@@ -5,7 +5,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-HEAD = "lm_head"
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 # The fields of a model's config that describe quantized weights: of today, and of old files.
 QUANTIZATION_FIELDS = FIELD, OLD_FIELD = "quantization_config", "compression_config"
 

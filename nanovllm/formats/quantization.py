@@ -42,6 +42,10 @@ class Quantization:
         name = self.names.theirs(name)
         return next((rule.scheme for rule in self.rules if rule.pattern.match(name)), None)
 
+    def scheme_of_table(self, name: str) -> "Scheme | None":
+        """The scheme of an embedding's table. Rules of other methods do not mean tables."""
+        return self.scheme(name) if self.method == "gguf" else None
+
     @property
     def schemes(self) -> "list[Scheme]":
         """All schemes that occur."""

@@ -45,6 +45,8 @@ class VocabParallelEmbedding(Layer):
     Embeddings are multiplied by `scale`, which is rounded to their type.
     """
 
+    is_plain = True  # whether the table is not quantized
+
     def __init__(
         self, vocab_size: int, hidden_size: int, ranks: Ranks = ALONE, scale: float = 1.0
     ) -> None:
@@ -58,6 +60,10 @@ class VocabParallelEmbedding(Layer):
         # Every rank has adapters for all tokens, and adds them to the sum of all ranks.
         self.rank_part = RankPart.whole(hidden_size, vocab_size)
         self.low_rank: LowRank | None = None
+
+    def tied_head(self, scale: float, soft_cap: float | None) -> "ParallelLMHead":
+        """The projection that shares a table that is not plain."""
+        raise NotImplementedError
 
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
         """Fill `param` with this rank's rows."""

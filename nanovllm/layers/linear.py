@@ -43,23 +43,21 @@ def matrix_of(weight: LayerWeight, kernels: Kernels) -> Matrix:
 
         return EmptyMatrix()
     if not isinstance(weight, torch.Tensor):
-        return _in_layout(kernels.arrange(weight), kernels)
+        from nanovllm.formats.layouts import in_layout
+
+        return in_layout(weight, kernels)
     if not weight.numel():
         return DenseMatrix(weight)
     if (operand := kernels.arrange_plain(weight)) is not None:
-        return _in_layout(operand, kernels)
+        from nanovllm.formats.layouts import KernelMatrix
+
+        return KernelMatrix(operand, kernels)
     if not kernels.reads_plain and weight.device.type == "cpu":
         from nanovllm.kernels.plain.packed_linear import can_pack
 
         if can_pack(weight):
             return PackedMatrix(weight)
     return DenseMatrix(weight)
-
-
-def _in_layout(operand: Any, kernels: Kernels) -> Matrix:
-    from nanovllm.formats.layouts import KernelMatrix
-
-    return KernelMatrix(operand, kernels)
 
 
 def _num_rows(weight: Weight) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nanovllm.formats.format import PLAIN_FORMATS, Formats
-from nanovllm.formats.names import HEAD
+from nanovllm.formats.names import EMBEDDING, HEAD
 from nanovllm.layers.block import Block, Norms
 from nanovllm.layers.block import pre_norms as named_pre_norms
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -61,12 +61,22 @@ def causal_lm(config: ModelConfig, make: Build, block: Callable[[int, Build], Bl
     """The model with these blocks, one rope, and a plain norm at the end."""
     decoder = Decoder(
         make,
-        VocabParallelEmbedding(config.vocab_size, config.hidden_size, make.ranks),
+        embedding(config, make),
         blocks(config, make, block),
         norm(config),
         {ROPE: rope(config, make)},
     )
     return CausalLM(make, decoder, head(config, make, decoder.embed_tokens))
+
+
+def embedding(config: ModelConfig, make: Build) -> VocabParallelEmbedding:
+    """The embedding's table."""
+    stored = make.formats.of_table(EMBEDDING)
+    if stored.is_plain:
+        return VocabParallelEmbedding(config.vocab_size, config.hidden_size, make.ranks)
+    from nanovllm.layers.stored_embedding import StoredEmbedding
+
+    return StoredEmbedding(config.vocab_size, config.hidden_size, make.ranks, stored)
 
 
 def usual_model(config: ModelConfig, make: Build) -> CausalLM:
@@ -97,6 +107,8 @@ def head(
 
     It shares the embedding's table if the config says so, unless the head is stored quantized.
     """
+    if config.tie_word_embeddings and not embedding.is_plain:
+        return embedding.tied_head(scale, soft_cap)
     stored = make.formats.of(HEAD)
     made = ParallelLMHead(
         config.vocab_size, config.hidden_size, make.ranks, stored, scale=scale, soft_cap=soft_cap

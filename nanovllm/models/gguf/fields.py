@@ -9,6 +9,7 @@ from typing import Any
 
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES
 from nanovllm.models.gguf.metadata import ARCHITECTURES, Metadata
+from nanovllm.models.gguf.names import expert_names, usual_name
 from nanovllm.models.gguf.rope_fields import rope_fields
 
 Config = dict[str, Any]
@@ -64,9 +65,22 @@ def _decoder(metadata: Metadata) -> Config:
         "eos_token_id": special_id(metadata, "eos"),
         "torch_dtype": _dtype(metadata),
     }
-    if any(info.kind.name in BLOCK_TYPES for info in metadata.model.tensors.values()):
-        config["quantization_config"] = {"quant_method": "gguf"}
+    if types := _block_types(metadata):
+        config["quantization_config"] = {"quant_method": "gguf", "types": types}
     return config
+
+
+def _block_types(metadata: Metadata) -> dict[str, list[str]]:
+    """The names of the layers whose matrices are stored in blocks, by the blocks' types."""
+    types: dict[str, list[str]] = {}
+    for name, info in metadata.model.tensors.items():
+        if info.kind.name in BLOCK_TYPES:
+            usual = expert_names(name, 1) or [usual_name(name, metadata.architecture)]
+            layer = usual[0].removesuffix(".weight").replace(".experts.0.", ".experts.*.")
+            types.setdefault(info.kind.name, []).append(layer)
+            if name == EMBEDDINGS and HEAD not in metadata.model.tensors:
+                types[info.kind.name].append("lm_head")  # a head that shares the table
+    return types
 
 
 def _vocab_size(metadata: Metadata) -> int:
