@@ -1,8 +1,10 @@
 """SmolLM2-135M-Instruct, a published model: its file, questions, and what transformers answers."""
 
+import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -76,19 +78,20 @@ OTHERS = [
 class Reference(NamedTuple):
     """What transformers computes from the dequantized weights, in float32."""
 
+    tokenizer: Any
     prompts: list[list[int]]
     tokens: list[list[int]]  # greedy, up to and with the token that ends an answer
     is_decisive: list[bool]  # no two best logits are near-ties
 
 
-def reference_tokenizer(file: Path) -> Any:
-    return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-
-
-def reference_model(file: Path) -> Any:
-    """transformers' model, which dequantizes the file's weights to float32."""
-    options = dict(gguf_file=file.name, dtype=torch.float32)
-    return AutoModelForCausalLM.from_pretrained(file.parent, **options).eval()
+def transformers_of(file: Path) -> tuple[Any, Any]:
+    """transformers' tokenizer and model; its weights are dequantized to float32."""
+    with pytest.MonkeyPatch.context() as patch:  # transformers parses the file three times
+        patch.setattr(gguf, "GGUFReader", functools.cache(gguf.GGUFReader))
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        options = dict(gguf_file=file.name, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, **options).eval()
+    return tokenizer, model
 
 
 @torch.inference_mode()
@@ -112,4 +115,4 @@ def reference_answers(model: Any, tokenizer: Any, talks: list[Conversation]) -> 
     is_decisive = [
         min(row[: len(kept)]) > MIN_MARGIN for row, kept in zip(margins, tokens, strict=True)
     ]
-    return Reference(prompts, tokens, is_decisive)
+    return Reference(tokenizer, prompts, tokens, is_decisive)

@@ -18,8 +18,7 @@ from published import (
     make_llm,
     published_file,
     reference_answers,
-    reference_model,
-    reference_tokenizer,
+    transformers_of,
     user,
 )
 from safetensors.torch import save_file
@@ -36,7 +35,8 @@ TEXTS = [
     "", " ", "  two  spaces ", "\n\n\t\r\n x", "don't DON'T I'll we've", "1234567890 3.14 1,000",
     "naïve café — “quotes” … x²", "日本語のテキストと漢字", "한국어 العربية עברית हिन्दी ไทย",
     "🙂👩\u200d👩\u200d👧\u200d👦🏳️\u200d🌈", "e\u0301 vs \u00e9", "\u200b\ufeff\u00a0\u2028",
-    "\x00\x01\x7f", "def f(x):\n    return x**2  # ok\n", f"<|im_start|>user\nHi{END}\n<|im_start|>assistant\n",
+    "\x00\x01\x7f", "def f(x):\n    return x**2  # ok\n",
+    f"<|im_start|>user\nHi{END}\n<|im_start|>assistant\n",
     f"a{END}b<|endoftext|> <|im_start", "<repo_name>x", "a" * 300, "\U00010348 ᾳ̈ ﬁ ẞ İ",
     "https://example.com/a?b=c&d=%20#e",
 ]  # fmt: skip
@@ -48,25 +48,22 @@ def file() -> Path:
 
 
 @pytest.fixture(scope="module")
-def theirs(file: Path) -> Any:
-    """transformers' tokenizer, which it makes of the file."""
-    return reference_tokenizer(file)
+def dequantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("dequantized")
 
 
 @pytest.fixture(scope="module")
-def answers(
-    file: Path, theirs: Any, llm: LLM, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Reference, Path]:
-    """transformers' answers, and a checkpoint with the dequantized weights."""
-    path, model = tmp_path_factory.mktemp("dequantized"), reference_model(file)
-    weights = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
-    save_file(weights, path / "model.safetensors")
+def theirs(file: Path, llm: LLM, dequantized: Path) -> Reference:
+    """transformers' answers; its weights become a checkpoint in `dequantized`."""
+    tokenizer, model = transformers_of(file)
+    weights = {name: value.detach().bfloat16() for name, value in model.named_parameters()}
+    save_file(weights, dequantized / "model.safetensors")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        (path / name).write_bytes((llm.model_path / name).read_bytes())
+        (dequantized / name).write_bytes((llm.model_path / name).read_bytes())
     config = json.loads((llm.model_path / "config.json").read_text())
     del config["quantization_config"]
-    (path / "config.json").write_text(json.dumps(config))
-    return reference_answers(model, theirs, conversations()), path
+    (dequantized / "config.json").write_text(json.dumps(config))
+    return reference_answers(model, tokenizer, conversations())
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +77,13 @@ def chat(llm: LLM, talks: Any, params: Any = GREEDY) -> list[RequestOutput]:
     return llm.chat(talks, params, use_tqdm=False)
 
 
-def test_tokens_equal_transformers(llm: LLM, answers: tuple[Reference, Path]) -> None:
+def test_tokens_equal_transformers(llm: LLM, theirs: Reference) -> None:
     """Of every conversation without near-ties: its prompt, and the answer up to its end."""
-    reference, _ = answers
     outputs = chat(llm, conversations())
-    assert [output.prompt_token_ids for output in outputs] == reference.prompts
-    decisive = [i for i, is_decisive in enumerate(reference.is_decisive) if is_decisive]
+    assert [output.prompt_token_ids for output in outputs] == theirs.prompts
+    decisive = [i for i, is_decisive in enumerate(theirs.is_decisive) if is_decisive]
     assert len(outputs) == 50 and len(decisive) >= 45
-    wrong = {i: outputs[i].text for i in decisive if outputs[i].token_ids != reference.tokens[i]}
+    wrong = {i: outputs[i].text for i in decisive if outputs[i].token_ids != theirs.tokens[i]}
     assert wrong == {}
     ended = [output for output in outputs if output.finish_reason == "stop"]
     assert len(ended) >= 5, "answers end within so few tokens"
@@ -172,7 +168,7 @@ def stories(llm: LLM) -> list[RequestOutput]:
 )
 def test_less_exact_numbers_agree_with_float32(
     options: dict[str, Any], least: float, stories: list[RequestOutput],
-    answers: tuple[Reference, Path], record_property: Any,
+    theirs: Reference, dequantized: Path, record_property: Any,
 ) -> None:  # fmt: skip
     """The share of a story's tokens that are also the likeliest with fewer bits.
 
@@ -180,7 +176,7 @@ def test_less_exact_numbers_agree_with_float32(
     has rounded once already.
     """
     prompts = [output.prompt_token_ids + output.token_ids for output in stories]
-    model = answers[1] if "quantization" in options else "smollm2"
+    model = dequantized if "quantization" in options else "smollm2"
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
     with make_llm(model, **options) as inexact:
         read = inexact.generate(prompts, params, use_tqdm=False)
@@ -194,17 +190,17 @@ def test_less_exact_numbers_agree_with_float32(
     assert least <= agreement <= 1 and len(ranks) > 200
 
 
-def test_the_tokenizer_equals_transformers(llm: LLM, theirs: Any) -> None:
+def test_the_tokenizer_equals_transformers(llm: LLM, theirs: Reference) -> None:
     """Which makes its own of the same file, and builds its vocabulary and merges otherwise."""
-    ours = llm.tokenizer
+    ours, others = llm.tokenizer, theirs.tokenizer
     for text in TEXTS:
         ids = ours.encode(text)
-        assert ids == theirs.encode(text), text
+        assert ids == others.encode(text), text
         for skip in (False, True):
             decoded = ours.decode(ids, skip_special_tokens=skip)
-            assert decoded == theirs.decode(ids, skip_special_tokens=skip), text
-    assert [ours.decode([i]) for i in range(300)] == [theirs.decode([i]) for i in range(300)]
-    assert len(ours) == len(theirs) == 49152
+            assert decoded == others.decode(ids, skip_special_tokens=skip), text
+    assert [ours.decode([i]) for i in range(300)] == [others.decode([i]) for i in range(300)]
+    assert len(ours) == len(others) == 49152
 
 
 def test_digits_are_split_as_in_training(llm: LLM) -> None:
