@@ -128,7 +128,7 @@ def _reason(stderr: str) -> str:
     lines = stderr.strip().splitlines()
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
     reason = (errors or lines[-1:] or ["no message"])[0]
-    hint = "; is the package index reachable?" if "from versions: none" in reason else ""
+    hint = " (is the package index reachable?)" if "from versions: none" in reason else ""
     return f"pip says: {reason}{hint}"
 
 
