@@ -24,8 +24,7 @@ EXPONENT = 120  # of a block of MXFP4
 class BlockFormat(WeightFormat):
     """Blocks along the columns of a matrix.
 
-    Experts, and parts of a rank that begin or end inside of a block, become plain weights of the
-    model's type.
+    A rank's part that begins or ends inside of a block becomes a plain weight of the model's type.
     """
 
     def __init__(self, scheme: Scheme) -> None:
@@ -42,13 +41,10 @@ class BlockFormat(WeightFormat):
     def weight(self, tensors: Mapping[str, torch.Tensor], part: RankPart) -> Weight:
         codes, size = tensors["weight"].detach(), self.kind.size
         start = part.columns.start % size
-        if codes.dim() == len(self._tensors["weight"].axes) and not start | part.num_columns % size:
+        if not start and not part.num_columns % size:
             return BlockMatrix(codes, self.kind)
-        rows = [self._plain(some)[..., start : start + part.num_columns] for some in codes]
-        return torch.stack(rows)
-
-    def _plain(self, codes: torch.Tensor) -> torch.Tensor:
-        return dequantize(codes, self.kind).flatten(-2).to(self.dtype)
+        values = dequantize(codes, self.kind).flatten(1)
+        return values[:, start : start + part.num_columns].to(self.dtype)
 
 
 def random_blocks(kind: BlockType) -> Fill:

@@ -12,7 +12,6 @@ from torch import Tensor, dtype
 
 if TYPE_CHECKING:
     from nanovllm.kernels.kv_layer import KVLayer
-    from nanovllm.kernels.operands.block_matrix import BlockMatrix
     from nanovllm.kernels.operands.cuts import Cuts
     from nanovllm.kernels.operands.low_rank import LowRank
     from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
@@ -43,11 +42,11 @@ class Kernels:
     """One function for each operation; that of PLAIN defines the signature and the result.
 
     `arrange` copies a quantized weight into the layout that `arranged_linear`, `experts` and
-    `few_rows` read. `arrange_plain` does this for a plain weight, if it makes products faster, and
-    `plain_of` restores the plain weight. `arrange_blocks` arranges a weight in GGUF's blocks for
-    `block_linear` and `block_rows`. With `reads_plain`, kernels read plain weights in PyTorch's
-    layout, so a library's layout may not replace it. With `reads_stacks`, `experts` reads the
-    experts' weights as one stack, else as a list of matrices.
+    `few_rows` read, and `arrange_blocks` a BlockMatrix for `block_linear` and `block_rows`.
+    `arrange_plain` does this for a plain weight, if it makes products faster, and `plain_of`
+    restores it. With `reads_plain`, kernels read plain weights in PyTorch's layout, so a library's
+    layout may not replace it. With `reads_stacks`, `experts` reads the experts' weights as one
+    stack, else as a list of matrices.
 
     Some operations exist only for some implementations: PLAIN returns None for them. `rounding`
     returns kernels that round a number of rows for a quantized weight; `arranged_linear` accepts
@@ -85,7 +84,7 @@ class Kernels:
     arrange_plain: Callable[[Tensor], Any | None]
     plain_of: Callable[[Any], Tensor | None]
     arranged_linear: Callable[[Any, Any, Tensor | None], Tensor]
-    arrange_blocks: Callable[["BlockMatrix"], Any]
+    arrange_blocks: Callable[[Any], Any]
     block_linear: Callable[[Tensor, Any, Tensor | None], Tensor]
     block_rows: Callable[[Any, Tensor, dtype], Tensor]
     group_rows: Callable[[Tensor, int], Any]
@@ -127,7 +126,7 @@ class Kernels:
         return first_call
 
 
-def _as_it_is(weight: Any) -> Any:
+def _same(weight: Any) -> Any:
     return weight
 
 
@@ -138,7 +137,7 @@ def nothing(*_: Any) -> None:
 # Plain operations in modules of their own names.
 OPERATIONS = (
     "rms_norm", "silu_and_mul", "norm_rope_store", "store_kvcache", "mask", "sample", "draw",
-    "experts", "read_table", "guess_ngrams", "guess_inputs", "accept",
+    "experts", "read_table", "guess_ngrams", "guess_inputs", "accept", "block_linear", "block_rows",
 )  # fmt: skip
 # The module of each operation, and its name there, if that is another one.
 PLAIN_PLACES = {name: f"plain.{name}" for name in OPERATIONS} | {
@@ -146,15 +145,11 @@ PLAIN_PLACES = {name: f"plain.{name}" for name in OPERATIONS} | {
     "sample_masked": "plain.mask",
     "adapted_experts": "plain.experts",
     "arranged_linear": "plain.quantized_linear:quantized_linear",
-    "block_linear": "plain.block_linear",
-    "block_rows": "plain.block_linear",
-    "group_rows": "plain.lora",
-    "lora_down": "plain.lora",
-    "lora_up": "plain.lora",
+    **dict.fromkeys(("group_rows", "lora_down", "lora_up"), "plain.lora"),
 }
 
 PLAIN = Kernels(
-    "plain PyTorch", PLAIN_PLACES, arrange=_as_it_is, arrange_blocks=_as_it_is,
-    arrange_plain=nothing, plain_of=nothing, rounding=nothing, few_rows=nothing, router=nothing,
-    write_table=None, peers=None,
+    "plain PyTorch", PLAIN_PLACES, arrange=_same, arrange_blocks=_same, arrange_plain=nothing,
+    plain_of=nothing, rounding=nothing, few_rows=nothing, router=nothing, write_table=None,
+    peers=None,
 )  # fmt: skip

@@ -61,10 +61,6 @@ class VocabParallelEmbedding(Layer):
         self.rank_part = RankPart.whole(hidden_size, vocab_size)
         self.low_rank: LowRank | None = None
 
-    def tied_head(self, scale: float, soft_cap: float | None) -> "ParallelLMHead":
-        """The projection that shares a table that is not plain."""
-        raise NotImplementedError
-
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
         """Fill `param` with this rank's rows."""
         assert shard_id is None

@@ -56,9 +56,6 @@ class StoredEmbedding(VocabParallelEmbedding):
             return self.matrix
         return matrix_of(self.weight_format.weight(self._tensors(), self.table_part), kernels)
 
-    def tied_head(self, scale: float, soft_cap: float | None) -> ParallelLMHead:
-        return TiedHead(self, scale, soft_cap)
-
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         return self.weight_format.registered(self)
 
@@ -103,3 +100,11 @@ class TiedHead(ParallelLMHead):
         self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         return self._embeddings[0].bound(PLAIN).linear(x, bias, out)
+
+
+def tied_head(
+    embedding: VocabParallelEmbedding, scale: float, soft_cap: float | None
+) -> ParallelLMHead:
+    """The projection that shares an embedding's stored table."""
+    assert isinstance(embedding, StoredEmbedding)
+    return TiedHead(embedding, scale, soft_cap)

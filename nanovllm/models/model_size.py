@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nanovllm.formats.names import HEAD
+from nanovllm.formats.names import EMBEDDING, HEAD
 from nanovllm.formats.quantization import NOT_QUANTIZED, Quantization
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.shapes import ExpertCount, LayerShape
@@ -123,11 +123,16 @@ def step_weight_bytes(config: ModelConfig, sizes: WeightBytes, rows: int) -> flo
 def model_bytes(config: ModelConfig, sizes: WeightBytes) -> int:
     """The bytes of all parameters.
 
-    Embedding and head share a table, except where the head is quantized.
+    Embedding and head share a table, except where only the head is quantized.
     """
     linear = decoder_params(config, every) + head_params(config)
     others = num_params(config) - int(linear)
-    if config.tie_word_embeddings and sizes.scheme(HEAD) is not None:
-        others += head_params(config)
     of_linear = decoder_bytes(config, sizes, every) + head_bytes(config, sizes)
+    table = (sizes.quantization or NOT_QUANTIZED).scheme_of_table(EMBEDDING)
+    if table is None:
+        if config.tie_word_embeddings and sizes.scheme(HEAD) is not None:
+            others += head_params(config)
+    elif not config.tie_word_embeddings:
+        others -= head_params(config)
+        of_linear += table.num_bytes(head_params(config), config.hidden_size)
     return int(of_linear) + others * sizes.itemsize

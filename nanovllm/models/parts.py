@@ -108,7 +108,9 @@ def head(
     It shares the embedding's table if the config says so, unless the head is stored quantized.
     """
     if config.tie_word_embeddings and not embedding.is_plain:
-        return embedding.tied_head(scale, soft_cap)
+        from nanovllm.layers.stored_embedding import tied_head
+
+        return tied_head(embedding, scale, soft_cap)
     stored = make.formats.of(HEAD)
     made = ParallelLMHead(
         config.vocab_size, config.hidden_size, make.ranks, stored, scale=scale, soft_cap=soft_cap

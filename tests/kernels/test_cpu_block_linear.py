@@ -22,6 +22,7 @@ from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.operands.block_matrix import BlockMatrix
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES
 from nanovllm.kernels.plain import block_linear as plain
+from nanovllm.kernels.plain.block_rows import block_rows as plain_rows
 from nanovllm.kernels.table import PLAIN
 
 pytestmark = [pytest.mark.usefixtures("compiler"), pytest.mark.usefixtures("one_thread")]
@@ -118,7 +119,7 @@ def test_many_rows_of_bfloat16_round_at_most_the_weights(name: str, build: None)
     for size_out, size_in in zip((16, 37), inputs_for(BLOCK_TYPES[name].size), strict=True):
         weight = random_blocks(name, size_out, size_in)
         tiled, bias = arrange_blocks(weight), torch.randn(size_out).bfloat16()
-        for num_rows in (MOST_ROUNDED + 1, 40, 300):
+        for num_rows in (MOST_ROUNDED + 1, 17, 40, 300):
             x = torch.randn(num_rows, size_in + 3).bfloat16()[:, 3:]
             out = block_linear(x, tiled, bias)
             expected, sizes = product(x, weight, bias)
@@ -138,7 +139,7 @@ def test_a_row_does_not_depend_on_the_others(name: str, dtype: torch.dtype, buil
     for num_rows in range(1, MOST_ROUNDED):
         assert torch.equal(block_linear(x[:num_rows], weight), few[:num_rows])
     many = block_linear(x, weight)
-    for start, stop in ((0, 17), (100, 132), (250, 283)):
+    for start, stop in ((0, 11), (40, 57), (100, 132), (250, 283)):
         assert torch.equal(block_linear(x[start:stop], weight), many[start:stop])
 
 
@@ -165,7 +166,7 @@ def test_embeddings_are_exact(name: str, build: None) -> None:
     ids = torch.tensor([36, 0, 17, 17, 5])
     for dtype in (torch.float32, torch.bfloat16):
         rows = block_rows(arrange_blocks(weight), ids, dtype)
-        assert torch.equal(rows, plain.block_rows(weight, ids, dtype))
+        assert torch.equal(rows, plain_rows(weight, ids, dtype))
 
 
 @pytest.mark.parametrize("num_rows", [1, 40])

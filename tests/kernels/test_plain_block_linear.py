@@ -8,6 +8,7 @@ from blocks import random_blocks
 from nanovllm.kernels.operands.block_matrix import BlockMatrix
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES
 from nanovllm.kernels.plain import block_linear as plain
+from nanovllm.kernels.plain.block_rows import block_rows
 
 
 def reference(weight: BlockMatrix) -> torch.Tensor:
@@ -60,5 +61,5 @@ def test_products_in_parts_are_the_whole(
 def test_rows_of_an_embedding() -> None:
     weight = random_blocks("Q6_K", 37, 512)
     ids = torch.tensor([36, 0, 5, 5])
-    rows = plain.block_rows(weight, ids, torch.bfloat16)
+    rows = block_rows(weight, ids, torch.bfloat16)
     assert torch.equal(rows, reference(weight)[ids].bfloat16())

@@ -205,7 +205,7 @@ def test_a_stranger_equals_the_loop_with(name: str, case: Case) -> None:
     with make_llm(case.path, **SCENARIOS[name]) as llm:
         assert_same(generate(llm, case), case.expected)
         if "small pool" in name:
-            assert llm.scheduler.num_preemptions >= 10
+            assert llm.scheduler.num_preemptions >= 3
         audit_at_rest(llm)
 
 

@@ -32,7 +32,7 @@ constexpr int WIDE = TILES * OUTPUTS;                // outputs
 constexpr int ROW_UNIT = 2 * REGISTER_ROWS;          // rows that are computed together
 constexpr int PART_UNITS = 8;                         // units that are decoded together
 constexpr int64_t INPUT_BYTES = 3 << 19;                 // of packed rows: they fit the L2 cache
-constexpr int64_t LEAST_ROWS = 64, MOST_ROWS = 256;  // rows that are packed together
+constexpr int64_t LEAST_ROWS = 64, MOST_ROWS = 512;  // rows that are packed together
 
 // The shapes of the unit's registers: all have their full size.
 struct alignas(CACHE_LINE) Shapes {
@@ -84,8 +84,7 @@ __attribute__((always_inline)) inline void decode_pairs(const uint8_t* unit,
         Vec values[4];
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
-            const IntVec code = (IntVec)((Words)codes[i] >> (8 * j) & 255) - K::ZERO;
-            values[j] = floats(code) * of.scale;
+            values[j] = byte_of<K>(codes[i], j) * of.scale;
             if constexpr (K::HAS_OFFSETS) values[j] += of.offset;
         }
         store_pairs(values[0], values[1], to[2 * i]);
@@ -109,29 +108,65 @@ void decode_units(const Blocks& weight, int64_t tile, int64_t start, int64_t cou
 
 typedef bf16 UnitRow[UNIT];
 
+// Registers 0 to 3 += a unit of R * 16 rows times two tiles.
+template <int R>
+inline void multiply_unit(const UnitRow* x, const UnitPairs& first, const UnitPairs& second) {
+    _tile_loadd(4, x, sizeof(UnitRow));
+    if (R > 1) _tile_loadd(5, x + REGISTER_ROWS, sizeof(UnitRow));
+    _tile_loadd(6, first, sizeof(first[0]));
+    _tile_loadd(7, second, sizeof(second[0]));
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (R > 1) _tile_dpbf16ps(2, 5, 6);
+    if (R > 1) _tile_dpbf16ps(3, 5, 7);
+}
+
+template <int R>
+inline void store_totals(float (*totals)[WIDE]) {
+    _tile_stored(0, totals[0], sizeof(*totals));
+    _tile_stored(1, totals[0] + OUTPUTS, sizeof(*totals));
+    if (R > 1) _tile_stored(2, totals[REGISTER_ROWS], sizeof(*totals));
+    if (R > 1) _tile_stored(3, totals[REGISTER_ROWS] + OUTPUTS, sizeof(*totals));
+}
+
 // totals [16 * R, WIDE] += `count` units of R * 16 rows [units, ROW_UNIT] times two tiles.
 template <int R>
 inline void multiply_units(const UnitRow* x, int64_t count,
                            const UnitPairs (*weights)[PART_UNITS], float (*totals)[WIDE]) {
-    constexpr int64_t STRIDE = sizeof(*totals);
-    _tile_loadd(0, totals[0], STRIDE);
-    _tile_loadd(1, totals[0] + OUTPUTS, STRIDE);
-    if (R > 1) _tile_loadd(2, totals[16], STRIDE);
-    if (R > 1) _tile_loadd(3, totals[16] + OUTPUTS, STRIDE);
-    for (int64_t u = 0; u < count; u++, x += ROW_UNIT) {
-        _tile_loadd(4, x, sizeof(UnitRow));
-        if (R > 1) _tile_loadd(5, x + REGISTER_ROWS, sizeof(UnitRow));
-        _tile_loadd(6, weights[0][u], sizeof(*weights[0][u]));
-        _tile_loadd(7, weights[1][u], sizeof(*weights[1][u]));
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (R > 1) _tile_dpbf16ps(2, 5, 6);
-        if (R > 1) _tile_dpbf16ps(3, 5, 7);
+    _tile_loadd(0, totals[0], sizeof(*totals));
+    _tile_loadd(1, totals[0] + OUTPUTS, sizeof(*totals));
+    if (R > 1) _tile_loadd(2, totals[REGISTER_ROWS], sizeof(*totals));
+    if (R > 1) _tile_loadd(3, totals[REGISTER_ROWS] + OUTPUTS, sizeof(*totals));
+    for (int64_t u = 0; u < count; u++, x += ROW_UNIT)
+        multiply_unit<R>(x, weights[0][u], weights[1][u]);
+    store_totals<R>(totals);
+}
+
+// The same for up to 16 * R rows in all: totals = all units. AMX multiplies a unit while the next
+// one is decoded.
+template <typename K, int R>
+void multiply_few(const Blocks& weight, int64_t tile, int64_t tiles, const UnitRow* x,
+                  float (*totals)[WIDE]) {
+    alignas(CACHE_LINE) UnitPairs weights[2][TILES] = {};
+    const int64_t units = weight.inputs / UNIT;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t u = 0; u < units; u++) {
+        for (int64_t i = 0; i < tiles; i++) {
+            const uint8_t* unit = weight.unit<K>(tile + i, u);
+            const uint8_t* scales = weight.block_scales<K>(tile + i, u / K::UNITS);
+            fetch_codes<K>(unit);
+            decode_pairs<K>(unit, Numbers<K>(scales, 0), scales, u % K::UNITS, weights[u % 2][i]);
+        }
+        const UnitPairs* before = weights[1 - u % 2];
+        if (u > 0) multiply_unit<R>(x + (u - 1) * ROW_UNIT, before[0], before[1]);
+        __asm__ volatile("" ::: "memory");  // gcc does not know what is read into the registers
     }
-    _tile_stored(0, totals[0], STRIDE);
-    _tile_stored(1, totals[0] + OUTPUTS, STRIDE);
-    if (R > 1) _tile_stored(2, totals[16], STRIDE);
-    if (R > 1) _tile_stored(3, totals[16] + OUTPUTS, STRIDE);
+    const UnitPairs* last = weights[1 - units % 2];
+    multiply_unit<R>(x + (units - 1) * ROW_UNIT, last[0], last[1]);
+    store_totals<R>(totals);
 }
 
 // totals [padded rows, WIDE] = rows, as `pack_rows` writes them, times the tiles from `tile` on.
@@ -140,10 +175,17 @@ void multiply_tiles(const Blocks& weight, int64_t tile, const UnitRow* x, int64_
                     int64_t padded, float (*totals)[WIDE]) {
     alignas(CACHE_LINE) UnitPairs weights[TILES][PART_UNITS];
     static const Shapes shapes;
-    const int64_t units = weight.inputs / UNIT, tiles = std::min<int64_t>(TILES, weight.tiles() - tile);
+    const int64_t units = weight.inputs / UNIT;
+    const int64_t tiles = std::min<int64_t>(TILES, weight.tiles() - tile);
+    _tile_loadconfig(&shapes);
+    if (rows <= ROW_UNIT) {
+        if (rows <= REGISTER_ROWS) multiply_few<K, 1>(weight, tile, tiles, x, totals);
+        else multiply_few<K, 2>(weight, tile, tiles, x, totals);
+        _tile_release();
+        return;
+    }
     std::memset(totals, 0, padded * sizeof(*totals));
     if (tiles < TILES) std::memset(weights[tiles], 0, sizeof(weights[tiles]));
-    _tile_loadconfig(&shapes);
     for (int64_t u = 0; u < units; u += PART_UNITS) {
         const int64_t count = std::min<int64_t>(PART_UNITS, units - u);
         for (int64_t i = 0; i < tiles; i++) decode_units<K>(weight, tile + i, u, count, weights[i]);
@@ -184,7 +226,8 @@ void block_amx(const Blocks* weight, const bf16* x, int64_t stride, const bf16* 
             const int64_t padded = (rows + ROW_UNIT - 1) / ROW_UNIT * ROW_UNIT;
             const size_t needed = padded * inputs * sizeof(bf16) + CACHE_LINE;
             if (scratch.size() < needed) scratch.resize(needed);
-            UnitRow* packed = (UnitRow*)((uintptr_t(scratch.data()) + CACHE_LINE - 1) & -CACHE_LINE);
+            const uintptr_t aligned = (uintptr_t(scratch.data()) + CACHE_LINE - 1) & -CACHE_LINE;
+            UnitRow* packed = (UnitRow*)aligned;
             pack_rows(x + first * stride, stride, rows, padded, inputs, packed, threads);
             for_each((weight->tiles() + TILES - 1) / TILES, threads, [&](int64_t task) {
                 alignas(CACHE_LINE) float totals[MOST_ROWS][WIDE];

@@ -34,8 +34,7 @@ void decode_block(const Blocks& weight, int64_t tile, int64_t block, float (*to)
                 const Scale of = scale_of<K>(numbers, scales, group, piece);
 #pragma GCC unroll 4
                 for (int j = 0; j < 4; j++) {
-                    const IntVec code = (IntVec)((Words)codes[i] >> (8 * j) & 255) - K::ZERO;
-                    Vec value = floats(code) * of.scale;
+                    Vec value = byte_of<K>(codes[i], j) * of.scale;
                     if constexpr (K::HAS_OFFSETS) value += of.offset;
                     vec(to[u * UNIT + 4 * i + j] + piece * LANES) = value;
                 }
@@ -106,7 +105,8 @@ void block_floats(const Blocks* weight, const T* x, int64_t stride, const T* bia
                     const int64_t count = decode_part<K>(*weight, tile, k, weights);
                     add_parts<SOME_ROWS>(weights, wide + k, inputs, count, rows, totals);
                 }
-                write_outputs(totals, *weight, tile * OUTPUTS, bias, rows, out + first * weight->outputs);
+                write_outputs(totals, *weight, tile * OUTPUTS, bias, rows,
+                              out + first * weight->outputs);
             });
         }
     });
@@ -114,7 +114,8 @@ void block_floats(const Blocks* weight, const T* x, int64_t stride, const T* bia
 
 // to [rows, inputs] = the weights of the outputs `ids`.
 template <typename T>
-void weights_of_rows(const Blocks* weight, const int64_t* ids, int64_t rows, T* to, int64_t threads) {
+void weights_of_rows(const Blocks* weight, const int64_t* ids, int64_t rows, T* to,
+                     int64_t threads) {
     with_kind(weight->kind, [&](auto kind) {
         using K = decltype(kind);
         for_each_row(rows, weight->inputs * OUTPUTS, threads, [&](int64_t row) {

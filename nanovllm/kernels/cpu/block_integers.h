@@ -1,8 +1,8 @@
 // Products of weights in blocks and rounded bfloat16 inputs, for few rows.
 //
-// Each unit of 32 inputs is rounded to integers of 14 bits times a power of two: the largest input
-// has its 8 bits and at least 4 more. Products of a group are added exactly, as integers. Then
-// units are added in float32, in the order of the inputs.
+// Each unit of 32 inputs is rounded to integers of 14 bits times a power of two. The largest input,
+// and all inputs of at least a 32nd of its size, keep the 8 bits of bfloat16. Products of a group
+// are added exactly, as integers. Then units are added in float32, in the order of the inputs.
 
 #pragma once
 
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int PARTS = 2;         // of an integer: each has 8 bits
 constexpr int PART_BITS = 7;     // the first part is multiplied by 2^7
-constexpr int TOP_BITS = 12;     // the largest integer of a unit has this number of bits, plus one
+constexpr int TOP_BITS = 12;     // the largest integer of a unit is 2^12 to 2^13
 constexpr int64_t MAX_ROUNDED = 64;  // rows that share a tile: their sums fit the L1 cache
 
 // A unit of inputs: (parts[0] * 2^7 + parts[1]) * scale.
@@ -59,13 +59,8 @@ constexpr bool HAS_DOT = true;
 constexpr bool HAS_DOT = false;
 #endif
 
-// Without an instruction for four products, codes of 8 bits are multiplied as signed codes: sums of
-// two products must fit 16 bits.
-template <typename K>
-constexpr bool IS_SIGNED = !HAS_DOT && K::LARGEST > 127;
-
-// sums + the products of four inputs of each output.
-template <typename K>
+// sums + the products of four inputs of each output. Without an instruction for this, the sums of
+// two products have 16 bits, and fit: 255 * 64 * 2 < 2^15.
 inline IntVec add_dot(IntVec sums, Bytes codes, const int8_t* x) {
     int32_t four;
     std::memcpy(&four, x, 4);
@@ -74,41 +69,19 @@ inline IntVec add_dot(IntVec sums, Bytes codes, const int8_t* x) {
 #elif defined(__AVXVNNI__) && !defined(__AVX512F__)
     return (IntVec)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)codes, _mm256_set1_epi32(four));
 #elif defined(__AVX512BW__)
-    __m512i w = (__m512i)codes, inputs = _mm512_set1_epi32(four);
-    if (IS_SIGNED<K>) {
-        w = _mm512_xor_si512(w, _mm512_set1_epi8(int8_t(0x80)));
-        inputs = _mm512_mask_sub_epi8(inputs, _mm512_movepi8_mask(w), __m512i{}, inputs);
-        w = _mm512_abs_epi8(w);
-    }
-    const __m512i pairs = _mm512_maddubs_epi16(w, inputs);
+    const __m512i pairs = _mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(four));
     return sums + (IntVec)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-    __m256i w = (__m256i)codes, inputs = _mm256_set1_epi32(four);
-    if (IS_SIGNED<K>) {
-        w = _mm256_xor_si256(w, _mm256_set1_epi8(int8_t(0x80)));
-        inputs = _mm256_sign_epi8(inputs, w);
-        w = _mm256_abs_epi8(w);
-    }
-    const __m256i pairs = _mm256_maddubs_epi16(w, inputs);
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(four));
     return sums + (IntVec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #else
-    for (int j = 0; j < 4; j++) {
-        IntVec code = (IntVec)((Words)codes >> (8 * j) & 255);
-        if (IS_SIGNED<K>) code -= 128;
-        sums += code * int32_t(x[j]);
-    }
+    for (int j = 0; j < 4; j++)
+        sums += (IntVec)((Words)codes >> (8 * j) & 255) * int32_t(x[j]);
     return sums;
 #endif
 }
 
-// The integer products of both parts, less those of the zero point with the sum of the integers.
-template <typename K>
-inline IntVec with_zero(IntVec first, IntVec second, int32_t sum) {
-    constexpr int ZERO = IS_SIGNED<K> ? K::ZERO - 128 : K::ZERO;
-    return (first << PART_BITS) + (second - ZERO * sum);
-}
-
-// The integer products of a group of the unit.
+// The integer products of a group of the unit, less those of the zero point.
 template <typename K>
 __attribute__((always_inline)) inline IntVec group_sums(const Bytes* codes, const RoundedUnit& x,
                                                         int32_t sum, int group) {
@@ -117,20 +90,19 @@ __attribute__((always_inline)) inline IntVec group_sums(const Bytes* codes, cons
 #pragma GCC unroll 8
     for (int i = first; i < first + K::GROUP_VECTORS; i++)
         for (int part = 0; part < PARTS; part++)
-            sums[part] = add_dot<K>(sums[part], codes[i], x.parts[part] + 4 * i);
-    return with_zero<K>(sums[0], sums[1], sum);
+            sums[part] = add_dot(sums[part], codes[i], x.parts[part] + 4 * i);
+    return (sums[0] << PART_BITS) + (sums[1] - K::ZERO * sum);
 }
 
-// A piece of a tile times a unit of one row. sums_of(group, sum of its inputs) are the integer
-// products.
-template <typename K, typename SumsOf>
-__attribute__((always_inline)) inline Vec unit_product(const Scale* scales, const RoundedUnit& x,
-                                                       const SumsOf& sums_of) {
+// A piece of a tile times a unit of one row.
+template <typename K>
+__attribute__((always_inline)) inline Vec unit_product(const Bytes* codes, const Scale* scales,
+                                                       const RoundedUnit& x) {
     Vec product = {};
 #pragma GCC unroll 2
     for (int g = 0; g < K::GROUPS_OF_UNIT; g++) {
         const int32_t sum = K::GROUP == 16 ? x.sums[g] : x.sums[0] + x.sums[1];
-        product += floats(sums_of(g, sum)) * scales[g].scale;
+        product += floats(group_sums<K>(codes, x, sum, g)) * scales[g].scale;
         if constexpr (K::HAS_OFFSETS) product += float(sum) * scales[g].offset;
     }
     return product * x.scale;
@@ -147,8 +119,7 @@ void multiply_integers(const Blocks& weight, int64_t tile, const RoundedUnit* x,
     const uint8_t* unit = weight.unit<K>(tile, 0);
     for (int64_t block = 0; block < weight.inputs / K::SIZE; block++) {
         const uint8_t* scales = weight.block_scales<K>(tile, block);
-        for (int u = 0; u < K::UNITS; u++, unit += K::UNIT_CODES, x += rows)
-        {
+        for (int u = 0; u < K::UNITS; u++, unit += K::UNIT_CODES, x += rows) {
             fetch_codes<K>(unit);
 #pragma GCC unroll 2
             for (int piece = 0; piece < PIECES; piece++) {
@@ -159,9 +130,7 @@ void multiply_integers(const Blocks& weight, int64_t tile, const RoundedUnit* x,
                 for (int g = 0; g < K::GROUPS_OF_UNIT; g++)
                     of[g] = scale_of<K>(numbers, scales, u * K::GROUPS_OF_UNIT + g, piece);
                 for (int64_t r = 0; r < rows; r++)
-                    sums[r][piece] += unit_product<K>(of, x[r], [&](int g, int32_t sum) {
-                        return group_sums<K>(codes, x[r], sum, g);
-                    });
+                    sums[r][piece] += unit_product<K>(codes, of, x[r]);
             }
         }
     }

@@ -3,8 +3,8 @@
 // A tile has 16 outputs. The inputs of a tile are divided into units of 32 inputs. A unit's codes
 // are vectors of 64 bytes: byte 4 r + j of vector i belongs to output r and input 4 i + j. Codes of
 // fewer than 8 bits are planes of B = 1, 2 or 4 bits: the bits of vector i are in vector i % B of
-// the plane, from bit i / B * B on. So a unit's plane has B vectors, and unpacking needs a shift and
-// a mask. Codes are unsigned; ZERO is the code of the value 0.
+// the plane, from bit i / B * B on. So a unit's plane has B vectors, and unpacking needs a shift
+// and a mask. Codes are unsigned; ZERO is the code of the value 0.
 //
 // The scales of a tile are apart from its codes: for each block the float16 numbers of 16 outputs,
 // then the bytes of 16 outputs for each group.
@@ -45,7 +45,6 @@ struct Kind {
     static constexpr int GROUP_BYTES = SCALING == WHOLE ? 0 : SCALING == PAIRS ? 2 : 1;
     static constexpr int UNIT_CODES = (LOW + HIGH) * VECTOR;                          // bytes
     static constexpr int BLOCK_SCALES = (2 * HALVES + GROUPS * GROUP_BYTES) * OUTPUTS;  // bytes
-    static constexpr int LARGEST = VALUES == NONLINEAR ? 241 : (1 << (LOW + HIGH)) - 1;
 };
 
 struct Q4_0 : Kind<4, 0, 8, 32, 32, WHOLE, 1> {};

@@ -19,7 +19,7 @@ from nanovllm.kernels.cpu.library import DTYPES, address, constant, function
 from nanovllm.kernels.operands.block_matrix import BlockMatrix
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES, BlockType
 
-MOST_ROUNDED = 16  # rows for which integers are faster than AMX, or about as fast
+MOST_ROUNDED = 10  # rows for which integers are faster than AMX
 KINDS = tuple(BLOCK_TYPES)  # as `with_kind` of block_kinds.h numbers them
 
 

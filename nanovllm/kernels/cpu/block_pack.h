@@ -118,18 +118,24 @@ inline void read(MXFP4, const uint8_t* from, Parts& to) {
     split(from + 1, 16, 1, 4, 0, to.codes);
 }
 
-// Add the codes of a unit of one output to a plane of B bits, which is zero before.
+// Write a plane of B bits of the codes of a unit of one output. Four codes are computed as a word.
 template <int B>
 inline void pack_plane(const uint8_t* codes, int shift, int output, uint8_t* plane) {
-    for (int i = 0; i < UNIT_VECTORS; i++)
-        for (int j = 0; j < 4; j++)
-            plane[i % B * VECTOR + 4 * output + j] |=
-                uint8_t((codes[4 * i + j] >> shift & ((1 << B) - 1)) << i / B * B);
+    for (int v = 0; v < B; v++) {
+        uint32_t packed = 0;
+        for (int i = v; i < UNIT_VECTORS; i += B) {
+            uint32_t four;
+            std::memcpy(&four, codes + 4 * i, 4);
+            packed |= (four >> shift & 0x1010101u * ((1 << B) - 1)) << i / B * B;
+        }
+        std::memcpy(plane + v * VECTOR + 4 * output, &packed, 4);
+    }
 }
 
 template <typename K>
 void pack_block(const uint8_t* from, int output, uint8_t* codes, uint8_t* scales) {
-    Parts parts = {};
+    Parts parts;
+    std::memset(parts.codes, 0, K::SIZE);  // `split` adds bits
     read(K(), from, parts);
     for (int u = 0; u < K::UNITS; u++, codes += K::UNIT_CODES) {
         pack_plane<K::LOW>(parts.codes + u * UNIT, 0, output, codes);

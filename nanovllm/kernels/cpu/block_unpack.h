@@ -43,7 +43,8 @@ inline Bytes field(const uint8_t* plane, int i, int to, int piece) {
 // The values of codes of 4 bits.
 inline Bytes look_up(const uint8_t* values, Bytes codes) {
 #if defined(__AVX512BW__)
-    const __m512i table = _mm512_maskz_broadcast_i32x4(0xffff, _mm_loadu_si128((const __m128i*)values));
+    const __m128i once = _mm_loadu_si128((const __m128i*)values);
+    const __m512i table = _mm512_maskz_broadcast_i32x4(0xffff, once);
     return (Bytes)_mm512_shuffle_epi8(table, (__m512i)codes);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
     const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)values));
@@ -67,7 +68,8 @@ __attribute__((always_inline)) inline void unpack(const uint8_t* unit, int piece
     }
 }
 
-// Prefetch a unit's codes into the L2 cache: more lines can be in flight to it than to the L1 cache.
+// Prefetch a unit's codes into the L2 cache: more lines can be in flight to it than to the L1
+// cache.
 template <typename K>
 __attribute__((always_inline)) inline void fetch_codes(const uint8_t* unit) {
 #pragma GCC unroll 8
@@ -90,7 +92,8 @@ inline Vec load_halves(const uint8_t* from) {
     return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
 #else
     Vec to;
-    for (int i = 0; i < LANES; i++) to[i] = widen_half(uint16_t(from[2 * i] | from[2 * i + 1] << 8));
+    for (int i = 0; i < LANES; i++)
+        to[i] = widen_half(uint16_t(from[2 * i] | from[2 * i + 1] << 8));
     return to;
 #endif
 }
@@ -108,6 +111,13 @@ inline Vec load_signed(const uint8_t* from) {
     return __builtin_convertvector(__builtin_convertvector(shorts, IntVec), Vec);
 }
 inline Vec floats(IntVec x) { return __builtin_convertvector(x, Vec); }
+
+// Byte j of each word, less the zero point. The bytes become the low bits of 2^23 and more.
+template <typename K>
+inline Vec byte_of(Bytes codes, int j) {
+    const Words bits = ((Words)codes >> (8 * j) & 255) | 0x4b000000;
+    return (Vec)bits - (0x1p23f + float(K::ZERO));
+}
 
 // 2^(exponent - 128). The smallest two are subnormal.
 inline Vec powers(IntVec exponents) {

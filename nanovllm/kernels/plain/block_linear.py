@@ -1,4 +1,4 @@
-"""Define the results of linear layers and embeddings whose weights are in GGUF's blocks.
+"""Define the results of linear layers whose weights are in GGUF's blocks.
 
 T rows, K inputs, N outputs.
 """
@@ -8,7 +8,7 @@ import torch
 from nanovllm.kernels.operands.block_matrix import BlockMatrix
 from nanovllm.kernels.plain.dequantize_blocks import dequantize
 
-__all__ = ["block_linear", "block_rows", "dequantize"]
+__all__ = ["block_linear", "dequantize"]
 
 SOME_VALUES = 1 << 22  # of the weight, which are float32 at one time
 
@@ -28,8 +28,3 @@ def block_linear(
         products = rows @ dequantize(weight.codes[part], weight.kind).flatten(1).T
         out[:, part] = products if bias is None else products + bias[part].float()
     return out
-
-
-def block_rows(weight: BlockMatrix, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight's rows with these ids [T], as [T, K] of a float type."""
-    return dequantize(weight.codes[ids], weight.kind).flatten(1).to(dtype)

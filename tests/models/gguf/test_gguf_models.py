@@ -1,6 +1,7 @@
 """Models in GGUF files: configs, names, the order of rows, and what they generate."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -189,7 +190,11 @@ def test_blocks_are_read(written: Any, tmp_path: Path, kind: str) -> None:
         (tensors,) = read_weights(gguf_directory(file))
         assert tensors.keys() == exact.keys()
         config = json.loads((gguf_directory(file) / "config.json").read_text())
-        assert config["quantization_config"] == {"quant_method": "gguf"}
+        listed = config["quantization_config"]["types"]
+        assert listed.keys() == {kind}
+        stored = {each.removesuffix(".weight") for each, t in tensors.items() if t.dtype == kind}
+        tied = {"lm_head"} if config["tie_word_embeddings"] else set()
+        assert {*listed[kind]} == tied | {re.sub(r"experts\.\d+", "experts.*", n) for n in stored}
         for each, tensor in tensors.items():
             if tensor.dtype != kind:
                 continue
