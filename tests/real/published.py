@@ -94,13 +94,25 @@ def transformers_of(file: Path) -> tuple[Any, Any]:
     return tokenizer, model
 
 
-@torch.inference_mode()
 def reference_answers(model: Any, tokenizer: Any, talks: list[Conversation]) -> Reference:
-    """The answers to all conversations, in one batch that is padded on the left."""
+    """The answers to all conversations, in two batches: of the shorter and of the longer ones."""
     prompts = [
         tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
         for talk in talks
     ]
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    num_short = len(order) * 4 // 5
+    found = dict[int, tuple[list[int], bool]]()
+    for some in (order[:num_short], order[num_short:]):
+        answered = _answers(model, tokenizer, [prompts[i] for i in some])
+        found |= dict(zip(some, answered, strict=True))
+    tokens, is_decisive = zip(*(found[i] for i in range(len(prompts))), strict=True)
+    return Reference(tokenizer, prompts, list(tokens), list(is_decisive))
+
+
+@torch.inference_mode()
+def _answers(model: Any, tokenizer: Any, prompts: list[list[int]]) -> list[tuple[list[int], bool]]:
+    """The greedy answers, in one batch that is padded on the left; whether none has a near-tie."""
     tokenizer.padding_side = "left"
     batch = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
     found = model.generate(
@@ -112,7 +124,7 @@ def reference_answers(model: Any, tokenizer: Any, talks: list[Conversation]) -> 
     margins = (best[..., 0] - best[..., 1]).tolist()
     end = tokenizer.eos_token_id
     tokens = [row[: row.index(end) + 1] if end in row else row for row in ids]
-    is_decisive = [
-        min(row[: len(kept)]) > MIN_MARGIN for row, kept in zip(margins, tokens, strict=True)
+    return [
+        (kept, min(row[: len(kept)]) > MIN_MARGIN)
+        for row, kept in zip(margins, tokens, strict=True)
     ]
-    return Reference(tokenizer, prompts, tokens, is_decisive)
