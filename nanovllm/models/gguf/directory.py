@@ -17,7 +17,7 @@ from nanovllm.models.cache_folder import writable_folder
 from nanovllm.models.file_errors import file_error
 from nanovllm.models.gguf.split import GGUFModel, open_gguf, part_paths
 
-VERSION = 1  # of what is written: a directory of another version is not used
+VERSION = 2  # of what is written: a directory of another version is not used
 # The names of sampling parameters in files, and in generation_config.json.
 SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
