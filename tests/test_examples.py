@@ -1,4 +1,4 @@
-"""The examples: training raises the reward; those of Ray say what is missing."""
+"""The examples: training raises the reward; the others say what is missing."""
 
 import importlib.util
 import os
@@ -28,6 +28,18 @@ def test_without_ray_the_example_says_what_to_install(
     )
     assert done.stderr.endswith(f"; pip install 'nanovllm[{extra}]'\n")
     assert done.stderr.count("\n") == 1
+
+
+def test_the_example_adds_without_the_package_index(tmp_path: Path) -> None:
+    """The model that it would download is one line."""
+    offline = {"NANOVLLM_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, str(ROOT / "example.py")]
+    env = {**os.environ, **offline, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    _, *sums, last = done.stdout.splitlines()
+    assert sums[0] == "12+34=46  (stop)" and len(sums) == 6
+    assert last.startswith("SmolLM2 is left out: 'smollm2' is not downloaded, as HF_HUB_OFFLINE")
 
 
 @pytest.mark.slow

@@ -41,9 +41,10 @@ def resolve_model(
     model: str, files: Sequence[str] = MODEL_PATTERNS, *, revision: str | None = None,
     download_dir: str | None = None,
 ) -> Path:  # fmt: skip
-    """The directory of `model`: a local path, or a hub id, from which `files` are downloaded."""
-    if model.count("/") != 1 and local_directory("model", model, revision) is None:
-        raise FileNotFoundError(f"model directory {model!r} does not exist")
+    """The directory of `model`: a local path, a hub id, or a name of the package index's table.
+
+    Of a hub id, `files` are downloaded.
+    """
     return find_directory("model", model, files, revision, download_dir)
 
 

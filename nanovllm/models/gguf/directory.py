@@ -9,20 +9,15 @@ at. Any number of processes may make one at once: each builds its own and rename
 import contextlib
 import hashlib
 import json
-import logging
-import os
-import stat
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from nanovllm.models.cache_folder import writable_folder
 from nanovllm.models.file_errors import file_error
 from nanovllm.models.gguf.split import GGUFModel, open_gguf, part_paths
 
-logger = logging.getLogger("nanovllm")
-
-VERSION = 1  # of what is written: a directory of another version is not used
-WRITABLE = stat.S_IWGRP | stat.S_IWOTH  # by other users
+VERSION = 2  # of what is written: a directory of another version is not used
 # The names of sampling parameters in files, and in generation_config.json.
 SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
@@ -44,7 +39,7 @@ def gguf_directory(file: Path, option: str = "model") -> Path:
         if not part.is_file():
             raise file_error(part)
     name = f"{file.stem[:80]}-{_fingerprint(parts)}"
-    folder = _folder()
+    folder = writable_folder("gguf")
     made = folder / name
     if _is_complete(made, parts):
         return made
@@ -116,35 +111,3 @@ def _generation_fields(model: GGUFModel, config: dict[str, Any]) -> dict[str, An
         ours: model.metadata.get(f"general.sampling.{name}") for name, ours in SAMPLING.items()
     }
     return fields | {name: value for name, value in given.items() if value is not None}
-
-
-def _folder() -> Path:
-    """The folder of such directories, made for this user alone.
-
-    $NANOVLLM_CACHE, $XDG_CACHE_HOME/nanovllm/gguf or ~/.cache/nanovllm/gguf; if none of them can be
-    written, a folder of the system for temporary files.
-    """
-    for folder in (*_kept_folders(), Path(tempfile.gettempdir()) / f"nanovllm-gguf-{os.geteuid()}"):
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir(mode=0o700, exist_ok=True)
-            found = folder.stat()
-            if found.st_uid == os.geteuid() and not found.st_mode & WRITABLE:
-                tempfile.TemporaryFile(dir=folder).close()
-                return folder
-            logger.warning("%s is not used: other users may write to it", folder)
-        except OSError as error:
-            logger.info("%s is not used: %s", folder, error)
-    return Path(tempfile.mkdtemp(prefix="nanovllm-gguf-"))
-
-
-def _kept_folders() -> list[Path]:
-    """The cache's folder, if the environment has a place for one."""
-    if chosen := os.environ.get("NANOVLLM_CACHE", ""):
-        return [Path(chosen).expanduser().absolute() / "gguf"]
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    if Path(cache).is_absolute():  # the XDG specification ignores relative ones
-        return [Path(cache) / "nanovllm" / "gguf"]
-    with contextlib.suppress(RuntimeError):  # a user without a home
-        return [Path.home() / ".cache" / "nanovllm" / "gguf"]
-    return []

@@ -112,24 +112,19 @@ def test_ranks_share_blocks(tmp_path: Path) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("family", ["Llama", "Phi3", "Qwen3Moe"])
 def test_blocks_are_multiplied_on_a_gpu(family: str, tmp_path: Path) -> None:
-    """With decode graphs, and experts that become plain."""
+    """With decode graphs, and experts that become plain there."""
     moe = dict(moe_intermediate_size=256, norm_topk_prob=True) if family == "Qwen3Moe" else {}
     file, reference = written(tmp_path, mixed, family, tie_word_embeddings=True, **moe)
     on_gpu = dict(max_model_len=64, device="cuda", num_kvcache_blocks=64)
     with make_llm(file, **on_gpu) as llm:
         check(llm, reference)
-    with make_llm(file, dtype="bfloat16", **on_gpu) as llm:
-        for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, PARAMS, use_tqdm=False),
-                                  strict=True):  # fmt: skip
-            _, known = expected(reference, prompt)
-            found = [entry[0].logprob for entry in output.prompt_logprobs[1:]]
-            torch.testing.assert_close(torch.tensor(found), torch.tensor(known), rtol=0, atol=0.1)
 
 
-def test_values_in_bfloat16_are_near(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_values_in_bfloat16_are_near(device: str, tmp_path: Path) -> None:
     """The kernels for bfloat16 round inputs less than bfloat16 does."""
     file, reference = written(tmp_path, every_matrix("Q4_K"))
-    with make_llm(file, max_model_len=64, dtype="bfloat16") as llm:
+    with make_llm(file, max_model_len=64, dtype="bfloat16", device=device) as llm:
         for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, PARAMS, use_tqdm=False),
                                   strict=True):  # fmt: skip
             _, known = expected(reference, prompt)

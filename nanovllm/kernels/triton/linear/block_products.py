@@ -123,22 +123,22 @@ def choose_block_tiles(num_rows: int, weight: BlockPlanes, gated: bool = False) 
 
 @functools.cache
 def _tiles(num_rows: int, size_out: int, runs: int, processors: int, large: bool) -> RowTiles:
-    """Choose tiles so that a processor runs about four at the same time, or one large one.
+    """Choose tiles so that a processor runs about two at the same time, or one large one.
 
     Programs read the rows for each tile of outputs, so many rows need large tiles.
     """
     if num_rows > SAME_ROWS and large:
-        rows = 256 if num_rows > 128 else 128
         if 4 * cdiv(size_out, 128) >= 3 * processors:
-            return RowTiles(rows, 128, 1, 2, 8)
-        return RowTiles(128, 64, 1, 2)
+            return RowTiles(256 if num_rows > 128 else 128, 128, 1, 3, 8)
+        is_few = cdiv(size_out, 64) < processors and runs >= 2 * LEAST_RUNS
+        return RowTiles(128, 64, 2 if is_few else 1, 3)
     rows = next(size for size in (16, 32, 64) if num_rows <= size or size == 64)
     splits, most_splits = 1, MOST_SPLITS if num_rows <= SAME_ROWS else 1
-    while splits < most_splits and cdiv(size_out, 64) * splits < 3 * processors:
+    while splits < most_splits and 2 * cdiv(size_out, 64) * splits < 3 * processors:
         if runs < 2 * splits * LEAST_RUNS:
             break
         splits *= 2
-    return RowTiles(rows, 64, splits, 3)
+    return RowTiles(rows, 64, splits, 4)
 
 
 def launch(rows: RowOperands, weight: BlockPlanes, tiles: RowTiles | None = None) -> torch.Tensor:
