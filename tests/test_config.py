@@ -49,7 +49,7 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
     "profiler_dir": ("the path of a directory", [(3, TypeError), (["x"], TypeError)]),
     "download_dir": ("a path or a hub id", [(3, TypeError), (["x"], TypeError), ("", TypeError)]),
     "max_num_batched_tokens": (">= 1", INT_FROM_1),
-    "max_num_seqs": (">= 1", [*INT_FROM_1, (None, TypeError)]),
+    "max_num_seqs": (">= 1", INT_FROM_1),
     "max_model_len": (">= 2", [(1, ValueError), (0, ValueError), (2.0, TypeError)]),
     "gpu_memory_utilization": (
         "in [0.01, 1.0]",
