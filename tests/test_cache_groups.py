@@ -73,6 +73,7 @@ def make_mixed(path: Path, **overrides: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_greedy_output_equals_transformers_with(name: str, case: Case) -> None:
     with make_llm(case.path, **SCENARIOS[name]) as llm:

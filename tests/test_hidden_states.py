@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 MAX_ERROR = 1e-5
 PARAMS = SamplingParams(temperature=0.8, max_tokens=20, ignore_eos=True, hidden_states=True)
-SMALL: dict[str, Any] = dict(max_num_batched_tokens=32, kvcache_block_size=4, num_kvcache_blocks=56)
+SMALL: dict[str, Any] = dict(max_num_batched_tokens=32, kvcache_block_size=4, num_kvcache_blocks=44)
 DRAFTS: dict[str, Any] = dict(
     speculative_config={"method": "ngram", "num_speculative_tokens": 5}, kvcache_block_size=4
 )

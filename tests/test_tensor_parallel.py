@@ -85,7 +85,7 @@ def parallel_options(device: str, size: int, name: str = "") -> dict[str, Any]:
     return options
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.35)
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "size"), RUNS)
@@ -96,7 +96,7 @@ def test_logits_of_ranks_equal_transformers(
     check_logits(cases[name], **parallel_options(device, size, name))
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.35)
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "size"), RUNS)
@@ -129,7 +129,7 @@ def test_pending_tokens_reach_every_rank(
         audit_at_rest(llm)
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.35)
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ranks_survive_hundreds_of_preemptions(model_dir: Path, overlap: bool) -> None:
@@ -141,7 +141,7 @@ def test_ranks_survive_hundreds_of_preemptions(model_dir: Path, overlap: bool) -
         assert llm.scheduler.num_preemptions >= 200
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.35)
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ranks_read_no_block_behind_the_window(overlap: bool, tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_every_field_is_an_option(capsys: Any, command: str) -> None:
             assert f"--{name.replace('_', '-')} " in text
             help_text = options_of(kind)[field.name].help.replace("`", "")
             assert re.search(rf"{re.escape(help_text)}((?! --).)* \(default: ", text)
-    assert "(default: 16384)" in text
+    assert "(default: 0.9)" in text
     assert ("leaves (default: 64)" in text) == (command in ("generate", "run-batch"))
 
 

@@ -433,7 +433,7 @@ def test_decode_of_codes_of_many_sizes_equals_its_twin(
     assert_decodes_as_its_twin(shape, kernel_device, OfManySizes)
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.35)
 @pytest.mark.slow
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("window", [1, 64, 65, 200])
@@ -448,7 +448,7 @@ def test_decode_sees_only_its_window(kernel_device: str, window: int, block_size
 LARGE_HEADS: dict[str, Any] = dict(kv_heads=3, head_dim=128, dtype=BF16)
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.35)
 @pytest.mark.slow
 @pytest.mark.parametrize("block_size", [64, 256])
 @pytest.mark.parametrize("window", [None, 100])
@@ -476,7 +476,7 @@ def test_short_steps_do_not_copy_tiles(kernel_device: str) -> None:
     assert copied == [can_copy_tiles(ends.device), False]
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.35)
 @pytest.mark.slow
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("window", [1, 64, 65, 200])
@@ -790,7 +790,7 @@ def test_a_graph_decodes_several_queries_of_a_sequence(
     )  # fmt: skip
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.35)
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("block_size", [16, 256])

@@ -139,7 +139,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return make_case(tmp_path_factory.mktemp("latent"), make_prompts())
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_latents_equal_the_loop_with(name: str, case: Case) -> None:

@@ -184,7 +184,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return loop_case(path, lambda ids: loop.logits(ids)[-1], make_prompts())
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_stranger_with_states_equals_the_loop_with(name: str, case: Case) -> None:

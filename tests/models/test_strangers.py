@@ -198,7 +198,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return loop_case(path, loop.logits, make_prompts())
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_stranger_equals_the_loop_with(name: str, case: Case) -> None:

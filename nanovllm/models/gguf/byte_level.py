@@ -16,7 +16,7 @@ BEFORE = r"[^\r\n\p{L}\p{N}]?"  # a word may have one of these in front
 
 
 def _words(digits: str) -> str:
-    """Words, numbers of so many digits, other signs, spaces."""
+    """Words, numbers, other signs, spaces. `digits` matches a number."""
     return rf"{ENDINGS}|{BEFORE}\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{SPACES}"
 
 

@@ -32,7 +32,7 @@ def test_the_log_says_how_weights_and_kv_are_kept(
     assert "KV cache in float32: 128 tokens" in text
     options: dict[str, Any] = dict(quantization="int4", kv_cache_dtype="fp8", dtype="bfloat16")
     text = "\n".join(log_of(caplog, model=model_dir, **options))
-    assert "quantized: 4-bit, groups of 128 with zero points; 8-bit, a scale for each" in text
+    assert "quantized: 4-bit, groups of 32; 8-bit, a scale for each" in text
     assert "KV cache in float8_e4m3fn: 128 tokens" in text
 
 
