@@ -38,7 +38,7 @@ def test_a_row_has_flag_default_range_and_meaning() -> None:
     tool = runpy.run_path(str(ROOT / "tools" / "write_options.py"))
     rows = tool["table"](Config).splitlines()
     assert rows[2].startswith("| `model` | required | a path or a hub id | a directory with ")
-    assert "| `max_loras` | `8` | in [1, 1024] | most adapters that running requests " in "\n".join(rows)
+    assert "| `max_loras` | `8` | in [1, 1024] | most adapters that running " in "\n".join(rows)
     assert rows[-1].startswith("| `seed` (`--engine-seed`) | `0` | in [0, ")
     (overlap,) = [row for row in rows if row.startswith("| `overlap` ")]
     assert overlap.endswith("; `None`: yes on a GPU, no on a CPU |")
