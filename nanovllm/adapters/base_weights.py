@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.formats.format import DenseMatrix
+from nanovllm.formats.names import EMBEDDING, HEAD
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import InFile
 
-EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 NUM_ROWS = 4096  # rows compared at a time: the device may have little memory besides the KV pool
 NUM_PROBES = 4
 NEAR, NEAR_QUANTIZED = 2e-2, 0.2  # relative differences of products

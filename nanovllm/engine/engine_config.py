@@ -57,12 +57,14 @@ class EngineConfig:
 
 def most_running(config: Config) -> int:
     """Sequences that can decode at once in a KV pool of any size."""
-    return min(config.max_num_seqs or 0, most_tokens(config))
+    assert config.max_num_seqs is not None, "the placement settles it"
+    return min(config.max_num_seqs, most_tokens(config))
 
 
 def most_tokens(config: Config) -> int:
-    """Tokens in one step. The placement has settled the options."""
-    return config.max_num_batched_tokens or 0
+    """Tokens in one step."""
+    assert config.max_num_batched_tokens is not None, "the placement settles it"
+    return config.max_num_batched_tokens
 
 
 def most_kept(config: Config) -> int:

@@ -7,6 +7,7 @@ computation and that nothing here reads is an error.
 from collections.abc import Callable
 from typing import Any
 
+from nanovllm.formats.names import HEAD as USUAL_HEAD
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES
 from nanovllm.models.gguf.metadata import ARCHITECTURES, Metadata
 from nanovllm.models.gguf.names import expert_names, usual_name
@@ -79,7 +80,7 @@ def _block_types(metadata: Metadata) -> dict[str, list[str]]:
             layer = usual[0].removesuffix(".weight").replace(".experts.0.", ".experts.*.")
             types.setdefault(info.kind.name, []).append(layer)
             if name == EMBEDDINGS and HEAD not in metadata.model.tensors:
-                types[info.kind.name].append("lm_head")  # a head that shares the table
+                types[info.kind.name].append(USUAL_HEAD)  # a head that shares the table
     return types
 
 
