@@ -65,7 +65,7 @@ def test_memory_is_left_for_the_copies_of_the_cache(
 
 def test_all_ranks_have_the_blocks_of_the_smallest_pool() -> None:
     """The ranks share the host's memory. Blocks of 16 and 8 MiB in 512 MiB each: 32 and 64 fit."""
-    config = Config("m", cpu_kvcache_gib=1)
+    config = Config("m", cpu_kvcache_gib=1, max_num_seqs=4, max_num_batched_tokens=64)
 
     def fit(ranks: Ranks) -> int:
         size = CacheBytes(16 * MIB >> ranks.rank, before=0)
