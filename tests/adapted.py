@@ -17,6 +17,7 @@ from nanovllm.outputs import RequestOutput
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "linear": {},
+    "all": dict(target_modules="all-linear"),  # of any family
     "odd": dict(r=3, lora_alpha=5, use_rslora=True, rank_pattern={"q_proj": 5}),
     "attention": dict(r=8, target_modules=["q_proj", "v_proj"]),
     "whole": dict(target_modules=[*EVERY_LINEAR, "embed_tokens", "lm_head"]),
@@ -42,7 +43,11 @@ def make_adapted_case(
     folder: Path, every: int = 1, names: Collection[str] = DENSE, **overrides: Any
 ) -> AdaptedCase:
     """Each prompt, or some of them, with an adapter of peft's in turn, or none."""
-    path = make_model(folder / "model", **overrides)
+    return with_adapters(make_model(folder / "model", **overrides), folder, every, names)
+
+
+def with_adapters(path: Path, folder: Path, every: int, names: Collection[str]) -> AdaptedCase:
+    """The same for the model in `path`; `folder` is for the adapters."""
     adapters = [
         LoRARequest(name, str(make_adapter(path, folder / name, seed, **ADAPTERS[name])))
         for seed, name in enumerate(names)

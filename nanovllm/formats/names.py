@@ -20,7 +20,6 @@ EXPERTS: Mapping[str, tuple[str, ...]] = {
     "down_proj": ("down_proj",),
 }
 BEGINNINGS = ("embed_tokens.", "layers.", "norm.")  # of a decoder's tensors, without a head
-OF_QUANTIZED = re.compile(r".*(scales?|scale_inv|qweight|qzeros|g_idx|_packed|_shape|zero_point)")
 ATTENTION = ".attn."  # a module of ours; in checkpoints its scales belong to its parent
 KV_SCALE = re.compile(r"(.*self_attn)\.(?:[kv]_proj\.)?(?:(?<=([kv])_proj\.)output|([kv]))_scale")
 
@@ -30,14 +29,16 @@ class Names:
     """The differences between the names in a family's files and those of its modules.
 
     `fused` and `experts` map a layer, or an expert's matrix, to its parts in the files. `prefixes`
-    maps beginnings of names in the files to our beginnings; the first match applies. The model does
-    not use tensors with names that begin with one of `skipped`. With `stores_fused`, files have the
-    fused layers, and the rules of quantized files name the fused layers.
+    maps beginnings of names in the files to our beginnings; the first match applies. `pieces` maps
+    whole parts of names, between dots, to ours: "block_sparse_moe" to "mlp". The model does not use
+    tensors with names that begin with one of `skipped`. With `stores_fused`, files have the fused
+    layers, and the rules of quantized files name the fused layers.
     """
 
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: FUSED)
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: EXPERTS)
     prefixes: Mapping[str, str] = field(default_factory=dict)
+    pieces: Mapping[str, str] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
     stores_fused: bool = False
 
@@ -51,7 +52,8 @@ class Names:
 
     def ours(self, name: str) -> str:
         """Our name for the tensor or module that files call `name`."""
-        return _renamed(name, self.prefixes.items())
+        name = _renamed(name, self.prefixes.items())
+        return _exchanged(name, self.pieces) if self.pieces else name
 
     def theirs(self, name: str) -> str:
         """The name in files, and in rules of quantized files, for our module `name`."""
@@ -59,6 +61,8 @@ class Names:
         if self.stores_fused:
             layer = next((whole for whole, parts in self.fused.items() if layer in parts), layer)
         name = f"{above}.{layer}" if above else layer
+        if self.pieces:
+            name = _exchanged(name, {ours: theirs for theirs, ours in self.pieces.items()})
         return _renamed(name, ((ours, theirs) for theirs, ours in self.prefixes.items()))
 
 
@@ -68,6 +72,12 @@ def _renamed(name: str, prefixes: Iterable[tuple[str, str]]) -> str:
         if f"{name}.".startswith(old):
             return f"{new}{f'{name}.'[len(old) :]}".removesuffix(".")
     return name
+
+
+def _exchanged(name: str, pieces: Mapping[str, str]) -> str:
+    from nanovllm.formats.pieces import exchanged
+
+    return exchanged(name, pieces)
 
 
 USUAL_NAMES = Names()
@@ -106,10 +116,3 @@ def full_name(name: str, known: Container[str] = ()) -> str:
 def checkpoint_name(param: str) -> str:
     """The usual name in checkpoints of a parameter."""
     return param.replace(ATTENTION, ".")
-
-
-def hint_for(name: str) -> str:
-    """The end of the error about a tensor that no layer needs: a hint, or nothing."""
-    if not OF_QUANTIZED.fullmatch(name):
-        return ""
-    return " of quantized weights, which quantization_config in config.json must describe"

@@ -1,9 +1,11 @@
 """Errors about a checkpoint's files: what is there instead of a file, what files do not have."""
 
+import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 
+OF_QUANTIZED = re.compile(r".*(scales?|scale_inv|qweight|qzeros|g_idx|_packed|_shape|zero_point)")
 KINDS = {
     stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
@@ -36,3 +38,14 @@ def missing_tensors(missing: Iterable[str]) -> ValueError:
     names = [*dict.fromkeys(missing)]
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ValueError(f"the files lack {', '.join(names[:5])}{rest}")
+
+
+def unexpected_tensor(name: str, start: str = "unexpected tensor") -> ValueError:
+    """The error for a tensor that no layer needs, with a hint if it belongs to quantized weights.
+
+    The message begins with `start`.
+    """
+    hint = ""
+    if OF_QUANTIZED.fullmatch(name):
+        hint = " of quantized weights, which quantization_config in config.json must describe"
+    return ValueError(f"{start} {name!r}{hint}")

@@ -1,7 +1,7 @@
 """Loading: a checkpoint's files fill a model's parameters, each exactly once."""
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nanovllm.formats.format import tensor_of
-from nanovllm.formats.names import checkpoint_name, hint_for, usual_name
+from nanovllm.formats.names import checkpoint_name, usual_name
 from nanovllm.formats.stored import Loaded
 from nanovllm.layers.layer import Layer
 from nanovllm.models.checkpoint import weight_files
@@ -135,7 +135,10 @@ def load_model(
                 if not names.is_skipped(name)
             }
             used = {n: t for n, t in tensors.items() if not is_left_out(n, t, targets)}
-            second = {n: used.pop(n) for n in _second_names(model.tied_weights, used, found)}
+            if not model.tied_weights.keys().isdisjoint((*found, *used)):
+                from nanovllm.models.tied import second_names
+
+                second = {n: used.pop(n) for n in second_names(model.tied_weights, used, found)}
             found |= tensors.keys()
             _mark_found(used, targets, missing)
             is_fused |= any(len(targets[name].parts) > 1 for name in used)
@@ -180,26 +183,15 @@ def _check_type(found: str, needed: torch.dtype) -> None:
         raise ValueError(f"type {found}, a model needs one of {', '.join(allowed)}")
 
 
-def _second_names(
-    tied: Mapping[str, str], names: Collection[str], found: Collection[str]
-) -> list[str]:
-    """The tied tensors of a file that also occur by their other name, here or in a file before."""
-    second = []
-    for alias, name in tied.items():
-        if alias in names and (name in names or name in found):
-            second.append(alias)
-        elif name in names and alias in found:
-            second.append(name)
-    return second
-
-
 def _mark_found(
     names: Iterable[str], targets: Mapping[str, Target], missing: dict[str, str]
 ) -> None:
     """Remove the tensors `names` from `missing`. An unknown or repeated one is a ValueError."""
     for name in names:
         if name not in targets:
-            raise ValueError(f"unexpected tensor {name!r}{hint_for(name)}")
+            from nanovllm.models.file_errors import unexpected_tensor
+
+            raise unexpected_tensor(name)
         for part in targets[name].parts:
             if part not in missing:
                 raise ValueError(f"tensor {name!r} is in two files, or both fused and in parts")

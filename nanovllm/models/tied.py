@@ -1,4 +1,6 @@
-"""The check of a tied tensor that files have under both of its names."""
+"""Tied tensors that files have under both names: which ones, and whether they are equal."""
+
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -22,3 +24,16 @@ def check_equal(model: Model, param: str, tensor: Loaded) -> None:
             f"other values, so that {alias} and {param} differ, but tie_word_embeddings in"
             " config.json is true; set it to false to use both"
         )
+
+
+def second_names(
+    tied: Mapping[str, str], names: Collection[str], found: Collection[str]
+) -> list[str]:
+    """The tied tensors of a file that also occur by their other name, here or in a file before."""
+    second = []
+    for alias, name in tied.items():
+        if alias in names and (name in names or name in found):
+            second.append(alias)
+        elif name in names and alias in found:
+            second.append(name)
+    return second

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.formats.names import hint_for, usual_name
+from nanovllm.formats.names import usual_name
 from nanovllm.layers.layer import Layer
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.file_errors import unexpected_tensor
 from nanovllm.models.loader import TYPES, Target, checkpoint_targets
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # converted to each other
@@ -58,7 +59,7 @@ class KnownTensors:
     def _find(self, name: str) -> Known:
         usual = usual_name(name, self.blank.names, self.targets)
         if usual not in self.targets:
-            raise ValueError(f"the model has no tensor {name!r}{hint_for(name)}")
+            raise unexpected_tensor(name, "the model has no tensor")
         target = self.targets[usual]
         param = self.blank.get_parameter(target.param)
         layer = self.blank.get_submodule(layer_name(target))

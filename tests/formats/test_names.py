@@ -37,6 +37,17 @@ def test_skipped_tensors_are_told_by_their_beginning() -> None:
     assert not any(USUAL_NAMES.is_skipped(name) for name in names)
 
 
+def test_parts_of_names_are_replaced_whole_and_once() -> None:
+    names = Names(pieces={"block_sparse_moe": "mlp", "w1": "gate_proj", "attn.c_attn": "w1"})
+    for theirs, ours in (
+        ("h.0.block_sparse_moe.experts.1.w1.weight", "h.0.mlp.experts.1.gate_proj.weight"),
+        ("attn.c_attn", "w1"),
+        ("h.w10.my_w1.block_sparse_moe_w1", "h.w10.my_w1.block_sparse_moe_w1"),
+    ):
+        assert names.ours(theirs) == ours
+        assert names.theirs(ours) == theirs
+
+
 def test_rules_for_fused_layers_have_their_names() -> None:
     part = "model.layers.0.self_attn.k_proj"
     fused = Names(stores_fused=True)

@@ -1,0 +1,12 @@
+"""Small models of the families in `nanovllm/models`, for test_families.py: a module a kind."""
+
+from families.describe import Published, Sample
+from families.usual import PUBLISHED as USUAL_PUBLISHED
+from families.usual import SAMPLES as USUAL_SAMPLES
+
+SAMPLES: dict[str, Sample] = {
+    **USUAL_SAMPLES,
+}
+PUBLISHED: dict[str, Published] = {
+    **USUAL_PUBLISHED,
+}

@@ -1,0 +1,163 @@
+"""Every family of models: greedy output and logits equal transformers' in every regime.
+
+The models are those of `families`. It costs more than 20 seconds: there are many families.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapted import OPTIONS as WITH_ADAPTERS
+from adapted import audit_slots, with_adapters
+from families import PUBLISHED, SAMPLES
+from families.describe import write
+from reference import (
+    HARD,
+    SMALL_POOL,
+    Case,
+    assert_same,
+    audit_at_rest,
+    check_aborts,
+    check_hits,
+    check_logits,
+    check_samples,
+    generate,
+    make_case,
+    make_llm,
+    make_prompts,
+)
+from safetensors.torch import load_file
+
+from nanovllm.command.info import describe
+from nanovllm.layers.ranks import Ranks
+from nanovllm.models import model_size
+from nanovllm.models.check import check_model
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.parts import build_model
+
+pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
+
+DRAFTS = dict(method="ngram", num_speculative_tokens=3)
+REGIMES: dict[str, dict[str, Any]] = {
+    "plain PyTorch": dict(attention_backend="torch"),
+    "chunks of 7": dict(max_num_batched_tokens=7),
+    "blocks of 1, chunks of 16": dict(max_num_batched_tokens=16, kvcache_block_size=1),
+    "no prefix cache": dict(enable_prefix_caching=False),
+    "small pool": SMALL_POOL,
+    "small pool, chunks of 16": HARD,
+    "small pool, overlap": dict(HARD, overlap=True),
+    "mixed": dict(scheduling="mixed", max_num_batched_tokens=60),
+    "n-grams": dict(speculative_config=DRAFTS),
+    "n-grams, small pool": dict(HARD, speculative_config=DRAFTS),
+    "two ranks": dict(tensor_parallel_size=2, max_num_batched_tokens=64),
+}
+OTHERS = ("hits", "aborts", "samples")  # what else is checked
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    """Filled by `case_of`: each model is made when the first test needs it."""
+    return {}
+
+
+@pytest.fixture
+def case(name: str, cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> Case:
+    if name not in cases:
+        path = write(tmp_path_factory.mktemp("family"), SAMPLES[name])
+        cases[name] = make_case(path, make_prompts())
+    return cases[name]
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_logits_equal_transformers(name: str, case: Case) -> None:
+    check_logits(case)
+
+
+@pytest.mark.sampled
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("regime", [*REGIMES, *OTHERS])
+def test_a_family_equals_transformers_with(name: str, regime: str, case: Case) -> None:
+    if reason := SAMPLES[name].refuses.get(regime):
+        pytest.skip(reason)
+    if regime == "hits":
+        check_hits(case, kvcache_block_size=4, max_num_batched_tokens=64)
+    elif regime == "aborts":
+        check_aborts(case, **SMALL_POOL, max_num_batched_tokens=32)
+    elif regime == "samples":
+        check_samples(case, **HARD)
+    else:
+        check_tokens(case, regime)
+
+
+def check_tokens(case: Case, regime: str) -> None:
+    with make_llm(case.path, **REGIMES[regime]) as llm:
+        assert_same(generate(llm, case), case.expected)
+        if "small pool" in regime and llm.model_config.longest_window is None:
+            assert llm.scheduler.num_preemptions >= 3
+        audit_at_rest(llm)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize(
+    "options", [{}, dict(enforce_eager=True), dict(attention_backend="torch"), HARD]
+)
+def test_a_family_equals_transformers_on_a_device(
+    name: str, options: dict[str, Any], case: Case
+) -> None:
+    with make_llm(case.path, device="cuda", **dict(num_kvcache_blocks=2000) | options) as llm:
+        assert_same(generate(llm, case), case.expected)
+        audit_at_rest(llm)
+
+
+@pytest.mark.sampled(share=0.35)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_weights_are_updated_by_the_names_of_the_files(name: str, case: Case) -> None:
+    """The engine starts with random weights, and then gets those of the files."""
+    weights = {
+        name: tensor
+        for file in case.path.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    with make_llm(case.path, load_format="dummy") as llm:
+        llm.update_weights(weights)
+        assert_same(generate(llm, case), case.expected)
+        read = llm.get_weights()
+        assert sum(t.numel() for t in read.values()) <= sum(t.numel() for t in weights.values())
+
+
+@pytest.mark.sampled(share=0.35)
+@pytest.mark.parametrize("name", SAMPLES)
+def test_adapters_of_all_linear_layers_equal_peft(name: str, case: Case, tmp_path: Path) -> None:
+    adapted = with_adapters(case.path, tmp_path, 4, ["all"])
+    with make_llm(case.path, **WITH_ADAPTERS, **HARD) as llm:
+        assert_same(adapted.generate(llm), adapted.expected)
+        audit_slots(llm)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_config_counts_what_the_model_has(name: str, tmp_path: Path) -> None:
+    """Memory, rooflines and `nanovllm info` are computed from the config."""
+    config = ModelConfig.from_dir(write(tmp_path, SAMPLES[name]))
+    with torch.device("meta"):
+        model = build_model(config, 16)
+    assert model_size.num_params(config) == sum(param.numel() for param in model.parameters())
+    for ranks in (Ranks(), Ranks(0, 2)):
+        config.check_parallel_size(ranks.size)
+        with torch.device("meta"):
+            check_model(config, build_model(config, 16, ranks), ranks)
+    described = describe({"model": str(tmp_path), "device": "cpu"})
+    assert config.architecture in str(described)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_number_of_parameters(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name].file))
+    config = ModelConfig.from_dir(tmp_path)
+    with torch.device("meta"):
+        model = build_model(config, 16)
+    assert sum(param.numel() for param in model.parameters()) == PUBLISHED[name].num_parameters
+    assert model_size.num_params(config) == PUBLISHED[name].num_parameters
