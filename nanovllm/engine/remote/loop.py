@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from nanovllm.engine.requests.intake import Accepted
     from nanovllm.engine.requests.request import Request
 
-RETRY_SECONDS = 0.001  # until messages that a slow caller had no room for are sent again
-
 
 class CheckedRequest(NamedTuple):
     """A request that a thread has checked and compiled, or the error that refuses it."""
@@ -161,15 +159,13 @@ class EngineLoop:
     def _take_commands(self) -> bool:
         """Run the commands; without requests to compute, wait for a command. False: quit."""
         while True:
-            all_sent = self._outbox.flush()
             for number, error in self._compilers.late():
                 self._enqueue(number, error)
             try:
                 if self._can_step:
                     command = self._commands.get_nowait()
                 else:
-                    tick = self._compilers.tick
-                    command = self._commands.get(timeout=tick if all_sent else RETRY_SECONDS)
+                    command = self._commands.get(timeout=self._compilers.tick)
             except queue.Empty:
                 return True
             if isinstance(command, Quit):

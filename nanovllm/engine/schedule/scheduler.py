@@ -20,9 +20,18 @@ from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.schedule.forecast import Lengths
 from nanovllm.engine.schedule.sequence import FINISHED, Sequence, SequenceStatus
 
-# The most prefill steps in a row while sequences wait for their decode step, in addition to one for
-# each sequence that begins to wait for it. Requests that end with their prompt do not.
-MOST_PREFILLS = 1
+MOST_PREFILLS = 1  # in a row while sequences wait for their decode step
+MOST_FOR_STARTS = 1  # in addition, if prompts have ended in them
+
+
+def most_prefills(num_decoding: int, num_waiting: int) -> int:
+    """The most prefill steps in a row, if `num_waiting` of the decoding ones wait since the first.
+
+    If none does, it may be one more for each that began to decode. Requests that end with their
+    prompt do not.
+    """
+    starts = num_decoding - num_waiting
+    return MOST_PREFILLS + (min(starts, MOST_FOR_STARTS) if num_waiting else starts)
 
 
 class Scheduler:
@@ -124,7 +133,7 @@ class Scheduler:
             return False
         num = self._num_decoding()
         self.fewest_waiting = min(self.fewest_waiting, num)
-        return self.num_prefills >= MOST_PREFILLS + num - self.fewest_waiting
+        return self.num_prefills >= most_prefills(num, self.fewest_waiting)
 
     def _num_decoding(self) -> int:
         return sum(seq.num_known_tokens > seq.num_prompt_tokens for seq in self.running)
