@@ -15,10 +15,11 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.ranks.frames import Outbox, receive
+from nanovllm.engine.ranks.frames import receive
 from nanovllm.engine.ranks.life_line import end_with
 from nanovllm.engine.remote.loop import EngineLoop
 from nanovllm.engine.remote.messages import EngineFailed, EngineReady, Question, Quit
+from nanovllm.engine.remote.outbox import Outbox
 from nanovllm.features import has_room
 from nanovllm.models.outside import register_families
 from nanovllm.sampling_params import SamplingParams

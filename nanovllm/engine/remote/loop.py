@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.engine.errors import NotReadyError
-from nanovllm.engine.ranks.frames import Outbox, sendable
+from nanovllm.engine.ranks.frames import sendable
 from nanovllm.engine.remote.compilers import Compilers
 from nanovllm.engine.remote.messages import (
     Ask,
@@ -29,6 +29,7 @@ from nanovllm.engine.remote.messages import (
     StopSample,
     SubmitRequest,
 )
+from nanovllm.engine.remote.outbox import Outbox
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from waiting import LIMIT
 
-from nanovllm.engine.ranks.frames import HEAD, Outbox, frame, receive
+from nanovllm.engine.ranks.frames import HEAD, frame, receive
 from nanovllm.engine.remote.connection import TOGETHER, EngineConnection
 from nanovllm.engine.remote.messages import DropRequest, RequestEnd
+from nanovllm.engine.remote.outbox import Outbox
 from nanovllm.engine.requests.measures import RequestTimes
 
 
