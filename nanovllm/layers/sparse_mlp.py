@@ -1,15 +1,18 @@
 """SparseMLP: a feed-forward part of experts, and the router that selects some for each token."""
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.formats.format import DENSE, WeightFormat
 from nanovllm.kernels.operands.routing import Routing
 from nanovllm.kernels.plain.choose_experts import choose_experts
 from nanovllm.layers.backend import Backend
+from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.feed_forward import FeedForward
 from nanovllm.layers.layer import Build
@@ -56,12 +59,20 @@ class ExpertRouter(ReplicatedLinear):
 
     def select(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The shares [T, K] and the ids [T, K] of the experts of rows x [T, hidden]."""
+        if self.low_rank and (adapters := adapter_rows()):
+            zeros = partial(x.new_zeros, len(x), self.rank_part.num_rows)
+            return self._choose(self._outputs(x) + adapters.add(x, self.low_rank, zeros))
         if self.kernel is None:
-            return self.choose(self.linear(x.float(), self.bias))
+            return self._choose(self._outputs(x))
         return self.kernel.route(x, self.per_token, self.normalized)
 
-    def choose(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same from the router's outputs [T, E]."""
+    def _outputs(self, x: torch.Tensor) -> torch.Tensor:
+        """The outputs [T, E] of rows x."""
+        if self.kernel is None:
+            return self.linear(x.float(), self.bias)
+        return F.linear(x.float(), self.kernel.weight.float())
+
+    def _choose(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return choose_experts(outputs, self.routing, self.e_score_correction_bias)
 
 

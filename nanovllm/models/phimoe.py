@@ -131,5 +131,5 @@ def _rope_parameters(config: PhimoeConfig, max_positions: int) -> dict[str, Any]
 
 
 # The names in the files are Mixtral's. transformers' modules have a name of their own for routers.
-PIECES = {"mlp.router": "mlp.gate", "block_sparse_moe.gate": "mlp.gate", "block_sparse_moe": "mlp"}
+PIECES = {"router": "gate", "block_sparse_moe.gate": "mlp.gate", "block_sparse_moe": "mlp"}
 FAMILY = Family(read, build, Names(experts=EXPERTS, pieces=PIECES))

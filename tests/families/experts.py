@@ -26,6 +26,9 @@ def published(architecture: str, num_parameters: int, **file: Any) -> Published:
     return Published({**common, **file}, num_parameters)
 
 
+NO_ADAPTERS = {"adapters": "PEFT cannot add to the output of this router, which is a tuple"}
+
+
 def smaller_biases(model: Any) -> None:
     """With larger ones, every token's successor would be the same."""
     for name, param in model.named_parameters():
@@ -60,17 +63,18 @@ SAMPLES = {
     "OLMoE": Sample("OlmoeForCausalLM", dict(num_experts=6, num_experts_per_tok=3)),
     "OLMoE, normalized, clipped, one key head": Sample(
         "OlmoeForCausalLM",
-        dict(num_experts=5, num_experts_per_tok=2, norm_topk_prob=True, clip_qkv=0.8,
-             attention_bias=True, num_key_value_heads=1),
+        dict(num_experts=5, num_experts_per_tok=2, norm_topk_prob=True, clip_qkv=1.5,
+             num_key_value_heads=1),
     ),
     "Phi-3.5-MoE": Sample(
         "PhimoeForCausalLM",
         dict(LOCAL, attention_bias=True, lm_head_bias=True, rope_parameters=LONGROPE,
              router_jitter_noise=0.3),
-        adjust=smaller_biases,
+        adjust=smaller_biases, refuses=NO_ADAPTERS,
     ),
     "Phi-3.5-MoE, with a window, without biases": Sample(
-        "PhimoeForCausalLM", dict(LOCAL, num_local_experts=3, sliding_window=30)
+        "PhimoeForCausalLM", dict(LOCAL, num_local_experts=3, sliding_window=30),
+        refuses=NO_ADAPTERS,
     ),
 }  # fmt: skip
 PUBLISHED: dict[str, Published] = {}
