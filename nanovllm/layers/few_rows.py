@@ -78,7 +78,7 @@ def operands_of(block: Block) -> list[Any]:
     norms = before_mixer, before
     if not all(norm is not None and norm.is_plain for norm in norms) or after_mixer or after:
         return [None]
-    # A subclass may compute something else, which these kernels would leave out; they call `attend`.
+    # A subclass may compute something else, which they would leave out. They call `attend`.
     own = (type(mixer).mix, type(mixer).project) != (SelfAttention.mix, SelfAttention.project)
     if type(block) is not Block or own or block.residual_scale != 1.0:
         return [None]

@@ -41,6 +41,16 @@ MODELS: Mapping[str, str] = {
     "MistralForCausalLM": "mistral",
     "SmolLM3ForCausalLM": "smollm3",
     "Phi3ForCausalLM": "phi3",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo3",
+    "GraniteForCausalLM": "granite",
+    "SeedOssForCausalLM": "seed_oss",
+    "Ministral3ForCausalLM": "ministral3",
+    "HunYuanDenseV1ForCausalLM": "hunyuan_dense",
+    "Exaone4ForCausalLM": "exaone4",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "Glm4ForCausalLM": "glm4",
+    "HeliumForCausalLM": "helium",
 }
 # Families from outside of this package, which `outside.py` registers. A family that another process
 # has registered and that cannot be imported here is an empty string.

@@ -1,12 +1,16 @@
 """Small models of the families in `nanovllm/models`, for test_families.py: a module a kind."""
 
+from families.dense import PUBLISHED as DENSE_PUBLISHED
+from families.dense import SAMPLES as DENSE_SAMPLES
 from families.describe import Published, Sample
 from families.usual import PUBLISHED as USUAL_PUBLISHED
 from families.usual import SAMPLES as USUAL_SAMPLES
 
 SAMPLES: dict[str, Sample] = {
     **USUAL_SAMPLES,
+    **DENSE_SAMPLES,
 }
 PUBLISHED: dict[str, Published] = {
     **USUAL_PUBLISHED,
+    **DENSE_PUBLISHED,
 }

@@ -37,7 +37,7 @@ def test_one_norm_spans_the_heads_of_all_ranks(num_kv_heads: int, size: int) -> 
     heads = [torch.randn(TOKENS, n, dim) for n in (num_heads, num_kv_heads)]
 
     def run(ranks: Ranks) -> list[torch.Tensor]:
-        norms = full_width_norms(build(ranks), num_heads, num_kv_heads, dim, EPS)
+        norms = full_width_norms(build(ranks), KeysAndValues(num_heads, num_kv_heads, dim), EPS)
         out = []
         for norm, weight, x in zip(norms, weights, heads, strict=True):
             norm.weight_loader(norm.weight, weight, None)
