@@ -20,6 +20,7 @@ from nanovllm.adapters.modules import Module, modules_of
 from nanovllm.adapters.peft_config import PeftConfig, read_config
 from nanovllm.adapters.tensors import AdapterTensors, Pair
 from nanovllm.formats.names import full_name
+from nanovllm.layers.file_order import outputs_of
 from nanovllm.models.checkpoint import ordinary_file
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import FLOATS, InFile, errors_name
@@ -163,7 +164,8 @@ def _read_pair(
     if rank > max_rank:
         raise ValueError(f"{name} has rank {rank}: max_lora_rank must be >= {rank}, got {max_rank}")
     down = _values(a_key, a).to(dtype)
-    up = (_values(b_key, b) * config.scale_of(name)).t().to(dtype)
+    rows = outputs_of(module.layer, module.projections, _values(b_key, b))
+    up = (rows * config.scale_of(name)).t().to(dtype)
     if module.is_stack:  # A has one expert's rows after the other, B's columns alternate
         down = down.view(-1, rank, module.size_in)
         up = up.reshape(rank, -1, module.size_out).transpose(0, 1)
