@@ -8,7 +8,9 @@ from torch import nn
 
 from nanovllm.formats.stored import Loaded, copy_into, copy_whole
 from nanovllm.kernels.table import Rounding
+from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.layer_norm import LayerNorm
+from nanovllm.layers.ranks import Ranks
 
 
 class HeadLayerNorm(LayerNorm):
@@ -41,3 +43,16 @@ class HeadLayerNorm(LayerNorm):
     def forward(self, x: torch.Tensor, rounding: Rounding | None = None) -> Any:  # noqa: ARG002
         normed = F.layer_norm(x, x.shape[-1:], eps=self.eps).view(-1, *self.weight.shape)
         return (normed * self.weight).view(x.shape)
+
+
+def head_layer_norms(
+    heads: KeysAndValues, eps: float, ranks: Ranks
+) -> tuple[HeadLayerNorm, HeadLayerNorm]:
+    """The norms of query heads and of key heads, with the heads of this rank."""
+    first, here = ranks.rank * heads.num_kv_heads // ranks.size, heads.part(ranks.size)
+    own_keys = slice(first, first + here.num_kv_heads)
+    own_queries = ranks.equal_slice(heads.num_heads)
+    return (
+        HeadLayerNorm(heads.num_heads, heads.head_dim, eps, own_queries),
+        HeadLayerNorm(heads.num_kv_heads, heads.head_dim, eps, own_keys),
+    )

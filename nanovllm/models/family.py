@@ -42,6 +42,14 @@ MODELS: Mapping[str, str] = {
     "SmolLM3ForCausalLM": "smollm3",
     "Phi3ForCausalLM": "phi3",
     "GPTNeoXForCausalLM": "gpt_neox",
+    "GPT2LMHeadModel": "gpt2",
+    "PhiForCausalLM": "phi",
+    "StableLmForCausalLM": "stablelm",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "NemotronForCausalLM": "nemotron",
+    "FalconForCausalLM": "falcon",
+    "ArceeForCausalLM": "arcee",
+    "ApertusForCausalLM": "apertus",
 }
 # Families from outside of this package, which `outside.py` registers. A family that another process
 # has registered and that cannot be imported here is an empty string.
