@@ -51,6 +51,15 @@ MODELS: Mapping[str, str] = {
     "Ernie4_5ForCausalLM": "ernie4_5",
     "Glm4ForCausalLM": "glm4",
     "HeliumForCausalLM": "helium",
+    "GPTNeoXForCausalLM": "gpt_neox",
+    "GPT2LMHeadModel": "gpt2",
+    "PhiForCausalLM": "phi",
+    "StableLmForCausalLM": "stablelm",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "NemotronForCausalLM": "nemotron",
+    "FalconForCausalLM": "falcon",
+    "ArceeForCausalLM": "arcee",
+    "ApertusForCausalLM": "apertus",
 }
 # Families from outside of this package, which `outside.py` registers. A family that another process
 # has registered and that cannot be imported here is an empty string.

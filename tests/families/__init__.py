@@ -3,6 +3,8 @@
 from families.dense import PUBLISHED as DENSE_PUBLISHED
 from families.dense import SAMPLES as DENSE_SAMPLES
 from families.describe import Published, Sample
+from families.layer_norms import PUBLISHED as LAYER_NORMS_PUBLISHED
+from families.layer_norms import SAMPLES as LAYER_NORMS_SAMPLES
 from families.usual import PUBLISHED as USUAL_PUBLISHED
 from families.usual import SAMPLES as USUAL_SAMPLES
 
@@ -13,4 +15,9 @@ SAMPLES: dict[str, Sample] = {
 PUBLISHED: dict[str, Published] = {
     **USUAL_PUBLISHED,
     **DENSE_PUBLISHED,
+    **LAYER_NORMS_SAMPLES,
+}
+PUBLISHED: dict[str, Published] = {
+    **USUAL_PUBLISHED,
+    **LAYER_NORMS_PUBLISHED,
 }
