@@ -9,6 +9,7 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, check_activation, decoder_fields
 from nanovllm.models.shapes import LayerShape, MatrixShape, attention_matrices
+from nanovllm.models.spellings import partly_rotated
 
 if TYPE_CHECKING:
     from nanovllm.layers.layer import Build
@@ -21,7 +22,6 @@ DEFAULTS: Mapping[str, Any] = {
     "attention_bias": True,
 }  # fmt: skip
 ENDS = [151_329, 151_336, 151_338]  # of files that have no EOS ids
-PARTIAL = "partial_rotary_factor"
 NAMES = Names(fused={"qkv_proj": FUSED["qkv_proj"]})
 
 
@@ -41,10 +41,7 @@ class Glm4Config(ModelConfig):
 
 def read(file: Mapping[str, Any]) -> Glm4Config:
     """Half of each head is rotated, if the file does not say otherwise."""
-    ropes = [file.get(name) for name in ("rope_parameters", "rope_scaling")]
-    if all(not isinstance(rope, Mapping) or rope.get(PARTIAL) is None for rope in (file, *ropes)):
-        file = {**file, PARTIAL: 0.5}
-    fields = Fields(file, DEFAULTS, NO_WINDOW)
+    fields = Fields(partly_rotated(file, 0.5), DEFAULTS, NO_WINDOW)
     if fields["eos_token_id"] is None:
         fields["eos_token_id"] = ENDS
     check_activation(fields)

@@ -1,5 +1,7 @@
 """The attention, and the model of Llama's form, of families with interleaved ropes."""
 
+from typing import Any
+
 from nanovllm.layers.block import Block
 from nanovllm.layers.interleaved import InterleavedAttention
 from nanovllm.layers.layer import Build
@@ -9,11 +11,11 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 
 
-def attention(config: ModelConfig, index: int, make: Build) -> SelfAttention:
-    """The attention of layer `index`, of the module that `make` is inside of."""
+def attention(config: ModelConfig, index: int, make: Build, **options: Any) -> SelfAttention:
+    """The attention of layer `index`, with `options` among its arguments."""
     part = config.rope_parameters.get("partial_rotary_factor", 1.0)
-    rotated = int(config.head_dim * part)
-    return parts.attention(config, index, make, InterleavedAttention, rotated=rotated)
+    options["rotated"] = int(config.head_dim * part)
+    return parts.attention(config, index, make, InterleavedAttention, **options)
 
 
 def interleaved_model(config: ModelConfig, make: Build) -> CausalLM:

@@ -11,13 +11,10 @@ from families.usual import SAMPLES as USUAL_SAMPLES
 SAMPLES: dict[str, Sample] = {
     **USUAL_SAMPLES,
     **DENSE_SAMPLES,
-}
-PUBLISHED: dict[str, Published] = {
-    **USUAL_PUBLISHED,
-    **DENSE_PUBLISHED,
     **LAYER_NORMS_SAMPLES,
 }
 PUBLISHED: dict[str, Published] = {
     **USUAL_PUBLISHED,
+    **DENSE_PUBLISHED,
     **LAYER_NORMS_PUBLISHED,
 }

@@ -79,6 +79,25 @@ SAMPLES = {
     "Helium, biases": Sample(
         "HeliumForCausalLM", dict(attention_bias=True, mlp_bias=True), adjust=varied
     ),
+    "NanoChat": Sample("NanoChatForCausalLM", dict(hidden_act="relu2")),
+    "NanoChat, a scaled rope": Sample(
+        "NanoChatForCausalLM", dict(
+            hidden_act="relu2", final_logit_softcapping=4.0, attention_bias=True,
+            rope_parameters=YARN, num_key_value_heads=4,
+        ), adjust=varied,
+    ),
+    "Cohere": Sample("CohereForCausalLM"),
+    "Cohere, norms of heads": Sample(
+        "CohereForCausalLM", dict(use_qk_norm=True, attention_bias=True, tie_word_embeddings=True,
+                                  logit_scale=0.3), adjust=varied,
+    ),
+    "Cohere2": Sample("Cohere2ForCausalLM", dict(num_hidden_layers=4, sliding_window=25)),
+    "Cohere2, biases": Sample(
+        "Cohere2ForCausalLM", dict(
+            num_hidden_layers=3, sliding_window=7, layer_types=[FULL, SLIDING, SLIDING],
+            attention_bias=True,
+        ), adjust=varied,
+    ),
 }  # fmt: skip
 
 
