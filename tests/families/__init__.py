@@ -1,7 +1,7 @@
 """Small models of the families in `nanovllm/models`, for test_families.py: a module a kind."""
 
-from families.dense import PUBLISHED as DENSE_PUBLISHED
 from families.dense import SAMPLES as DENSE_SAMPLES
+from families.dense_published import PUBLISHED as DENSE_PUBLISHED
 from families.describe import Published, Sample
 from families.layer_norms import PUBLISHED as LAYER_NORMS_PUBLISHED
 from families.layer_norms import SAMPLES as LAYER_NORMS_SAMPLES

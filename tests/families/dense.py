@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from families.describe import Published, Sample
+from families.describe import Sample
 
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=128)
 GROWING = {**YARN, "llama_4_scaling_beta": 0.4, "original_max_position_embeddings": 50}
@@ -42,7 +42,8 @@ SAMPLES = {
     "Granite": Sample("GraniteForCausalLM", MULTIPLIERS),
     "Granite, tied, with biases": Sample(
         "GraniteForCausalLM", {**MULTIPLIERS, "tie_word_embeddings": True, "attention_bias": True,
-                               "mlp_bias": True, "embedding_multiplier": 2.0}, adjust=varied,
+                               "mlp_bias": True, "embedding_multiplier": 0.7},
+        seed=4, adjust=varied,
     ),
     "SeedOss": Sample("SeedOssForCausalLM", dict(attention_bias=True)),
     "SeedOss, biases of outputs": Sample(
@@ -99,20 +100,3 @@ SAMPLES = {
         ), adjust=varied,
     ),
 }  # fmt: skip
-
-
-def published(
-    architecture: str, hidden: int, layers: int, heads: int, kv_heads: int | None,
-    intermediate: int, vocab: int, num_parameters: int, **others: Any,
-) -> Published:  # fmt: skip
-    """A file with the fields that matter."""
-    file = {
-        "architectures": [architecture], "hidden_size": hidden, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_act": "silu",
-        "intermediate_size": intermediate, "vocab_size": vocab, "torch_dtype": "bfloat16",
-        **others,
-    }  # fmt: skip
-    return Published({n: v for n, v in file.items() if v is not None}, num_parameters)
-
-
-PUBLISHED: dict[str, Published] = {}
