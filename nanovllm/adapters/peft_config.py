@@ -18,7 +18,7 @@ ALL_LINEAR = "all-linear"
 IGNORED = frozenset((
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "lora_dropout", "megatron_core", "loftq_config", "eva_config", "corda_config",
-    "lora_ga_config", "qalora_group_size", "runtime_config",
+    "lora_ga_config", "qalora_group_size", "runtime_config", "fan_in_fan_out",
 ))  # fmt: skip
 READ = frozenset((
     "peft_type", "bias", "init_lora_weights", "r", "lora_alpha", "use_rslora", "rank_pattern",

@@ -7,6 +7,7 @@ from torch import nn
 
 from nanovllm.formats.stored import Loaded, copy_into
 from nanovllm.kernels.table import Rounding
+from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.layer import Build
 from nanovllm.layers.layernorm import RMSNorm
 
@@ -48,8 +49,10 @@ class FullWidthNorm(RMSNorm):
 
 
 def full_width_norms(
-    make: Build, num_heads: int, num_kv_heads: int, head_dim: int, eps: float
+    make: Build, heads: KeysAndValues, eps: float
 ) -> tuple[FullWidthNorm, FullWidthNorm]:
-    """The norms of queries and of keys; the numbers of heads are those of all ranks together."""
-    queries, keys = (FullWidthNorm(make, n, head_dim, eps) for n in (num_heads, num_kv_heads))
+    """The norms of queries and of keys, for the heads of all ranks together."""
+    queries, keys = (
+        FullWidthNorm(make, n, heads.head_dim, eps) for n in (heads.num_heads, heads.num_kv_heads)
+    )
     return queries, keys

@@ -38,7 +38,8 @@ class ModelConfig:
     head, because the checkpoint has only the decoder, the embeddings' table takes its place.
 
     A family adds fields of its own in a subclass. `layers` has what the engine needs to know before
-    the model is built. A family with layers of another shape overrides `layer_shape`.
+    the model is built. A family with layers of another shape overrides `layer_shape`. `num_outside`
+    counts parameters outside of the layers, besides the tables and the weight of the last norm.
     """
 
     architecture: str = ""
@@ -64,6 +65,7 @@ class ModelConfig:
     rotated_layers: tuple[bool, ...]
     quantization: "Quantization | None" = None  # None: plain weights
     has_head: bool = True
+    num_outside: int = 0
 
     @classmethod
     def from_dir(cls, path: Path, quantization: str | None = None) -> "ModelConfig":

@@ -70,10 +70,9 @@ def build(config: OlmoeConfig, make: "Build") -> "CausalLM":
 
     def attention(index: int, make: "Build") -> SelfAttention:
         heads = config.heads(index)
-        sizes = heads.num_heads, heads.num_kv_heads, heads.head_dim
         options: dict[str, Any] = dict(
             qkv_bias=config.qkv_bias, o_bias=config.o_bias,
-            head_norms=full_width_norms(make, *sizes, config.rms_norm_eps),
+            head_norms=full_width_norms(make, heads, config.rms_norm_eps),
         )  # fmt: skip
         if config.clip_qkv is None:
             return SelfAttention(make, config.hidden_size, heads, **options)

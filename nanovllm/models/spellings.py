@@ -1,0 +1,33 @@
+"""Other spellings of fields in a `config.json`. Plain data."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.utils.checks import shorten
+
+
+def respelt(
+    file: Mapping[str, Any], names: Mapping[str, str], both: bool = False
+) -> dict[str, Any]:
+    """The fields by our names, which `names` maps theirs to.
+
+    The family does not read our spelling, unless it reads `both`; then values that differ are a
+    ValueError.
+    """
+    ours = set(names.values())
+    fields = {name: value for name, value in file.items() if both or name not in ours}
+    for theirs, name in names.items():
+        if theirs not in file:
+            continue
+        if fields.setdefault(name, file[theirs]) != file[theirs]:
+            values = f"{theirs}={shorten(file[theirs])} and {name}={shorten(fields[name])}"
+            raise ValueError(f"{values} differ; keep one of them")
+    return fields
+
+
+def partly_rotated(file: Mapping[str, Any], part: float) -> dict[str, Any]:
+    """The fields, with the part of each head that is rotated if no field says it."""
+    nested = (file.get(name) for name in ("rope_scaling", "rope_parameters"))
+    says = any(isinstance(each, dict) and "partial_rotary_factor" in each for each in nested)
+    given = file.get("partial_rotary_factor")
+    return {**file, "partial_rotary_factor": part} if given is None and not says else {**file}
