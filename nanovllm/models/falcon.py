@@ -7,7 +7,7 @@ from nanovllm.formats.names import Names
 from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, decoder_fields
 from nanovllm.models.plain import PlainConfig, activation
-from nanovllm.models.spellings import respelt
+from nanovllm.models.spellings import errors_spell, respelt
 from nanovllm.utils.checks import check_int
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ NAMES = Names(
 )  # fmt: skip
 
 
+@errors_spell({**OWN, **OLD})
 def read(file: Mapping[str, Any]) -> PlainConfig:
     """`new_decoder_architecture` is that of 40B: groups of heads, and a norm for each part."""
     file = respelt(respelt(file, OWN), OLD, both=True)

@@ -8,7 +8,7 @@ from nanovllm.formats.buffer_names import BufferNames
 from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, decoder_fields
 from nanovllm.models.plain import PlainConfig, activation
-from nanovllm.models.spellings import respelt
+from nanovllm.models.spellings import errors_spell, respelt
 
 if TYPE_CHECKING:
     from nanovllm.layers.block import Block
@@ -48,6 +48,7 @@ class GPT2Config(PlainConfig):
     scales: tuple[float | None, ...]
 
 
+@errors_spell({**OWN, **BOTH})
 def read(file: Mapping[str, Any]) -> GPT2Config:
     """Without `n_inner`, feed-forward parts are four times as wide as hidden states."""
     defaults = respelt(respelt(DEFAULTS, OWN), BOTH)

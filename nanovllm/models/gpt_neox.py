@@ -7,7 +7,7 @@ from nanovllm.formats.buffer_names import BufferNames
 from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, decoder_fields
 from nanovllm.models.plain import PlainConfig, activation
-from nanovllm.models.spellings import partly_rotated, respelt
+from nanovllm.models.spellings import errors_spell, partly_rotated, respelt
 
 if TYPE_CHECKING:
     from nanovllm.layers.layer import Build
@@ -36,6 +36,7 @@ NAMES = BufferNames(
 )  # fmt: skip
 
 
+@errors_spell({**EPSILON, **ROTATION})
 def read(file: Mapping[str, Any]) -> PlainConfig:
     """The oldest files spell the fields of the rotation in other ways."""
     file = partly_rotated(respelt(respelt(file, EPSILON), ROTATION, both=True), 0.25)
