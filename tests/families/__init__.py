@@ -1,12 +1,16 @@
 """Small models of the families in `nanovllm/models`, for test_families.py: a module a kind."""
 
 from families.describe import Published, Sample
+from families.gemma4 import PUBLISHED as GEMMA4_PUBLISHED
+from families.gemma4 import SAMPLES as GEMMA4_SAMPLES
 from families.usual import PUBLISHED as USUAL_PUBLISHED
 from families.usual import SAMPLES as USUAL_SAMPLES
 
 SAMPLES: dict[str, Sample] = {
     **USUAL_SAMPLES,
+    **GEMMA4_SAMPLES,
 }
 PUBLISHED: dict[str, Published] = {
     **USUAL_PUBLISHED,
+    **GEMMA4_PUBLISHED,
 }

@@ -1,0 +1,19 @@
+"""The fields of the text model in the `config.json` of a model that also sees or hears."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.utils.checks import shorten
+
+# Fields that belong to the whole model, if the file has them there.
+OF_WHOLE = ("architectures", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")
+
+
+def text_part(file: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a `file`, or of its text model with those of the whole model."""
+    if "text_config" not in file:
+        return file
+    text = file["text_config"]
+    if not isinstance(text, Mapping):
+        raise TypeError(f"text_config must be an object, got {shorten(text)}")
+    return {**text, **{name: file[name] for name in OF_WHOLE if file.get(name) is not None}}
