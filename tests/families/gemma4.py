@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from conftest import SHAPE
 from families.describe import Published, Sample
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -31,9 +32,29 @@ SAMPLES = {
         **PER_LAYER, num_kv_shared_layers=3, use_double_wide_mlp=True, num_key_value_heads=1
     ),
     "Gemma 4 experts": causal(
-        enable_moe_block=True, num_experts=5, top_k_experts=2, moe_intermediate_size=24,
-        attention_k_eq_v=True, num_global_key_value_heads=1, num_hidden_layers=3,
+        enable_moe_block=True,
+        num_experts=5,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        num_hidden_layers=3,
         layer_types=[SLIDING, FULL, FULL],
     ),
+    "Gemma 4 whole": Sample(
+        "Gemma4ForConditionalGeneration",
+        dict.fromkeys(SHAPE)
+        | dict(  # the fields of `SHAPE` belong to the text
+            text_config=SHAPE
+            | TEXT
+            | PER_LAYER
+            | dict(
+                num_kv_shared_layers=2, use_bidirectional_attention="vision", attention_bias=True
+            ),
+            vision_config=None,
+            audio_config=None,
+        ),
+        adjust=scale_outputs,
+    ),  # fmt: skip
 }
 PUBLISHED: dict[str, Published] = {}
