@@ -16,3 +16,14 @@ class ExpertSizes(NamedTuple):
     num_experts: int
     per_token: int
     intermediate_size: int
+
+
+class AltUpSizes(NamedTuple):
+    """The number of streams of hidden states, and the one that blocks compute.
+
+    With `scales`, the gate of the second embedding reads that stream times trained numbers.
+    """
+
+    num_streams: int
+    active: int
+    scales: bool

@@ -67,7 +67,7 @@ def ropes(config: SharedConfig, make: Build) -> dict[str, RotaryEmbedding]:
 
 def shared_model(
     config: SharedConfig, make: Build, block: MakeBlock,
-    decoder_class: type[PerLayerDecoder] = PerLayerDecoder,
+    make_decoder: Callable[..., PerLayerDecoder] = PerLayerDecoder,
 ) -> CausalLM:  # fmt: skip
     """The model of these blocks.
 
@@ -78,7 +78,7 @@ def shared_model(
     inside = make.inside("model")
     blocks = [block(i, inside.inside(f"layers.{i}")) for i in range(config.num_hidden_layers)]
     norm = parts.norm(config)
-    decoder = decoder_class(make, embedding, blocks, norm, ropes(config, make), config.per_layer)
+    decoder = make_decoder(make, embedding, blocks, norm, ropes(config, make), config.per_layer)
     head = parts.head(config, make, embedding, soft_cap=config.soft_cap)
     model = CausalLM(make, decoder, head)
     unused = unused_names(config.lenders, model.names)

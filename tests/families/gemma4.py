@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from conftest import SHAPE
+
 from families.describe import Published, Sample
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -55,6 +56,6 @@ SAMPLES = {
             audio_config=None,
         ),
         adjust=scale_outputs,
-    ),  # fmt: skip
+    ),
 }
 PUBLISHED: dict[str, Published] = {}
