@@ -57,8 +57,8 @@ class PerLayerDecoder(Decoder):
                 tapped[index] = self.end(x)
             part = parts[:, index] if parts is not None else None
             x = layer(x, part, ropes, rows if layer is layers[-1] else None)
-        hidden = self.end(x)
-        return self.norm(hidden) if len(hidden) else hidden, [tapped[i] for i in self.taps]
+        hidden = self.norm(self.end(x)) if x.shape[-2] else embedded[:0]
+        return hidden, [tapped[index] for index in self.taps]
 
     def parts_of(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor | None:
         """The second embeddings [T, L, P] of tokens with first embeddings [T, hidden]."""

@@ -86,7 +86,7 @@ def shared_fields(
     raw = {**defaults, **file}
     bias, cap = fields.flag("attention_bias"), "final_logit_softcapping"
     decoder = decoder_fields(fields) | {"sliding_windows": windows(raw, types)}
-    size = check_int("hidden_size_per_layer_input", raw["hidden_size_per_layer_input"], 0)
+    size = check_int("hidden_size_per_layer_input", raw["hidden_size_per_layer_input"] or 0, 0)
     return dict(
         **decoder, qkv_bias=bias, o_bias=bias, layer_types=types, lenders=lenders(raw, types),
         per_layer=PerLayer(fields.size("vocab_size_per_layer_input"), size) if size else None,

@@ -31,4 +31,26 @@ SAMPLES = {
         ),
     ),
 }
-PUBLISHED: dict[str, Published] = {}
+
+
+def published(layers: int, inner: int, num_shared: int) -> dict[str, Any]:
+    """A file as Google published it, with a frequency for each type of layers."""
+    text = dict(
+        vocab_size=262_400, hidden_size=2048, intermediate_size=[inner] * layers, head_dim=256,
+        num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=2,
+        num_kv_shared_layers=num_shared, rope_theta=1_000_000.0, rope_local_base_freq=10_000.0,
+        rope_scaling=None, activation_sparsity_pattern=[0.95] * 10 + [0.0] * (layers - 10),
+        layer_types=([SLIDING] * 4 + [FULL]) * (layers // 5), max_position_embeddings=32_768,
+        vocab_size_per_layer_input=262_144, hidden_size_per_layer_input=256, laurel_rank=64,
+        altup_num_inputs=4, sliding_window=512, final_logit_softcapping=30.0, rms_norm_eps=1e-6,
+    )  # fmt: skip
+    return dict(
+        architectures=["Gemma3nForConditionalGeneration"], torch_dtype="bfloat16",
+        eos_token_id=[1, 106], text_config=text,
+    )  # fmt: skip
+
+
+PUBLISHED = {
+    "Gemma 3n E2B": Published(published(30, 8192, 10), 4_435_182_688),
+    "Gemma 3n E4B": Published(published(35, 16_384, 15), 6_835_235_568),
+}
