@@ -66,7 +66,7 @@ def read(file: Mapping[str, Any]) -> Gemma3nConfig:
     """Lists with a value for each layer must have as many as there are layers."""
     raw = {**DEFAULTS, **file}
     types = layer_types(raw, every=5)
-    num = len(types)
+    num, given = len(types), ropes(raw)
     inner = for_each(raw, "intermediate_size", num)
     inner_sizes = tuple(check_int("intermediate_size", size, 1) for size in inner)
     shared = shared_fields({**file, "intermediate_size": max(inner_sizes)}, DEFAULTS, types)
@@ -79,7 +79,7 @@ def read(file: Mapping[str, Any]) -> Gemma3nConfig:
     streams = check_int("altup_num_inputs", raw["altup_num_inputs"], 1)
     return Gemma3nConfig(
         **shared,
-        ropes=typed_ropes(ropes(raw), {}, dict.fromkeys(types, shared["head_dim"])),
+        ropes=typed_ropes(given, {}, dict.fromkeys(types, shared["head_dim"])),
         inner_sizes=inner_sizes,
         sparsity=tuple(check_float(name, share, 0.0, 0.999) for share in for_each(raw, name, num)),
         altup=AltUpSizes(

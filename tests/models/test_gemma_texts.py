@@ -139,14 +139,14 @@ def test_two_layers_of_each_kind_have_the_keys_that_they_share(
 
 
 def test_memory_counts_only_layers_that_keep_keys(paths: dict[str, Path]) -> None:
-    """A decode step reads the keys of all six layers: two heads of 16 and 32 numbers in turn."""
+    """Three of six layers; a decode step with 4 keys reads those of all, of 16 and 32 numbers."""
     config = ModelConfig.from_dir(paths["Gemma 4 shared"])
 
     def head_bytes(size: int) -> int:
         return 4 * size
 
     assert kv_bytes_per_token(config, head_bytes) == 2 * 4 * (16 + 32 + 16)
-    assert decode_kv_bytes(config, head_bytes, [3], [2]) == 2 * 4 * 3 * (16 + 32 + 16) * 2
+    assert decode_kv_bytes(config, head_bytes, [3], [2]) == 2 * 4 * 4 * 3 * (16 + 32)
 
 
 def test_sparse_gates_keep_the_share_that_is_asked_for() -> None:
@@ -199,7 +199,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "layer types": ("Gemma 4 shared", dict(layer_types=["chunked"] * 6), "layer_types"),
     "activation": ("Gemma 3n", dict(hidden_activation="silu"), "hidden_activation must be"),
     "sparsity": (
-        "Gemma 3n", dict(activation_sparsity_pattern=[0.5]), "activation_sparsity_pattern must have",
+        "Gemma 3n", dict(activation_sparsity_pattern=[0.5]), "sparsity_pattern must have",
     ),
     "no second embedding": (
         "Gemma 3n", dict(hidden_size_per_layer_input=0), "hidden_size_per_layer_input must be",
