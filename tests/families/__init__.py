@@ -14,4 +14,20 @@ PUBLISHED: dict[str, Published] = {
     **experts.PUBLISHED,
     **dense_published.PUBLISHED,
     **layer_norms.PUBLISHED,
+from families.gemma3n import PUBLISHED as GEMMA3N_PUBLISHED
+from families.gemma3n import SAMPLES as GEMMA3N_SAMPLES
+from families.gemma4 import PUBLISHED as GEMMA4_PUBLISHED
+from families.gemma4 import SAMPLES as GEMMA4_SAMPLES
+from families.usual import PUBLISHED as USUAL_PUBLISHED
+from families.usual import SAMPLES as USUAL_SAMPLES
+
+SAMPLES: dict[str, Sample] = {
+    **USUAL_SAMPLES,
+    **GEMMA3N_SAMPLES,
+    **GEMMA4_SAMPLES,
+}
+PUBLISHED: dict[str, Published] = {
+    **USUAL_PUBLISHED,
+    **GEMMA3N_PUBLISHED,
+    **GEMMA4_PUBLISHED,
 }
