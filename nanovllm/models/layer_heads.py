@@ -10,15 +10,11 @@ Sizes = tuple[int, int]  # the number of key heads of a layer, and the size of i
 NAMES = ("num_key_value_heads", "head_dim")
 
 
-def layer_heads(
-    raw: Mapping[str, Any], types: Sequence[str], full: Mapping[str, Any]
-) -> tuple[Sizes, ...]:
-    """The sizes of each layer. Those without a window may have others: `full`, by `NAMES`.
-
-    Today's files list layers with other sizes in `per_layer_config`.
-    """
+def layer_heads(raw: Mapping[str, Any], types: Sequence[str]) -> tuple[Sizes, ...]:
+    """The sizes of each layer. Today's files list layers with other sizes in `per_layer_config`."""
     listed = raw.get("per_layer_config")
     if listed is None:
+        full = _full_heads(raw)
         listed = {str(index): full for index, kind in enumerate(types) if kind == FULL}
     if not isinstance(listed, Mapping):
         raise TypeError(f"per_layer_config must be an object, got {shorten(listed)}")
@@ -29,6 +25,13 @@ def layer_heads(
     if unknown := listed.keys() - {str(index) for index in range(len(types))}:
         raise ValueError(f"per_layer_config: there are no layers {shorten(sorted(unknown))}")
     return tuple(found)
+
+
+def _full_heads(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What old files say of layers without a window; the number only where keys are values."""
+    kv_heads = raw.get("num_global_key_value_heads") if raw["attention_k_eq_v"] else None
+    found = {"head_dim": raw.get("global_head_dim", 512), "num_key_value_heads": kv_heads}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _sizes(raw: Mapping[str, Any], own: Mapping[str, Any]) -> Sizes:
