@@ -7,6 +7,7 @@ from nanovllm.models.windows import FULL
 from nanovllm.utils.checks import check_int, shorten
 
 Sizes = tuple[int, int]  # the number of key heads of a layer, and the size of its heads
+DEFAULTS = {"global_head_dim": 512}
 NAMES = ("num_key_value_heads", "head_dim")
 
 
@@ -29,9 +30,13 @@ def layer_heads(raw: Mapping[str, Any], types: Sequence[str]) -> tuple[Sizes, ..
 
 def _full_heads(raw: Mapping[str, Any]) -> dict[str, Any]:
     """What old files say of layers without a window; the number only where keys are values."""
-    kv_heads = raw.get("num_global_key_value_heads") if raw["attention_k_eq_v"] else None
-    found = {"head_dim": raw.get("global_head_dim", 512), "num_key_value_heads": kv_heads}
-    return {name: value for name, value in found.items() if value is not None}
+    names = {"head_dim": "global_head_dim"}
+    if raw["attention_k_eq_v"]:
+        names["num_key_value_heads"] = "num_global_key_value_heads"
+    found = {ours: raw.get(name, DEFAULTS.get(name)) for ours, name in names.items()}
+    return {
+        ours: check_int(names[ours], value, 1) for ours, value in found.items() if value is not None
+    }
 
 
 def _sizes(raw: Mapping[str, Any], own: Mapping[str, Any]) -> Sizes:
