@@ -12,7 +12,7 @@ LONGROPE = dict(
 )  # fmt: skip
 QWEN2 = dict(
     num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32,
-    shared_expert_intermediate_size=48,
+    shared_expert_intermediate_size=64,
 )  # fmt: skip
 GRANITE = dict(
     embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.6,
