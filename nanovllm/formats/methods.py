@@ -45,12 +45,12 @@ def choose_quantization(
 
 
 def _while_loading(method: str) -> Quantization:
-    """Quantize all plain weights, except the routers of experts, which are small and decide.
+    """Quantize all plain weights, except routers and gates of experts: they are small and decide.
 
     These rules match our names, whatever files call the layers.
     """
     scheme, of_head = ONLINE[method]
-    schemes = {r".*\.gate$": None, r"model\.": scheme, HEAD: of_head}
+    schemes = {r".*(gate|router|router\.layer)$": None, r"model\.": scheme, HEAD: of_head}
     return Quantization(
         method, tuple(SchemeRule(re.compile(p), each) for p, each in schemes.items())
     )

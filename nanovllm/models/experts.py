@@ -78,8 +78,10 @@ class SparseConfig(ModelConfig):
 
     @property
     def sizes(self) -> str:
-        num_experts, inner = self.experts.num_experts, self.experts.intermediate_size
-        return f"{super().sizes}, num_experts={num_experts}, {self.experts.size_name}={inner}"
+        experts, shared = self.experts, self.experts.shared
+        inner = f"{experts.size_name}={experts.intermediate_size}"
+        outer = f", {shared.size_name}={shared.intermediate_size}" if shared else ""
+        return f"{super().sizes}, num_experts={experts.num_experts}, {inner}{outer}"
 
 
 def sparse_mlp(config: SparseConfig, make: "Build") -> "FeedForward":

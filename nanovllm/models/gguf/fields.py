@@ -12,9 +12,13 @@ from nanovllm.kernels.operands.block_types import BLOCK_TYPES
 from nanovllm.models.gguf.metadata import ARCHITECTURES, Metadata
 from nanovllm.models.gguf.names import expert_names, usual_name
 from nanovllm.models.gguf.rope_fields import rope_fields
+from nanovllm.models.gguf.sparse_fields import SPARSE, mixtral
 
 Config = dict[str, Any]
-MODEL_TYPES = {"qwen3moe": "qwen3_moe"}  # where transformers has another name
+MODEL_TYPES = {
+    "qwen3moe": "qwen3_moe",
+    "qwen2moe": "qwen2_moe",
+}  # where transformers has another name
 HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
 DTYPES = {"F32": "float32", "F16": "float16"}  # of matrices that are all of this type
 EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
@@ -30,7 +34,7 @@ def config_fields(metadata: Metadata) -> Config:
     metadata.only("attention.causal", (True,))
     metadata.only("pooling_type", (0, 3))  # none, or the last token's vector, as here
     metadata.only("use_parallel_residual", (False,))
-    if metadata.architecture != "qwen3moe":
+    if "num_experts_per_tok" not in config:
         metadata.only("expert_count", (0,))
         metadata.only("expert_used_count", (0,))
     metadata.refuse_unread()
@@ -76,7 +80,9 @@ def _block_types(metadata: Metadata) -> dict[str, list[str]]:
     types: dict[str, list[str]] = {}
     for name, info in metadata.model.tensors.items():
         if info.kind.name in BLOCK_TYPES:
-            usual = expert_names(name, 1) or [usual_name(name, metadata.architecture)]
+            usual = expert_names(name, 1, metadata.architecture) or [
+                usual_name(name, metadata.architecture)
+            ]
             layer = usual[0].removesuffix(".weight").replace(".experts.0.", ".experts.*.")
             types.setdefault(info.kind.name, []).append(layer)
             if name == EMBEDDINGS and HEAD not in metadata.model.tensors:
@@ -111,8 +117,10 @@ def _biases(metadata: Metadata) -> Config:
 
 
 def _llama(metadata: Metadata) -> Config:
-    """Llama and Mistral, which differ in that only the latter has a window."""
+    """Llama, Mistral, which differs in that it has a window, and Mixtral, which has experts."""
     window = _window(metadata)
+    if metadata.get("expert_count", 0):
+        return mixtral(metadata)
     if window is None:
         return _biases(metadata)
     return {"architectures": ["MistralForCausalLM"], "model_type": "mistral",
@@ -169,5 +177,5 @@ def _no_window(metadata: Metadata) -> Config:
 
 FAMILIES: dict[str, Callable[[Metadata], Config]] = {
     "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3moe": _qwen3moe, "phi3": _phi3,
-    "smollm3": _smollm3,
+    "smollm3": _smollm3, **SPARSE,
 }  # fmt: skip

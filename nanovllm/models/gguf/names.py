@@ -14,16 +14,31 @@ LAYERS = {
     "ffn_gate_inp": "mlp.gate",
 }  # fmt: skip
 # What an architecture calls otherwise.
-OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {"phi3": {"ffn_up": "mlp.gate_up_proj"}}
+OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {
+    "phi3": {"ffn_up": "mlp.gate_up_proj"}, "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
+    "granitemoe": {"ffn_gate_inp": "block_sparse_moe.router.layer"},
+    "qwen2moe": {
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    },
+}  # fmt: skip
+ONE_ROW = "ffn_gate_inp_shexp.weight"  # end of the name of a matrix that may be a vector
 # The stacks of all experts' matrices [E, N, K].
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+MIXTRAL = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
+# The module of experts and the names of their matrices, where an architecture has others.
+EXPERTS_OF = {
+    "llama": ("block_sparse_moe", MIXTRAL), "granitemoe": ("block_sparse_moe", EXPERTS),
+}  # fmt: skip
 # Factors of the rotation's frequencies: they become fields of the config.
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 NO_WEIGHTS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 # The converter stores the rows of these with the two halves of each head interleaved, ...
 INTERLEAVED = {"attn_q": "head_count", "attn_k": "head_count_kv"}  # heads by the metadata's keys
-INTERLEAVED_ARCHITECTURES = ("llama", "smollm3")  # ... for these architectures.
+INTERLEAVED_ARCHITECTURES = ("llama", "smollm3", "granitemoe")  # ... for these architectures.
 
 
 def usual_name(name: str, architecture: str) -> str:
@@ -40,12 +55,13 @@ def usual_name(name: str, architecture: str) -> str:
     return f"model.layers.{match[1]}.{layers[match[2]]}.{match[3]}"
 
 
-def expert_names(name: str, number: int) -> list[str]:
+def expert_names(name: str, number: int, architecture: str) -> list[str]:
     """The names of each expert's matrix, for a stack of them; none for another tensor."""
     match = IN_LAYER.fullmatch(name)
     if match is None or match[2] not in EXPERTS:
         return []
-    above, matrix = f"model.layers.{match[1]}.mlp.experts", EXPERTS[match[2]]
+    module, matrices = EXPERTS_OF.get(architecture, ("mlp", EXPERTS))
+    above, matrix = f"model.layers.{match[1]}.{module}.experts", matrices[match[2]]
     return [f"{above}.{expert}.{matrix}.{match[3]}" for expert in range(number)]
 
 

@@ -13,7 +13,13 @@ import torch
 
 from nanovllm.models.gguf.file import PLAIN_TYPES, GGUFFile, TensorInfo
 from nanovllm.models.gguf.metadata import Metadata
-from nanovllm.models.gguf.names import NO_WEIGHTS, expert_names, interleaved_heads, usual_name
+from nanovllm.models.gguf.names import (
+    NO_WEIGHTS,
+    ONE_ROW,
+    expert_names,
+    interleaved_heads,
+    usual_name,
+)
 from nanovllm.models.gguf.split import open_gguf
 
 DTYPES = {
@@ -76,11 +82,13 @@ def _views(file: GGUFFile, metadata: Metadata) -> Iterator[tuple[str, View]]:
         if name in NO_WEIGHTS:
             continue
         view = View(_view(content, info), info.kind.name)
-        if experts := expert_names(name, info.shape[0]):
+        if experts := expert_names(name, info.shape[0], architecture):
             yield from ((n, View(view[i], info.kind.name)) for i, n in enumerate(experts))
             continue
         if (heads := interleaved_heads(name, architecture)) is not None:
             view = _in_order(view, name, metadata.number_of_heads(heads))
+        if len(view.get_shape()) == 1 and name.endswith(ONE_ROW):
+            view = View(view.tensor[None], info.kind.name)
         yield usual_name(name, architecture), view
 
 
