@@ -11,10 +11,15 @@ from nanovllm.formats.names import HEAD as USUAL_HEAD
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES
 from nanovllm.models.gguf.metadata import ARCHITECTURES, Metadata
 from nanovllm.models.gguf.names import expert_names, usual_name
+from nanovllm.models.gguf.plain_fields import PLAIN_FAMILIES
 from nanovllm.models.gguf.rope_fields import rope_fields
 
 Config = dict[str, Any]
-MODEL_TYPES = {"qwen3moe": "qwen3_moe"}  # where transformers has another name
+MODEL_TYPES = {
+    "qwen3moe": "qwen3_moe",
+    "gptneox": "gpt_neox",
+    "phi2": "phi",
+}  # where transformers has another name
 HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
 DTYPES = {"F32": "float32", "F16": "float16"}  # of matrices that are all of this type
 EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
@@ -29,7 +34,8 @@ def config_fields(metadata: Metadata) -> Config:
         metadata.get(key, None)
     metadata.only("attention.causal", (True,))
     metadata.only("pooling_type", (0, 3))  # none, or the last token's vector, as here
-    metadata.only("use_parallel_residual", (False,))
+    if metadata.architecture not in PLAIN_FAMILIES:
+        metadata.only("use_parallel_residual", (False,))
     if metadata.architecture != "qwen3moe":
         metadata.only("expert_count", (0,))
         metadata.only("expert_used_count", (0,))
@@ -59,13 +65,14 @@ def _decoder(metadata: Metadata) -> Config:
         "num_key_value_heads": metadata.number_of_heads("head_count_kv"),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": metadata.size("context_length"),
         "tie_word_embeddings": HEAD not in metadata.model.tensors,
         "bos_token_id": special_id(metadata, "bos"),
         "eos_token_id": special_id(metadata, "eos"),
         "torch_dtype": _dtype(metadata),
     }
+    if metadata.architecture not in PLAIN_FAMILIES or metadata.architecture == "arcee":
+        config["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon")
     if types := _block_types(metadata):
         config["quantization_config"] = {"quant_method": "gguf", "types": types}
     return config
@@ -169,5 +176,5 @@ def _no_window(metadata: Metadata) -> Config:
 
 FAMILIES: dict[str, Callable[[Metadata], Config]] = {
     "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3moe": _qwen3moe, "phi3": _phi3,
-    "smollm3": _smollm3,
+    "smollm3": _smollm3, **PLAIN_FAMILIES,
 }  # fmt: skip
