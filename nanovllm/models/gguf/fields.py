@@ -21,6 +21,7 @@ MODEL_TYPES = {
     "phi2": "phi",
 }  # where transformers has another name
 HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
+WITH_RMS_NORM = ("arcee", "apertus")  # of the families that may have LayerNorm
 DTYPES = {"F32": "float32", "F16": "float16"}  # of matrices that are all of this type
 EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
 IDS = "tokenizer.ggml.{}_token_id"
@@ -71,7 +72,7 @@ def _decoder(metadata: Metadata) -> Config:
         "eos_token_id": special_id(metadata, "eos"),
         "torch_dtype": _dtype(metadata),
     }
-    if metadata.architecture not in PLAIN_FAMILIES or metadata.architecture == "arcee":
+    if metadata.architecture not in PLAIN_FAMILIES or metadata.architecture in WITH_RMS_NORM:
         config["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon")
     if types := _block_types(metadata):
         config["quantization_config"] = {"quant_method": "gguf", "types": types}

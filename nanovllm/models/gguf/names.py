@@ -1,7 +1,7 @@
 """The usual names of a GGUF file's tensors, those of a safetensors checkpoint."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
@@ -15,7 +15,11 @@ LAYERS = {
     "ffn_gate_inp": "mlp.gate",
 }  # fmt: skip
 # What an architecture calls otherwise.
-OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {"phi3": {"ffn_up": "mlp.gate_up_proj"}}
+TWO_NORMS = "falcon with two norms"  # in a block
+OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    TWO_NORMS: {"attn_norm": "post_attention_layernorm", "attn_norm_2": "input_layernorm"},
+}
 # The stacks of all experts' matrices [E, N, K].
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 # Factors of the rotation's frequencies: they become fields of the config.
@@ -28,6 +32,12 @@ INTERLEAVED_ARCHITECTURES = ("llama", "smollm3", "arcee")  # ... for these archi
 
 # The converter adds 1 to the weights of these architectures' norms.
 PLUS_ONE_ARCHITECTURES = ("nemotron",)
+
+
+def naming(architecture: str, tensors: Container[str]) -> str:
+    """The key of OF_ARCHITECTURE for a file with these tensors."""
+    two = architecture == "falcon" and "blk.0.attn_norm_2.weight" in tensors
+    return TWO_NORMS if two else architecture
 
 
 def usual_name(name: str, architecture: str) -> str:

@@ -3,10 +3,12 @@
 The files have fused projections and matrices in the usual order, whatever the converter has read.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 from nanovllm.models.gguf.metadata import Metadata
+from nanovllm.models.gguf.names import ROPE_FACTORS
 
 Config = dict[str, Any]
 USUAL_ORDER = {"usual_order": True}  # for families whose own files have another one
@@ -79,14 +81,13 @@ def _nemotron(metadata: Metadata) -> Config:
 
 
 def _falcon(metadata: Metadata) -> Config:
-    """Parallel blocks with one norm: those with two name them otherwise."""
-    if _has(metadata, "attn_norm_2.weight"):
-        raise ValueError("tensors attn_norm_2 (two norms in a block) are not supported")
+    """All blocks are parallel."""
     heads, kv_heads = metadata.number_of_heads(), metadata.number_of_heads("head_count_kv")
     return {
         "layer_norm_epsilon": _epsilon(metadata), "activation": "gelu", "num_kv_heads": kv_heads,
         "ffn_hidden_size": metadata.size("feed_forward_length"), "multi_query": kv_heads == 1,
-        "new_decoder_architecture": kv_heads not in (1, heads), "num_ln_in_parallel_attn": 1,
+        "new_decoder_architecture": kv_heads not in (1, heads),
+        "num_ln_in_parallel_attn": 1 + _has(metadata, "attn_norm_2.weight"),
         "bias": _has(metadata, "attn_qkv.bias"), **USUAL_ORDER,
     }  # fmt: skip
 
@@ -98,7 +99,32 @@ def _arcee(metadata: Metadata) -> Config:
     }  # fmt: skip
 
 
+def _apertus(metadata: Metadata) -> Config:
+    """The constants of xIELU are known; its parameters become tensors (`numbers`)."""
+    for key, usual in (("xielu.beta", 0.5), ("xielu.eps", -1e-6)):
+        value = metadata.get(key, usual)
+        if not isinstance(value, float) or not math.isclose(value, usual, rel_tol=0.01):
+            raise metadata.wrong(key, value, str(usual))
+    numbers(metadata)
+    fields = {"hidden_act": "xielu", "attention_bias": _has(metadata, "attn_q.bias")}
+    has_factors = ROPE_FACTORS in metadata.model.tensors
+    # A config without parameters of the rotation would have those of the family.
+    return fields if has_factors else fields | {"rope_parameters": {"rope_type": "default"}}
+
+
+def numbers(metadata: Metadata) -> dict[str, float]:
+    """The parameters that are no tensors in files, by their usual names."""
+    if metadata.architecture != "apertus":
+        return {}
+    return {
+        f"model.layers.{index}.mlp.act_fn.{name}": number
+        for name in ("alpha_p", "alpha_n")
+        for index, number in enumerate(metadata.of_layers(f"xielu.{name}"))
+    }
+
+
 PLAIN_FAMILIES: dict[str, Callable[[Metadata], Config]] = {
     "gptneox": _gptneox, "gpt2": _gpt2, "phi2": _phi2, "stablelm": _stablelm,
     "starcoder2": _starcoder2, "nemotron": _nemotron, "falcon": _falcon, "arcee": _arcee,
+    "apertus": _apertus,
 }  # fmt: skip

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from families import SAMPLES
 from families.describe import write
 from gguf import GGMLQuantizationType, GGUFWriter
-from gguf_files import add_metadata, tokenizer_metadata
+from gguf_files import add_metadata, rope_factors, tokenizer_metadata
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
@@ -31,8 +32,9 @@ MODELS = SAMPLES | {
 NAMES = {
     "GPT-NeoX": "gptneox", "sequential": "gptneox", "GPT-2": "gpt2", "Phi": "phi2",
     "StableLM": "stablelm", "StableLM, parallel, norms of heads": "stablelm",
-    "Starcoder2, no biases": "starcoder2", "Nemotron": "nemotron", "Falcon": "falcon",
-    "Arcee": "arcee",
+    "Starcoder2, no biases": "starcoder2", "Nemotron": "nemotron",
+    "Falcon": "falcon", "Falcon, new": "falcon", "Falcon, new, one norm": "falcon",
+    "Arcee": "arcee", "Apertus": "apertus",
 }  # fmt: skip
 
 
@@ -47,6 +49,11 @@ def converted(tensors: Tensors, architecture: str, config: dict[str, Any]) -> Te
     for name, tensor in tensors.items():
         if architecture == "gptneox" and "query_key_value" in name:
             tensor = tensor.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+        elif architecture == "falcon" and "query_key_value" in name and config["num_kv_heads"] > 1:
+            groups = config["num_kv_heads"] if config["new_decoder_architecture"] else 1
+            grouped = tensor.unflatten(0, (groups, heads // groups + 2 if groups > 1 else -1, 16))
+            kinds = grouped[:, :-2], grouped[:, -2], grouped[:, -1]
+            tensor = torch.cat([kind.reshape(-1, *tensor.shape[1:]) for kind in kinds])
         elif architecture == "gpt2" and ".c_" in name and tensor.dim() == 2:
             tensor = tensor.t().contiguous()
         elif architecture == "nemotron" and name.endswith("norm.weight"):
@@ -73,13 +80,18 @@ def metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         "block_count": get("num_hidden_layers", get("n_layer")),
         "context_length": get("max_position_embeddings", get("n_positions")),
         "embedding_length": hidden, "feed_forward_length": inner, "attention.head_count": heads,
-        f"attention.layer_norm_{'rms_' * (architecture == 'arcee')}epsilon":
+        f"attention.layer_norm_{'rms_' * (architecture in ('arcee', 'apertus'))}epsilon":
             next(float(config[name]) for name in names if name in config),
     }  # fmt: skip
     if architecture not in ("gptneox", "gpt2"):
-        values["attention.head_count_kv"] = 1 if architecture == "falcon" else kv_heads
+        values["attention.head_count_kv"] = kv_heads
+    if architecture == "falcon":
+        kv_heads = config["num_kv_heads"] if config["new_decoder_architecture"] else 1
+        values["attention.head_count_kv"] = kv_heads
     if part := rope.get("partial_rotary_factor"):
         values["rope.dimension_count"] = int(hidden // heads * part)
+    if architecture == "apertus":
+        values["rope.freq_base"] = float(rope["rope_theta"])
     if architecture == "gptneox":
         values["use_parallel_residual"] = config["use_parallel_residual"]
     if architecture == "stablelm":
@@ -89,17 +101,32 @@ def metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     return {f"{architecture}.{key}": value for key, value in values.items()}
 
 
+def xielu(model: Path) -> dict[str, Any]:
+    """The parameters of Apertus' activations, which are lists in the metadata."""
+    found: dict[str, list[float]] = {}
+    for name, tensor in sorted(load_file(model / "model.safetensors").items()):
+        if "act_fn" in name:
+            found.setdefault(f"apertus.xielu.{name.rpartition('.')[2]}", []).append(tensor.item())
+    return found
+
+
 def write_file(model: Path, architecture: str, kind: str, decoded: bool = False) -> Path:
     """The model as a GGUF file with matrices of this type, or the values of this type as F32."""
     config = json.loads((model / "config.json").read_text())
     file = model / f"{kind} {decoded}.gguf"
     writer = GGUFWriter(file, architecture)
-    add_metadata(writer, metadata(config, architecture) | tokenizer_metadata(model, "gpt-2"))
+    values = metadata(config, architecture) | xielu(model)
+    add_metadata(writer, values | tokenizer_metadata(model, "gpt-2"))
+    if architecture == "apertus":
+        for name, factors in rope_factors(config).items():
+            writer.add_tensor(name, np.array(factors, dtype=np.float32))
     names = gguf.get_tensor_name_map(
         next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), 8
     )
     tensors = load_file(model / "model.safetensors")
     for name, tensor in converted(tensors, architecture, config).items():
+        if "act_fn" in name:
+            continue
         spelt = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert spelt is not None, name
         is_matrix = tensor.dim() == 2 and not re.search("norm|wpe", name)
