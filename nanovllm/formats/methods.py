@@ -41,6 +41,8 @@ def choose_quantization(
                 f" quantized by {allowed_choices(ONLINE)}"
             )
         return _while_loading(option)
+    if found.method == "gguf":  # its rules have usual names
+        names = replace(names, prefixes={}, pieces={})
     return replace(found, names=names)
 
 

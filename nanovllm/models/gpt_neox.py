@@ -50,16 +50,19 @@ def read(file: Mapping[str, Any]) -> PlainConfig:
         o_bias=bias,
         mlp_bias=True,
         num_outside=fields["hidden_size"],
+        usual_order="usual_order" in file,
     )
 
 
 def build(config: PlainConfig, make: "Build") -> "CausalLM":
     """Files have the fused projections in groups of heads."""
     from nanovllm.layers.file_attention import GroupedAttention
+    from nanovllm.layers.mixer import SelfAttention
     from nanovllm.models import plain_parts
 
     def attention(config: PlainConfig, index: int, make: "Build") -> "Mixer":
-        return GroupedAttention(
+        kind = SelfAttention if config.usual_order else GroupedAttention
+        return kind(
             make, config.hidden_size, config.heads(index), qkv_bias=config.qkv_bias,
             o_bias=config.o_bias,
         )  # fmt: skip

@@ -11,6 +11,7 @@ from nanovllm.formats.names import HEAD as USUAL_HEAD
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES
 from nanovllm.models.gguf.metadata import ARCHITECTURES, Metadata
 from nanovllm.models.gguf.names import expert_names, usual_name
+from nanovllm.models.gguf.plain_fields import PLAIN_FAMILIES
 from nanovllm.models.gguf.rope_fields import rope_fields
 from nanovllm.models.gguf.sparse_fields import SPARSE, mixtral
 
@@ -18,8 +19,11 @@ Config = dict[str, Any]
 MODEL_TYPES = {
     "qwen3moe": "qwen3_moe",
     "qwen2moe": "qwen2_moe",
+    "gptneox": "gpt_neox",
+    "phi2": "phi",
 }  # where transformers has another name
 HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
+WITH_RMS_NORM = ("arcee", "apertus")  # of the families that may have LayerNorm
 DTYPES = {"F32": "float32", "F16": "float16"}  # of matrices that are all of this type
 EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
 IDS = "tokenizer.ggml.{}_token_id"
@@ -33,7 +37,8 @@ def config_fields(metadata: Metadata) -> Config:
         metadata.get(key, None)
     metadata.only("attention.causal", (True,))
     metadata.only("pooling_type", (0, 3))  # none, or the last token's vector, as here
-    metadata.only("use_parallel_residual", (False,))
+    if metadata.architecture not in PLAIN_FAMILIES:
+        metadata.only("use_parallel_residual", (False,))
     if "num_experts_per_tok" not in config:
         metadata.only("expert_count", (0,))
         metadata.only("expert_used_count", (0,))
@@ -63,13 +68,14 @@ def _decoder(metadata: Metadata) -> Config:
         "num_key_value_heads": metadata.number_of_heads("head_count_kv"),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": metadata.size("context_length"),
         "tie_word_embeddings": HEAD not in metadata.model.tensors,
         "bos_token_id": special_id(metadata, "bos"),
         "eos_token_id": special_id(metadata, "eos"),
         "torch_dtype": _dtype(metadata),
     }
+    if metadata.architecture not in PLAIN_FAMILIES or metadata.architecture in WITH_RMS_NORM:
+        config["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon")
     if types := _block_types(metadata):
         config["quantization_config"] = {"quant_method": "gguf", "types": types}
     return config
@@ -177,5 +183,5 @@ def _no_window(metadata: Metadata) -> Config:
 
 FAMILIES: dict[str, Callable[[Metadata], Config]] = {
     "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3moe": _qwen3moe, "phi3": _phi3,
-    "smollm3": _smollm3, **SPARSE,
+    "smollm3": _smollm3, **SPARSE, **PLAIN_FAMILIES,
 }  # fmt: skip

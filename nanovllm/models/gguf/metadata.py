@@ -16,6 +16,10 @@ ARCHITECTURES = {
     "qwen3moe": "Qwen3MoeForCausalLM", "phi3": "Phi3ForCausalLM", "smollm3": "SmolLM3ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "gptneox": "GPTNeoXForCausalLM", "gpt2": "GPT2LMHeadModel", "phi2": "PhiForCausalLM",
+    "stablelm": "StableLmForCausalLM", "starcoder2": "Starcoder2ForCausalLM",
+    "nemotron": "NemotronForCausalLM", "falcon": "FalconForCausalLM", "arcee": "ArceeForCausalLM",
+    "apertus": "ApertusForCausalLM",
 }  # fmt: skip
 REQUIRED = object()
 
@@ -56,6 +60,15 @@ class Metadata:
         if value is None and default is REQUIRED:
             raise ValueError(f"the metadata have no key {full}")
         return default if value is None else value
+
+    def of_layers(self, key: str) -> list[float]:
+        """The numbers of all layers; a ValueError unless there is one for each."""
+        self._read.add(key)
+        value, count = self._raw.get(f"{self.architecture}.{key}"), self.size("block_count")
+        numbers = value.values() if isinstance(value, Array) else []
+        if len(numbers) != count or not all(type(number) is float for number in numbers):
+            raise self.wrong(key, numbers or value, f"a list of {count} numbers")
+        return numbers
 
     def size(self, key: str, default: Any = REQUIRED) -> Any:
         """A whole number of at least 1, or the default."""

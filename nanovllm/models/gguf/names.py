@@ -1,10 +1,11 @@
 """The usual names of a GGUF file's tensors, those of a safetensors checkpoint."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+       "position_embd": "model.embed_positions"}  # fmt: skip
 LAYERS = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
@@ -14,6 +15,7 @@ LAYERS = {
     "ffn_gate_inp": "mlp.gate",
 }  # fmt: skip
 # What an architecture calls otherwise.
+TWO_NORMS = "falcon with two norms"  # in a block
 OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"}, "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
     "granitemoe": {"ffn_gate_inp": "block_sparse_moe.router.layer"},
@@ -23,6 +25,7 @@ OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {
         "ffn_up_shexp": "mlp.shared_expert.up_proj",
         "ffn_down_shexp": "mlp.shared_expert.down_proj",
     },
+    TWO_NORMS: {"attn_norm": "post_attention_layernorm", "attn_norm_2": "input_layernorm"},
 }  # fmt: skip
 ONE_ROW = "ffn_gate_inp_shexp.weight"  # end of the name of a matrix that may be a vector
 # The stacks of all experts' matrices [E, N, K].
@@ -38,7 +41,21 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 NO_WEIGHTS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 # The converter stores the rows of these with the two halves of each head interleaved, ...
 INTERLEAVED = {"attn_q": "head_count", "attn_k": "head_count_kv"}  # heads by the metadata's keys
-INTERLEAVED_ARCHITECTURES = ("llama", "smollm3", "granitemoe")  # ... for these architectures.
+INTERLEAVED_ARCHITECTURES = (
+    "llama",
+    "smollm3",
+    "arcee",
+    "granitemoe",
+)  # ... for these architectures.
+
+# The converter adds 1 to the weights of these architectures' norms.
+PLUS_ONE_ARCHITECTURES = ("nemotron",)
+
+
+def naming(architecture: str, tensors: Container[str]) -> str:
+    """The key of OF_ARCHITECTURE for a file with these tensors."""
+    two = architecture == "falcon" and "blk.0.attn_norm_2.weight" in tensors
+    return TWO_NORMS if two else architecture
 
 
 def usual_name(name: str, architecture: str) -> str:
@@ -71,3 +88,8 @@ def interleaved_heads(name: str, architecture: str) -> str | None:
     if match is None or architecture not in INTERLEAVED_ARCHITECTURES:
         return None
     return INTERLEAVED.get(match[2])
+
+
+def has_plus_one(name: str, architecture: str) -> bool:
+    """Whether a tensor has the factors 1 + weight of a norm."""
+    return architecture in PLUS_ONE_ARCHITECTURES and name.endswith("norm.weight")
