@@ -14,7 +14,21 @@ LAYERS = {
     "ffn_gate_inp": "mlp.gate",
 }  # fmt: skip
 # What an architecture calls otherwise.
-OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {"phi3": {"ffn_up": "mlp.gate_up_proj"}}
+POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {
+    "phi3": {"ffn_up": "mlp.gate_up_proj"}, "olmo2": POST_NORMS, "exaone4": POST_NORMS,
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+    "glm4": {
+        "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+    },
+    "hunyuan-dense": {
+        "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm",
+    },
+}  # fmt: skip
 # The stacks of all experts' matrices [E, N, K].
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 # Factors of the rotation's frequencies: they become fields of the config.
@@ -23,7 +37,7 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 NO_WEIGHTS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 # The converter stores the rows of these with the two halves of each head interleaved, ...
 INTERLEAVED = {"attn_q": "head_count", "attn_k": "head_count_kv"}  # heads by the metadata's keys
-INTERLEAVED_ARCHITECTURES = ("llama", "smollm3")  # ... for these architectures.
+INTERLEAVED_ARCHITECTURES = ("llama", "smollm3", "granite")  # ... for these architectures.
 
 
 def usual_name(name: str, architecture: str) -> str:
