@@ -31,32 +31,36 @@ class GroupedAttention(SelfAttention):
 
 
 class TransposedAttention(SelfAttention):
-    """Files have transposed matrices. All projections have biases."""
+    """Files have transposed matrices."""
 
-    def __init__(self, make: Build, hidden_size: int, heads: KeysAndValues, **options: Any) -> None:
-        super().__init__(make, hidden_size, heads, qkv_bias=True, o_bias=True, **options)
+    def __init__(
+        self, make: Build, hidden_size: int, heads: KeysAndValues, *,
+        qkv_bias: bool, o_bias: bool, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(make, hidden_size, heads, qkv_bias=qkv_bias, o_bias=o_bias, **options)
         ranks, formats = make.ranks, make.formats
         self.qkv_proj = OrderedQKV(
-            Transposed(), hidden_size, heads.head_dim, heads.num_heads, heads.num_kv_heads, True,
-            ranks, formats.of("qkv_proj"),
+            Transposed(), hidden_size, heads.head_dim, heads.num_heads, heads.num_kv_heads,
+            qkv_bias, ranks, formats.of("qkv_proj"),
         )  # fmt: skip
         self.o_proj = OrderedRows(
-            Transposed(), heads.num_heads * heads.head_dim, hidden_size, True, ranks,
+            Transposed(), heads.num_heads * heads.head_dim, hidden_size, o_bias, ranks,
             formats.of("o_proj"),
         )  # fmt: skip
 
 
 class TransposedMLP(PlainMLP):
-    """Files have transposed matrices. Both layers have biases."""
+    """Files have transposed matrices."""
 
     def __init__(
-        self, make: Build, hidden_size: int, intermediate_size: int, activation: Activation
-    ) -> None:
-        super().__init__(make, hidden_size, intermediate_size, activation, bias=True)
+        self, make: Build, hidden_size: int, intermediate_size: int, activation: Activation, *,
+        bias: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(make, hidden_size, intermediate_size, activation, bias=bias)
         ranks, formats = make.ranks, make.formats
         self.up_proj = OrderedColumns(
-            Transposed(), hidden_size, [intermediate_size], True, ranks, formats.of("up_proj")
+            Transposed(), hidden_size, [intermediate_size], bias, ranks, formats.of("up_proj")
         )
         self.down_proj = OrderedRows(
-            Transposed(), intermediate_size, hidden_size, True, ranks, formats.of("down_proj")
+            Transposed(), intermediate_size, hidden_size, bias, ranks, formats.of("down_proj")
         )

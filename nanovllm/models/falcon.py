@@ -7,7 +7,7 @@ from nanovllm.formats.names import Names
 from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, decoder_fields
 from nanovllm.models.plain import PlainConfig, activation
-from nanovllm.models.spellings import respelt
+from nanovllm.models.spellings import errors_spell, respelt
 from nanovllm.utils.checks import check_int
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ NAMES = Names(
 )  # fmt: skip
 
 
+@errors_spell({**OWN, **OLD})
 def read(file: Mapping[str, Any]) -> PlainConfig:
     """`new_decoder_architecture` is that of 40B: groups of heads, and a norm for each part."""
     file = respelt(respelt(file, OWN), OLD, both=True)
@@ -64,6 +65,7 @@ def read(file: Mapping[str, Any]) -> PlainConfig:
         o_bias=bias,
         mlp_bias=bias,
         num_outside=fields["hidden_size"],
+        usual_order="usual_order" in file,
     )
 
 
@@ -94,10 +96,12 @@ def _num_norms(fields: Fields, is_new: bool, parallel: bool) -> int:
 def build(config: PlainConfig, make: "Build") -> "CausalLM":
     """Files have the fused projections in groups of heads."""
     from nanovllm.layers.file_attention import GroupedAttention
+    from nanovllm.layers.mixer import SelfAttention
     from nanovllm.models import plain_parts
 
     def attention(config: PlainConfig, index: int, make: "Build") -> "Mixer":
-        return GroupedAttention(
+        kind = SelfAttention if config.usual_order else GroupedAttention
+        return kind(
             make, config.hidden_size, config.heads(index), qkv_bias=config.qkv_bias,
             o_bias=config.o_bias,
         )  # fmt: skip

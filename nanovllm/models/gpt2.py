@@ -8,7 +8,7 @@ from nanovllm.formats.buffer_names import BufferNames
 from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, decoder_fields
 from nanovllm.models.plain import PlainConfig, activation
-from nanovllm.models.spellings import respelt
+from nanovllm.models.spellings import errors_spell, respelt
 
 if TYPE_CHECKING:
     from nanovllm.layers.block import Block
@@ -48,6 +48,7 @@ class GPT2Config(PlainConfig):
     scales: tuple[float | None, ...]
 
 
+@errors_spell({**OWN, **BOTH})
 def read(file: Mapping[str, Any]) -> GPT2Config:
     """Without `n_inner`, feed-forward parts are four times as wide as hidden states."""
     defaults = respelt(respelt(DEFAULTS, OWN), BOTH)
@@ -65,6 +66,7 @@ def read(file: Mapping[str, Any]) -> GPT2Config:
         o_bias=True,
         mlp_bias=True,
         num_outside=hidden * (1 + common["max_position_embeddings"]),
+        usual_order="usual_order" in file,
         scales=_scales(fields, common["head_dim"], common["num_hidden_layers"]),
     )
 
@@ -80,24 +82,27 @@ def build(config: GPT2Config, make: "Build") -> "CausalLM":
     """Embeddings of tokens and positions are added; nothing is rotated."""
     from nanovllm.layers.activations import activation_of
     from nanovllm.layers.file_attention import TransposedAttention, TransposedMLP
+    from nanovllm.layers.mixer import SelfAttention
+    from nanovllm.layers.plain_mlp import PlainMLP
     from nanovllm.models import parts, plain_parts
     from nanovllm.models.decoder import CausalLM
     from nanovllm.models.learned_positions import PositionedDecoder, PositionTable
 
-    hidden, act_fn = config.hidden_size, activation_of(str(config.activation))
-
     def block(index: int, make: "Build") -> "Block":
-        attention = TransposedAttention(
-            make.inside("self_attn"), hidden, config.heads(index), rope=None,
-            scale=config.scales[index],
+        mixer = (SelfAttention if config.usual_order else TransposedAttention)(
+            make.inside("self_attn"), config.hidden_size, config.heads(index), rope=None,
+            qkv_bias=True, o_bias=True, scale=config.scales[index],
         )  # fmt: skip
-        mlp = TransposedMLP(make.inside("mlp"), hidden, config.intermediate_size, act_fn)
-        return plain_parts.block(config, make, attention, mlp)
+        part = (PlainMLP if config.usual_order else TransposedMLP)(
+            make.inside("mlp"), config.hidden_size, config.intermediate_size,
+            activation_of(str(config.activation)), bias=True,
+        )  # fmt: skip
+        return plain_parts.block(config, make, mixer, part)
 
     decoder = PositionedDecoder(
         make,
         parts.embedding(config, make),
-        PositionTable(config.max_position_embeddings, hidden),
+        PositionTable(config.max_position_embeddings, config.hidden_size),
         parts.blocks(config, make, block),
         plain_parts.norm(config),
     )

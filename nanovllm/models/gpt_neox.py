@@ -7,7 +7,7 @@ from nanovllm.formats.buffer_names import BufferNames
 from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, decoder_fields
 from nanovllm.models.plain import PlainConfig, activation
-from nanovllm.models.spellings import partly_rotated, respelt
+from nanovllm.models.spellings import errors_spell, partly_rotated, respelt
 
 if TYPE_CHECKING:
     from nanovllm.layers.layer import Build
@@ -36,6 +36,7 @@ NAMES = BufferNames(
 )  # fmt: skip
 
 
+@errors_spell({**EPSILON, **ROTATION})
 def read(file: Mapping[str, Any]) -> PlainConfig:
     """The oldest files spell the fields of the rotation in other ways."""
     file = partly_rotated(respelt(respelt(file, EPSILON), ROTATION, both=True), 0.25)
@@ -49,16 +50,19 @@ def read(file: Mapping[str, Any]) -> PlainConfig:
         o_bias=bias,
         mlp_bias=True,
         num_outside=fields["hidden_size"],
+        usual_order="usual_order" in file,
     )
 
 
 def build(config: PlainConfig, make: "Build") -> "CausalLM":
     """Files have the fused projections in groups of heads."""
     from nanovllm.layers.file_attention import GroupedAttention
+    from nanovllm.layers.mixer import SelfAttention
     from nanovllm.models import plain_parts
 
     def attention(config: PlainConfig, index: int, make: "Build") -> "Mixer":
-        return GroupedAttention(
+        kind = SelfAttention if config.usual_order else GroupedAttention
+        return kind(
             make, config.hidden_size, config.heads(index), qkv_bias=config.qkv_bias,
             o_bias=config.o_bias,
         )  # fmt: skip

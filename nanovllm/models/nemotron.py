@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, decoder_fields
 from nanovllm.models.plain import PlainConfig, activation
-from nanovllm.models.spellings import partly_rotated, respelt
+from nanovllm.models.spellings import errors_spell, partly_rotated, respelt
 
 if TYPE_CHECKING:
     from nanovllm.layers.layer import Build
@@ -20,6 +20,7 @@ DEFAULTS: Mapping[str, Any] = {
 SPELLING = {"norm_eps": "rms_norm_eps"}
 
 
+@errors_spell(SPELLING)
 def read(file: Mapping[str, Any]) -> PlainConfig:
     """Without another part in the file, half of each head is rotated."""
     file = partly_rotated(respelt(file, SPELLING), 0.5)

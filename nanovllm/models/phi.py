@@ -9,7 +9,7 @@ from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, decoder_fields
 from nanovllm.models.plain import PlainConfig, activation
 from nanovllm.models.shapes import LayerShape
-from nanovllm.models.spellings import partly_rotated, respelt
+from nanovllm.models.spellings import errors_spell, partly_rotated, respelt
 
 if TYPE_CHECKING:
     from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -43,6 +43,7 @@ class PhiConfig(PlainConfig):
         return replace(shape, num_others=shape.num_others + 4 * self.head_dim * self.norms_heads)
 
 
+@errors_spell(SPELLING)
 def read(file: Mapping[str, Any]) -> PhiConfig:
     """Without another part in the file, half of each head is rotated."""
     file = partly_rotated(respelt(file, SPELLING), 0.5)

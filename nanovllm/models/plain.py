@@ -25,13 +25,15 @@ class PlainConfig(ModelConfig):
 
     `activation` is that of feed-forward parts without a gate; None: silu gates them. `norm` is
     "rms", "layer", "layer without bias" or "layer plus one". With `parallel`, both parts of a block
-    read its input: they share a norm, or the feed-forward part has `own_norm`.
+    read its input: they share a norm, or the feed-forward part has `own_norm`. With `usual_order`,
+    files store weights as the layers have them, though the family's own files do not.
     """
 
     activation: str | None
     norm: str = "layer"
     parallel: bool = False
     own_norm: bool = True
+    usual_order: bool = False
 
     @property
     def num_norms(self) -> int:

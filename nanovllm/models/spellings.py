@@ -1,9 +1,14 @@
 """Other spellings of fields in a `config.json`. Plain data."""
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, TypeVar
 
 from nanovllm.utils.checks import shorten
+
+ConfigT = TypeVar("ConfigT")
+Read = Callable[[Mapping[str, Any]], ConfigT]
 
 
 def respelt(
@@ -31,3 +36,23 @@ def partly_rotated(file: Mapping[str, Any], part: float) -> dict[str, Any]:
     says = any(isinstance(each, dict) and "partial_rotary_factor" in each for each in nested)
     given = file.get("partial_rotary_factor")
     return {**file, "partial_rotary_factor": part} if given is None and not says else {**file}
+
+
+def errors_spell(names: Mapping[str, str]) -> Callable[[Read[ConfigT]], Read[ConfigT]]:
+    """Let errors of a family's `read` name fields as the file does, by the names of `respelt`."""
+
+    def wrap(read: Read[ConfigT]) -> Read[ConfigT]:
+        @wraps(read)
+        def read_file(file: Mapping[str, Any]) -> ConfigT:
+            try:
+                return read(file)
+            except (TypeError, ValueError) as error:
+                text = str(error)
+                for theirs, ours in names.items():
+                    if theirs in file and not re.search(rf"\b{theirs}\b", text):
+                        text = re.sub(rf"\b{ours}\b", theirs, text)
+                raise type(error)(text) from None
+
+        return read_file
+
+    return wrap

@@ -9,7 +9,7 @@ from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, check_activation, decoder_fields
 from nanovllm.models.plain import PlainConfig
 from nanovllm.models.shapes import LayerShape
-from nanovllm.models.spellings import partly_rotated, respelt
+from nanovllm.models.spellings import errors_spell, partly_rotated, respelt
 
 if TYPE_CHECKING:
     from nanovllm.layers.layer import Build
@@ -39,6 +39,7 @@ class StableLmConfig(PlainConfig):
         return replace(shape, num_others=shape.num_others + normed)
 
 
+@errors_spell(SPELLING)
 def read(file: Mapping[str, Any]) -> StableLmConfig:
     """Without another part in the file, a quarter of each head is rotated."""
     file = partly_rotated(respelt(file, SPELLING), 0.25)

@@ -7,7 +7,7 @@ from nanovllm.formats.names import Names
 from nanovllm.models.family import Family
 from nanovllm.models.fields import EVERY_LAYER, Fields, decoder_fields
 from nanovllm.models.plain import PlainConfig, activation
-from nanovllm.models.spellings import respelt
+from nanovllm.models.spellings import errors_spell, respelt
 
 if TYPE_CHECKING:
     from nanovllm.layers.layer import Build
@@ -24,6 +24,7 @@ FIXED: Mapping[str, Any] = {"use_sliding_window": True, **EVERY_LAYER}
 NAMES = Names(pieces={"mlp.c_fc": "mlp.up_proj", "mlp.c_proj": "mlp.down_proj"})
 
 
+@errors_spell(SPELLING)
 def read(file: Mapping[str, Any]) -> PlainConfig:
     """`use_bias` is for all linear layers but the head."""
     fields = Fields(respelt(file, SPELLING), respelt(DEFAULTS, SPELLING), FIXED)

@@ -11,6 +11,7 @@ from nanovllm.kernels.operands.block_types import BLOCK_TYPES
 from nanovllm.models.gguf.dense_fields import DENSE
 from nanovllm.models.gguf.metadata import ARCHITECTURES, Metadata
 from nanovllm.models.gguf.names import expert_names, usual_name
+from nanovllm.models.gguf.plain_fields import PLAIN_FAMILIES
 from nanovllm.models.gguf.rope_fields import rope_fields
 from nanovllm.models.gguf.usual_fields import Config, attention_bias, biases, no_window
 from nanovllm.models.gguf.usual_fields import window as window_of
@@ -18,8 +19,10 @@ from nanovllm.models.gguf.usual_fields import window as window_of
 # Where transformers has another name.
 MODEL_TYPES = {
     "qwen3moe": "qwen3_moe", "hunyuan-dense": "hunyuan_v1_dense", "command-r": "cohere",
+    "gptneox": "gpt_neox", "phi2": "phi",
 }  # fmt: skip
-LAYER_NORMS = ("command-r", "cohere2")  # architectures that have no RMS norm
+# Architectures that have no RMS norm.
+LAYER_NORMS = {"command-r", "cohere2", *PLAIN_FAMILIES} - {"arcee"}
 HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
 DTYPES = {"F32": "float32", "F16": "float16"}  # of matrices that are all of this type
 EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
@@ -34,7 +37,8 @@ def config_fields(metadata: Metadata) -> Config:
         metadata.get(key, None)
     metadata.only("attention.causal", (True,))
     metadata.only("pooling_type", (0, 3))  # none, or the last token's vector, as here
-    metadata.only("use_parallel_residual", (False,))
+    if metadata.architecture not in PLAIN_FAMILIES:
+        metadata.only("use_parallel_residual", (False,))
     if metadata.architecture != "qwen3moe":
         metadata.only("expert_count", (0,))
         metadata.only("expert_used_count", (0,))
@@ -151,5 +155,5 @@ def _smollm3(metadata: Metadata) -> Config:
 
 FAMILIES: dict[str, Callable[[Metadata], Config]] = {
     "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3moe": _qwen3moe, "phi3": _phi3,
-    "smollm3": _smollm3, **DENSE,
+    "smollm3": _smollm3, **DENSE, **PLAIN_FAMILIES,
 }  # fmt: skip

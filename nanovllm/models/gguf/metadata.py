@@ -18,6 +18,9 @@ ARCHITECTURES = {
     "exaone4": "Exaone4ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM", "glm4": "Glm4ForCausalLM",
     "hunyuan-dense": "HunYuanDenseV1ForCausalLM", "command-r": "CohereForCausalLM",
     "cohere2": "Cohere2ForCausalLM",
+    "gptneox": "GPTNeoXForCausalLM", "gpt2": "GPT2LMHeadModel", "phi2": "PhiForCausalLM",
+    "stablelm": "StableLmForCausalLM", "starcoder2": "Starcoder2ForCausalLM",
+    "nemotron": "NemotronForCausalLM", "falcon": "FalconForCausalLM", "arcee": "ArceeForCausalLM",
 }  # fmt: skip
 REQUIRED = object()
 

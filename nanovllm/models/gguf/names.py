@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping
 
 IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+       "position_embd": "model.embed_positions"}  # fmt: skip
 LAYERS = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
@@ -37,7 +38,10 @@ LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.we
 NO_WEIGHTS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 # The converter stores the rows of these with the two halves of each head interleaved, ...
 INTERLEAVED = {"attn_q": "head_count", "attn_k": "head_count_kv"}  # heads by the metadata's keys
-INTERLEAVED_ARCHITECTURES = ("llama", "smollm3", "granite")  # ... for these architectures.
+INTERLEAVED_ARCHITECTURES = ("llama", "smollm3", "granite", "arcee")  # ... for these architectures.
+
+# The converter adds 1 to the weights of these architectures' norms.
+PLUS_ONE_ARCHITECTURES = ("nemotron",)
 
 
 def usual_name(name: str, architecture: str) -> str:
@@ -69,3 +73,8 @@ def interleaved_heads(name: str, architecture: str) -> str | None:
     if match is None or architecture not in INTERLEAVED_ARCHITECTURES:
         return None
     return INTERLEAVED.get(match[2])
+
+
+def has_plus_one(name: str, architecture: str) -> bool:
+    """Whether a tensor has the factors 1 + weight of a norm."""
+    return architecture in PLUS_ONE_ARCHITECTURES and name.endswith("norm.weight")

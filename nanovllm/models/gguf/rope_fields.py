@@ -7,7 +7,8 @@ from nanovllm.models.gguf.metadata import Metadata
 from nanovllm.models.gguf.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from nanovllm.utils.checks import shorten
 
-PARTIAL = ("phi3", "glm4")  # architectures that may rotate a part of each head
+# Architectures that may rotate a part of each head.
+PARTIAL = ("phi3", "glm4", "gptneox", "phi2", "stablelm", "nemotron")
 # What Llama 3.1 to 3.3 have in common: their files have only the factors that result.
 LLAMA3 = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,

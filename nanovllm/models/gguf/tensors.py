@@ -13,7 +13,13 @@ import torch
 
 from nanovllm.models.gguf.file import PLAIN_TYPES, GGUFFile, TensorInfo
 from nanovllm.models.gguf.metadata import Metadata
-from nanovllm.models.gguf.names import NO_WEIGHTS, expert_names, interleaved_heads, usual_name
+from nanovllm.models.gguf.names import (
+    NO_WEIGHTS,
+    expert_names,
+    has_plus_one,
+    interleaved_heads,
+    usual_name,
+)
 from nanovllm.models.gguf.split import open_gguf
 
 DTYPES = {
@@ -81,6 +87,8 @@ def _views(file: GGUFFile, metadata: Metadata) -> Iterator[tuple[str, View]]:
             continue
         if (heads := interleaved_heads(name, architecture)) is not None:
             view = _in_order(view, name, metadata.number_of_heads(heads))
+        if has_plus_one(name, architecture):
+            view = View(view.tensor.float() - 1, "F32")
         yield usual_name(name, architecture), view
 
 
