@@ -50,7 +50,7 @@ def read_adapter(path: str | Path, model: CausalLM, max_rank: int) -> AdapterTen
     path = Path(path)
     if not path.is_dir():
         raise NotADirectoryError(f"lora_path must be a local directory, got {str(path)!r}")
-    config = read_config(path)
+    config = read_config(path).renamed(model.names)
     file = path / WEIGHTS_FILE
     dtype = model.model.norm.weight.dtype
     with _open(file) as tensors, errors_name(file):

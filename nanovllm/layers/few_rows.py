@@ -180,6 +180,8 @@ def with_adapters(
     for module in (module for block in blocks for module in block.modules()):
         if isinstance(module, Experts) and module.low_ranks:
             return None
+        if isinstance(module, ExpertRouter):
+            continue
         if isinstance(module, LinearBase) and module.low_rank:
             low_ranks[id(module.operand_and_bias[0])] = module.low_rank
     from nanovllm.kernels.triton.lora.adapted_few_rows import AdaptedFewRows, with_counters

@@ -91,15 +91,23 @@ class ModelConfig:
         """Read the fields of a `config.json`, as the architecture's family does."""
         name = _architecture_name(file)
         family = family_of(name)
-        if file.get("is_causal") is False or file.get("use_bidirectional_attention"):
+        if file.get("is_causal") is False or file.get("use_bidirectional_attention") in (
+            True,
+            "all",
+        ):
             raise ValueError("attention to later tokens (is_causal is false) is not supported")
         config = family.read(file)
         if not isinstance(config, ModelConfig):
             raise TypeError(f"the family of {name} must read a ModelConfig, got {shorten(config)}")
+        reference = ""  # in this package
+        if name in registered:
+            from nanovllm.models.outside import family_reference
+
+            reference = family_reference(name)
         config = replace(
             config,
             architecture=name,
-            family=_reference(name),
+            family=reference,
             quantization=_quantization(file, quantization, family.names),
         )
         config._refuse_huge()
@@ -188,15 +196,6 @@ class ModelConfig:
         )
         if self.hidden_size * self.vocab_size + largest > MAX_PARAMETERS:
             raise ValueError(f"no memory holds a matrix of the model's sizes: {self.sizes}")
-
-
-def _reference(name: str) -> str:
-    """Where other processes find the family; empty for those of this package."""
-    if name not in registered:
-        return ""
-    from nanovllm.models.outside import family_reference
-
-    return family_reference(name)
 
 
 def _quantization(

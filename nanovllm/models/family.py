@@ -36,6 +36,12 @@ class Family(Generic[ConfigT]):
 MODELS: Mapping[str, str] = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "GraniteMoeForCausalLM": "granite_moe",
+    "OlmoeForCausalLM": "olmoe",
+    "PhimoeForCausalLM": "phimoe",
+    "PhiMoEForCausalLM": "phimoe",
     "Qwen2ForCausalLM": "qwen2",
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -63,6 +69,10 @@ MODELS: Mapping[str, str] = {
     "FalconForCausalLM": "falcon",
     "ArceeForCausalLM": "arcee",
     "ApertusForCausalLM": "apertus",
+    "Gemma3nForCausalLM": "gemma3n",
+    "Gemma3nForConditionalGeneration": "gemma3n_conditional",
+    "Gemma4ForCausalLM": "gemma4",
+    "Gemma4ForConditionalGeneration": "gemma4_conditional",
 }
 # Families from outside of this package, which `outside.py` registers. A family that another process
 # has registered and that cannot be imported here is an empty string.

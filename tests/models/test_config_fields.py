@@ -147,8 +147,8 @@ def ours(config: ModelConfig, names: dict[str, Any]) -> dict[str, Any]:
     values["rotated_layers"] = list(config.rotated_layers)
     if isinstance(config, SparseConfig):
         values |= dict(
-            experts=config.experts.num_experts, per_token=config.experts.per_token,
-            intermediate=config.experts.intermediate_size, norm=config.experts.norm_topk_prob,
+            experts=config.experts.num_experts, per_token=config.experts.routing.per_token,
+            intermediate=config.experts.intermediate_size, norm=config.experts.routing.normalized,
             sparse=set(config.experts.layers),
         )  # fmt: skip
     return {name: values[name] for name in names}
