@@ -91,10 +91,8 @@ class ModelConfig:
         """Read the fields of a `config.json`, as the architecture's family does."""
         name = _architecture_name(file)
         family = family_of(name)
-        if file.get("is_causal") is False or file.get("use_bidirectional_attention") in (
-            True,
-            "all",
-        ):
+        later = file.get("use_bidirectional_attention") not in (None, False, "vision")  # of images
+        if file.get("is_causal") is False or later:
             raise ValueError("attention to later tokens (is_causal is false) is not supported")
         config = family.read(file)
         if not isinstance(config, ModelConfig):

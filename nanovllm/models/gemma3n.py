@@ -30,6 +30,7 @@ DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 # The frequencies of each type of layers, by the names and with the values of old files.
 THETAS = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
+MAX_STREAMS = 64
 NUM_SPARSE, SPARSITY = 10, 0.95  # the first layers, if the file does not say which
 
 
@@ -76,7 +77,7 @@ def read(file: Mapping[str, Any]) -> Gemma3nConfig:
     if raw[name] is None:
         first = NUM_SPARSE if num > NUM_SPARSE else 0
         raw[name] = [SPARSITY] * first + [0.0] * (num - first)
-    streams = check_int("altup_num_inputs", raw["altup_num_inputs"], 1)
+    streams = check_int("altup_num_inputs", raw["altup_num_inputs"], 1, MAX_STREAMS)
     return Gemma3nConfig(
         **shared,
         ropes=typed_ropes(given, {}, dict.fromkeys(types, shared["head_dim"])),
@@ -103,9 +104,16 @@ def ropes(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The rope parameters by types of layers; old files have a frequency for each type."""
     if raw.get("rope_scaling") is not None:
         raise ValueError(f"rope_scaling must be null, got {shorten(raw['rope_scaling'])}")
-    given = raw["rope_parameters"] or {}
-    thetas = {kind: {"rope_theta": raw.get(*theta)} for kind, theta in THETAS.items()}
-    return {kind: {**thetas[kind], **(given.get(kind) or {})} for kind in THETAS}
+    given = {} if raw["rope_parameters"] is None else raw["rope_parameters"]
+    if not isinstance(given, Mapping) or not all(
+        isinstance(given.get(k, {}), Mapping) for k in THETAS
+    ):
+        raise TypeError(f"rope_parameters must be objects by type, got {shorten(given)}")
+    thetas = {
+        kind: {"rope_theta": check_float(theta[0], raw.get(*theta), 1.0, above=True)}
+        for kind, theta in THETAS.items()
+    }
+    return {kind: {**thetas[kind], **given.get(kind, {})} for kind in THETAS}
 
 
 def build(config: Gemma3nConfig, make: "Build") -> "CausalLM":

@@ -31,8 +31,6 @@ DEFAULTS: Mapping[str, Any] = {
     "enable_moe_block": False, "num_experts": None, "top_k_experts": None,
     "moe_intermediate_size": None,
 }  # fmt: skip
-# Old files do not list the heads of layers without a window.
-FULL_HEAD_DIM, FULL_KEY_HEADS = ("global_head_dim", 512), "num_global_key_value_heads"
 NAMES = Names(fused={**FUSED, "qk_proj": ("q_proj", "k_proj")})
 ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -101,7 +99,7 @@ def read(file: Mapping[str, Any]) -> Gemma4Config:
         raise ValueError(f"{name} must be null or 'vision', got {shorten(seen)}")
     types = layer_types(raw, every=6, last_is_full=True)
     shared = shared_fields(file, DEFAULTS, types)
-    sizes = layer_heads(raw, types, full_heads(raw))
+    sizes = layer_heads(raw, types)
     config = Gemma4Config(
         **shared,
         ropes=typed_ropes(raw["rope_parameters"], ROPES, head_dims(types, sizes)),
@@ -110,20 +108,10 @@ def read(file: Mapping[str, Any]) -> Gemma4Config:
         is_double_wide=check_bool("use_double_wide_mlp", raw["use_double_wide_mlp"]),
         experts=experts(raw),
     )
-    second = config.per_layer
-    if second is not None and second.vocab_size < config.vocab_size:
-        raise ValueError(
-            f"vocab_size_per_layer_input={second.vocab_size} is below vocab_size="
-            f"{config.vocab_size}"
-        )
+    if config.per_layer and config.per_layer.vocab_size < config.vocab_size:
+        given = f"vocab_size_per_layer_input={config.per_layer.vocab_size}"
+        raise ValueError(f"{given} is below vocab_size={config.vocab_size}")
     return config
-
-
-def full_heads(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes of heads of layers without a window; where keys are values, their number, too."""
-    heads = {"head_dim": raw.get(*FULL_HEAD_DIM)}
-    kv_heads = raw.get(FULL_KEY_HEADS) if raw["attention_k_eq_v"] else None
-    return heads if kv_heads is None else {**heads, "num_key_value_heads": kv_heads}
 
 
 def experts(raw: Mapping[str, Any]) -> ExpertSizes | None:

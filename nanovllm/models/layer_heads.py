@@ -7,18 +7,15 @@ from nanovllm.models.windows import FULL
 from nanovllm.utils.checks import check_int, shorten
 
 Sizes = tuple[int, int]  # the number of key heads of a layer, and the size of its heads
+DEFAULTS = {"global_head_dim": 512}
 NAMES = ("num_key_value_heads", "head_dim")
 
 
-def layer_heads(
-    raw: Mapping[str, Any], types: Sequence[str], full: Mapping[str, Any]
-) -> tuple[Sizes, ...]:
-    """The sizes of each layer. Those without a window may have others: `full`, by `NAMES`.
-
-    Today's files list layers with other sizes in `per_layer_config`.
-    """
+def layer_heads(raw: Mapping[str, Any], types: Sequence[str]) -> tuple[Sizes, ...]:
+    """The sizes of each layer. Today's files list layers with other sizes in `per_layer_config`."""
     listed = raw.get("per_layer_config")
     if listed is None:
+        full = _full_heads(raw)
         listed = {str(index): full for index, kind in enumerate(types) if kind == FULL}
     if not isinstance(listed, Mapping):
         raise TypeError(f"per_layer_config must be an object, got {shorten(listed)}")
@@ -29,6 +26,17 @@ def layer_heads(
     if unknown := listed.keys() - {str(index) for index in range(len(types))}:
         raise ValueError(f"per_layer_config: there are no layers {shorten(sorted(unknown))}")
     return tuple(found)
+
+
+def _full_heads(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What old files say of layers without a window; the number only where keys are values."""
+    names = {"head_dim": "global_head_dim"}
+    if raw["attention_k_eq_v"]:
+        names["num_key_value_heads"] = "num_global_key_value_heads"
+    found = {ours: raw.get(name, DEFAULTS.get(name)) for ours, name in names.items()}
+    return {
+        ours: check_int(names[ours], value, 1) for ours, value in found.items() if value is not None
+    }
 
 
 def _sizes(raw: Mapping[str, Any], own: Mapping[str, Any]) -> Sizes:

@@ -12,8 +12,8 @@ from nanovllm.formats.names import Names
 from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.shared_cache import SharedKeysAndValues
 from nanovllm.layers.sizes import PerLayer
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.fields import Fields, check_activation, decoder_fields
+from nanovllm.models.config import MAX_PARAMETERS, ModelConfig
+from nanovllm.models.fields import MAX_LAYERS, Fields, check_activation, decoder_fields
 from nanovllm.models.shapes import MatrixShape, attention_matrices
 from nanovllm.models.windows import FULL, LAYER_TYPES, SLIDING
 from nanovllm.utils.checks import check_int, shorten
@@ -87,16 +87,21 @@ def shared_fields(
     bias, cap = fields.flag("attention_bias"), "final_logit_softcapping"
     decoder = decoder_fields(fields) | {"sliding_windows": windows(raw, types)}
     size = check_int("hidden_size_per_layer_input", raw["hidden_size_per_layer_input"] or 0, 0)
+    per_layer = PerLayer(fields.size("vocab_size_per_layer_input"), size) if size else None
+    if per_layer and per_layer.vocab_size * size * len(types) > MAX_PARAMETERS:
+        raise ValueError(
+            f"no memory holds a table of vocab_size_per_layer_input={per_layer.vocab_size} and"
+            f" hidden_size_per_layer_input={size}"
+        )
     return dict(
         **decoder, qkv_bias=bias, o_bias=bias, layer_types=types, lenders=lenders(raw, types),
-        per_layer=PerLayer(fields.size("vocab_size_per_layer_input"), size) if size else None,
-        soft_cap=None if fields[cap] is None else fields.number(cap),
+        per_layer=per_layer, soft_cap=None if fields[cap] is None else fields.number(cap),
     )  # fmt: skip
 
 
 def layer_types(raw: Mapping[str, Any], every: int, last_is_full: bool = False) -> tuple[str, ...]:
     """The type of each layer; if absent, each layer number `every` attends to all tokens."""
-    num_layers: int = raw["num_hidden_layers"]
+    num_layers = check_int("num_hidden_layers", raw["num_hidden_layers"], 1, MAX_LAYERS)
     given = raw["layer_types"]
     if given is None:
         given = [SLIDING if (index + 1) % every else FULL for index in range(num_layers)]

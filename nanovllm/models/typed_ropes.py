@@ -37,8 +37,8 @@ def _checked(kind: str, given: Mapping[str, Any], head_dim: int) -> dict[str, An
         raise ValueError(f"{where}: {shorten(sorted(unknown))} are not supported")
     if "rope_theta" not in found:
         raise ValueError(f"{where}: rope_theta is missing")
-    check_float("rope_theta", found["rope_theta"], 1.0, above=True)
-    check_float("factor", found.get("factor", 1.0), 1.0)
+    check_float(f"{where}: rope_theta", found["rope_theta"], 1.0, above=True)
+    check_float(f"{where}: factor", found.get("factor", 1.0), 1.0)
     share = check_float("partial_rotary_factor", found.get("partial_rotary_factor", 1.0), 0.0, 1.0)
     if not int(share * head_dim // 2):
         raise ValueError(f"{where}: partial_rotary_factor={share} rotates nothing of {head_dim}")

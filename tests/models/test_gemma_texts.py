@@ -1,7 +1,9 @@
 """The text models of Gemma 3n and 4: what their files may have, and what is refused."""
 
+import contextlib
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +216,21 @@ def test_what_is_not_supported_is_refused_by_name(case: str, paths: dict[str, Pa
     name, changed, says = REFUSED[case]
     with pytest.raises((ValueError, TypeError), match=says):
         ModelConfig.parse(fields(paths[name]) | changed)
+
+
+VALUES: list[Any] = [
+    None, "x", 5, 2.5, True, -1, 0, 10**30, math.nan, math.inf, [1], [], [[1]], {"a": 1}, {},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["Gemma 3n", "Gemma 4 shared"])
+def test_no_value_of_a_field_breaks_the_reader(name: str, paths: dict[str, Path]) -> None:
+    """It is read, or a ValueError or TypeError says why not."""
+    raw = fields(paths[name])
+    for field in [*raw, "per_layer_config", "global_head_dim", "rope_local_base_freq"]:
+        for value in VALUES:
+            with contextlib.suppress(ValueError, TypeError):
+                ModelConfig.parse(raw | {field: value})
 
 
 def test_text_of_whole_files_may_not_read_later_tokens(paths: dict[str, Path]) -> None:
