@@ -14,16 +14,7 @@ from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.mixer import Ropes, SelfAttention
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.shared_kv import lending_attention
-
-
-class UnweightedNorm(RMSNorm):
-    """RMSNorm without weights: it multiplies by 1."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__(size, eps)
-        ones = self.weight.data
-        del self.weight
-        self.register_buffer("weight", ones, persistent=False)
+from nanovllm.layers.weightless_norm import WeightlessNorm
 
 
 class ValueNormAttention(SelfAttention):
@@ -48,7 +39,7 @@ class ValueNormAttention(SelfAttention):
             make, hidden_size, heads,
             rope=rope, qkv_bias=bias, o_bias=bias, head_norms=head_norms, scale=scale,
         )  # fmt: skip
-        self.v_norm = UnweightedNorm(heads.head_dim, head_norms[0].eps)
+        self.v_norm = WeightlessNorm(heads.head_dim, head_norms[0].eps)
         self.lends = lends
         if lends:
             self.attn = lending_attention(make)(self.cache, scale)

@@ -20,7 +20,7 @@ DEFAULTS: Mapping[str, Any] = {
     "rope_theta": 1_000_000.0, "eos_token_id": 2,
 }  # fmt: skip
 # Of files without rope parameters.
-ROPE: Mapping[str, Any] = {
+YARN: Mapping[str, Any] = {
     "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "beta_fast": 32.0,
     "original_max_position_embeddings": 16_384, "beta_slow": 1.0, "mscale": 1.0,
     "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
@@ -46,7 +46,7 @@ class Ministral3Config(ModelConfig):
 def read(file: Mapping[str, Any]) -> Ministral3Config:
     """If there is a window, all layers have it."""
     if not any(file.get(name) for name in SPELLINGS):
-        file = {**file, SPELLINGS[0]: ROPE}
+        file = {**file, SPELLINGS[0]: YARN}
     given = {name: {**file[name]} for name in SPELLINGS if isinstance(file.get(name), Mapping)}
     growths = {rope.pop(SCALE, None) for rope in given.values()}
     if len(growths) > 1:
@@ -66,8 +66,10 @@ def read(file: Mapping[str, Any]) -> Ministral3Config:
 def build(config: Ministral3Config, make: "Build") -> "CausalLM":
     """Llama, with factors of queries if sequences can be longer than the trained length."""
     from nanovllm.layers.block import Block
+    from nanovllm.layers.mixer import ROPE
     from nanovllm.layers.query_growth import GROWTH, GrowingQueries, QueryGrowth
     from nanovllm.models import parts
+    from nanovllm.models.decoder import CausalLM, Decoder
 
     trained = config.trained_length
     if not config.query_growth or make.max_positions <= trained:
@@ -81,10 +83,11 @@ def build(config: Ministral3Config, make: "Build") -> "CausalLM":
             parts.mlp(config, make.inside("mlp")),
         )
 
-    model = parts.causal_lm(config, make, block)
     growth = QueryGrowth(config.query_growth, trained, make.max_positions)
-    model.model.ropes[GROWTH] = growth
-    return model
+    ropes = {ROPE: parts.rope(config, make), GROWTH: growth}
+    embedding, blocks = parts.embedding(config, make), parts.blocks(config, make, block)
+    decoder = Decoder(make, embedding, blocks, parts.norm(config), ropes)
+    return CausalLM(make, decoder, parts.head(config, make, embedding))
 
 
 FAMILY = Family(read, build)

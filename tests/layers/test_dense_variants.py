@@ -1,5 +1,6 @@
 """Parts of dense families that differ from Llama's, against their formulas."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,17 +8,26 @@ import torch
 from thread_ranks import on_ranks
 
 from nanovllm.formats.format import PLAIN_FORMATS
+from nanovllm.kernels.plain import few_rows
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.layers.backend import TorchBackend
+from nanovllm.layers.block import Block, pre_norms
 from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.context import Context, attending
+from nanovllm.layers.embed_head import VocabParallelEmbedding
+from nanovllm.layers.feed_forward import MLP
+from nanovllm.layers.few_rows import compute_few_rows, operands_of
 from nanovllm.layers.full_width_norm import full_width_norms
 from nanovllm.layers.interleaved import InterleavedAttention
+from nanovllm.layers.late_head_norms import LateHeadNorms
 from nanovllm.layers.layer import Build
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.mixer import ROPE, SelfAttention
+from nanovllm.layers.query_growth import GROWTH, GrowingQueries, QueryGrowth
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.rotary_embedding import get_rope
+from nanovllm.models.decoder import Decoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -109,3 +119,44 @@ def test_without_a_rope_nothing_is_reordered() -> None:
     other.qkv_proj.weight.data.copy_(plain.qkv_proj.weight)
     x = torch.randn(TOKENS, HIDDEN)
     assert torch.equal(run_prefill(plain, x, {}), run_prefill(other, x, {}))
+
+
+FEW: Any = SimpleNamespace(
+    linear=few_rows.scaled_linear, gated=few_rows.scaled_gated, add=few_rows.add_linear
+)
+KINDS: dict[type[SelfAttention], dict[str, Any]] = {
+    InterleavedAttention: dict(rotated=8), GrowingQueries: {}, LateHeadNorms: {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_for_few_rows_call_what_a_kind_of_attention_does(
+    kind: type[SelfAttention], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, decode steps on a GPU would leave it out."""
+    make = build()
+
+    def block() -> Block:
+        norms = (RMSNorm(8, EPS), RMSNorm(8, EPS)) if kind is LateHeadNorms else None
+        heads, options = KeysAndValues(4, 2, 8), KINDS[kind] | dict(head_norms=norms)
+        mixer, mlp = kind(make, HIDDEN, heads, **options), MLP(make, HIDDEN, 2 * HIDDEN)
+        return Block(make, pre_norms(RMSNorm(HIDDEN, EPS), RMSNorm(HIDDEN, EPS)), mixer, mlp)
+
+    embedding = VocabParallelEmbedding(11, HIDDEN)
+    ropes = {ROPE: get_rope(8, 64, 64, DEFAULT), GROWTH: QueryGrowth(0.5, 2, 64)}
+    decoder = Decoder(make, embedding, [block(), block()], RMSNorm(HIDDEN, EPS), ropes)
+    for param in decoder.parameters():
+        param.data.uniform_(-1.0, 1.0)
+    ids, positions = torch.tensor([3, 1, 4, 1, 5]), torch.arange(TOKENS)
+    ends = torch.tensor([0, TOKENS], dtype=torch.int32)
+    context = Context(True, torch.full((TOKENS,), -1), cu_seqlens_q=ends, cu_seqlens_k=ends)
+    operands = property(lambda linear: (linear.weight, linear.added_bias))
+    with torch.inference_mode(), attending(context, TorchBackend(4)):
+        expected, _ = decoder(ids, positions)
+        monkeypatch.setattr(LinearBase, "operand_and_bias", operands)
+        blocks: list[Any] = [*decoder.layers]
+        assert all(None not in operands_of(each) for each in blocks)
+        rotations = decoder.rotations(positions)
+        computed = compute_few_rows(FEW, blocks, embedding(ids), rotations, decoder.norm, ())
+    assert computed is not None
+    torch.testing.assert_close(computed[0], expected)

@@ -5,25 +5,26 @@ computation and that nothing here reads is an error.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from nanovllm.formats.names import HEAD as USUAL_HEAD
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES
+from nanovllm.models.gguf.dense_fields import DENSE
 from nanovllm.models.gguf.metadata import ARCHITECTURES, Metadata
 from nanovllm.models.gguf.names import expert_names, usual_name
 from nanovllm.models.gguf.plain_fields import PLAIN_FAMILIES
 from nanovllm.models.gguf.rope_fields import rope_fields
 from nanovllm.models.gguf.sparse_fields import SPARSE, mixtral
+from nanovllm.models.gguf.usual_fields import Config, attention_bias, biases, no_window
+from nanovllm.models.gguf.usual_fields import window as window_of
 
-Config = dict[str, Any]
+# Where transformers has another name.
 MODEL_TYPES = {
-    "qwen3moe": "qwen3_moe",
-    "qwen2moe": "qwen2_moe",
-    "gptneox": "gpt_neox",
-    "phi2": "phi",
-}  # where transformers has another name
+    "qwen3moe": "qwen3_moe", "qwen2moe": "qwen2_moe", "hunyuan-dense": "hunyuan_v1_dense",
+    "command-r": "cohere", "gptneox": "gpt_neox", "phi2": "phi",
+}  # fmt: skip
+# Architectures that have no RMS norm.
+LAYER_NORMS = {"command-r", "cohere2", *PLAIN_FAMILIES} - {"arcee", "apertus"}
 HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
-WITH_RMS_NORM = ("arcee", "apertus")  # of the families that may have LayerNorm
 DTYPES = {"F32": "float32", "F16": "float16"}  # of matrices that are all of this type
 EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
 IDS = "tokenizer.ggml.{}_token_id"
@@ -74,7 +75,7 @@ def _decoder(metadata: Metadata) -> Config:
         "eos_token_id": special_id(metadata, "eos"),
         "torch_dtype": _dtype(metadata),
     }
-    if metadata.architecture not in PLAIN_FAMILIES or metadata.architecture in WITH_RMS_NORM:
+    if metadata.architecture not in LAYER_NORMS:
         config["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon")
     if types := _block_types(metadata):
         config["quantization_config"] = {"quant_method": "gguf", "types": types}
@@ -110,35 +111,23 @@ def _dtype(metadata: Metadata) -> str:
     return DTYPES.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
 
 
-def _has(metadata: Metadata, tensor: str) -> bool:
-    return f"blk.0.{tensor}" in metadata.model.tensors
-
-
-def _biases(metadata: Metadata) -> Config:
-    """The fields of families that may have biases."""
-    return {
-        "attention_bias": _has(metadata, "attn_q.bias"),
-        "mlp_bias": _has(metadata, "ffn_gate.bias"),
-    }
-
-
 def _llama(metadata: Metadata) -> Config:
     """Llama, Mistral, which differs in that it has a window, and Mixtral, which has experts."""
-    window = _window(metadata)
+    window = window_of(metadata)
     if metadata.get("expert_count", 0):
         return mixtral(metadata)
     if window is None:
-        return _biases(metadata)
+        return biases(metadata)
     return {"architectures": ["MistralForCausalLM"], "model_type": "mistral",
             "sliding_window": window}  # fmt: skip
 
 
 def _qwen2(metadata: Metadata) -> Config:
-    return _no_window(metadata)
+    return no_window(metadata)
 
 
 def _qwen3(metadata: Metadata) -> Config:
-    return {"attention_bias": _has(metadata, "attn_q.bias"), **_no_window(metadata)}
+    return {**attention_bias(metadata), **no_window(metadata)}
 
 
 def _qwen3moe(metadata: Metadata) -> Config:
@@ -161,27 +150,15 @@ def _qwen3moe(metadata: Metadata) -> Config:
 
 
 def _phi3(metadata: Metadata) -> Config:
-    return {"sliding_window": _window(metadata), "attention_bias": False}
+    return {"sliding_window": window_of(metadata), "attention_bias": False}
 
 
 def _smollm3(metadata: Metadata) -> Config:
     """Every fourth layer rotates nothing: the files do not say it."""
-    return {**_biases(metadata), "no_rope_layer_interval": 4, **_no_window(metadata)}
-
-
-def _window(metadata: Metadata) -> int | None:
-    """The tokens that a token attends to, including itself; None for all."""
-    value: int = metadata.get("attention.sliding_window", 0)
-    return metadata.size("attention.sliding_window") if value else None
-
-
-def _no_window(metadata: Metadata) -> Config:
-    """For families whose files do not say which layers have the window."""
-    metadata.only("attention.sliding_window", (0,))
-    return {"use_sliding_window": False}
+    return {**biases(metadata), "no_rope_layer_interval": 4, **no_window(metadata)}
 
 
 FAMILIES: dict[str, Callable[[Metadata], Config]] = {
     "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3moe": _qwen3moe, "phi3": _phi3,
-    "smollm3": _smollm3, **SPARSE, **PLAIN_FAMILIES,
+    "smollm3": _smollm3, **DENSE, **SPARSE, **PLAIN_FAMILIES,
 }  # fmt: skip

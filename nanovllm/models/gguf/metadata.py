@@ -16,6 +16,10 @@ ARCHITECTURES = {
     "qwen3moe": "Qwen3MoeForCausalLM", "phi3": "Phi3ForCausalLM", "smollm3": "SmolLM3ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "olmo2": "Olmo2ForCausalLM", "granite": "GraniteForCausalLM", "seed_oss": "SeedOssForCausalLM",
+    "exaone4": "Exaone4ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM", "glm4": "Glm4ForCausalLM",
+    "hunyuan-dense": "HunYuanDenseV1ForCausalLM", "command-r": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
     "gptneox": "GPTNeoXForCausalLM", "gpt2": "GPT2LMHeadModel", "phi2": "PhiForCausalLM",
     "stablelm": "StableLmForCausalLM", "starcoder2": "Starcoder2ForCausalLM",
     "nemotron": "NemotronForCausalLM", "falcon": "FalconForCausalLM", "arcee": "ArceeForCausalLM",
@@ -69,6 +73,18 @@ class Metadata:
         if len(numbers) != count or not all(type(number) is float for number in numbers):
             raise self.wrong(key, numbers or value, f"a list of {count} numbers")
         return numbers
+
+    def flags(self, key: str) -> list[bool] | None:
+        """The value of a key for each layer, or None; a ValueError unless it is an array."""
+        self._read.add(key)
+        value = self._raw.get(f"{self.architecture}.{key}")
+        if value is None:
+            return None
+        layers = self.size("block_count")
+        values = [*value.values()] if isinstance(value, Array) else []
+        if len(values) != layers or not all(type(each) is bool for each in values):
+            raise self.wrong(key, value, f"{layers} times true or false")
+        return values
 
     def size(self, key: str, default: Any = REQUIRED) -> Any:
         """A whole number of at least 1, or the default."""

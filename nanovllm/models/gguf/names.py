@@ -16,6 +16,10 @@ LAYERS = {
 }  # fmt: skip
 # What an architecture calls otherwise.
 TWO_NORMS = "falcon with two norms"  # in a block
+POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
 OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"}, "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
     "granitemoe": {"ffn_gate_inp": "block_sparse_moe.router.layer"},
@@ -24,6 +28,15 @@ OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {
         "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
         "ffn_up_shexp": "mlp.shared_expert.up_proj",
         "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    },
+    "olmo2": POST_NORMS, "exaone4": POST_NORMS,
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+    "glm4": {
+        "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+    },
+    "hunyuan-dense": {
+        "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm",
     },
     TWO_NORMS: {"attn_norm": "post_attention_layernorm", "attn_norm_2": "input_layernorm"},
 }  # fmt: skip
@@ -42,11 +55,8 @@ NO_WEIGHTS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 # The converter stores the rows of these with the two halves of each head interleaved, ...
 INTERLEAVED = {"attn_q": "head_count", "attn_k": "head_count_kv"}  # heads by the metadata's keys
 INTERLEAVED_ARCHITECTURES = (
-    "llama",
-    "smollm3",
-    "arcee",
-    "granitemoe",
-)  # ... for these architectures.
+    "llama", "smollm3", "granite", "arcee", "granitemoe",
+)  # fmt: skip
 
 # The converter adds 1 to the weights of these architectures' norms.
 PLUS_ONE_ARCHITECTURES = ("nemotron",)
