@@ -55,6 +55,7 @@ class Experts(Layer):
     """
 
     kernels: Kernels = PLAIN
+    takes_adapters = True
 
     def __init__(
         self,

@@ -280,7 +280,8 @@ def hopper_prefill(
     _hopper_prefill_kernel[(programs,)](
         _described(q, [ROWS.value // heads, heads, head_dim]), _described(k.flatten(1), box),
         _described(v.flatten(1), box), tables, plan.cu_seqlens_q, plan.cu_seqlens_k, tiles.seqs,
-        tiles.ends, out if kv.sinks is None else kv.sinks, out, kv.scale * LOG2E, tables.stride(0), len(tiles.ends), num_kv_heads,
+        tiles.ends, out if kv.sinks is None else kv.sinks, out, kv.scale * LOG2E,
+        tables.stride(0), len(tiles.ends), num_kv_heads,
         G=group, HEADS=heads, BLOCK_Q=block_q, D=head_dim,
         BLOCK_SIZE=kv.k_cache.shape[1] if paged else 0, SINKS=kv.sinks is not None,
         num_warps=4, maxnreg=REGISTERS,
