@@ -65,7 +65,7 @@ def modules_of(model: Model) -> dict[str, Module]:
 def _modules(model: Model) -> Iterator[Module]:
     for name, layer in model.named_modules():
         if isinstance(layer, Experts):
-            yield from _of_experts(name, layer)
+            yield from _of_experts(name, layer) if layer.takes_adapters else ()
         elif isinstance(layer, VocabParallelEmbedding):
             yield Module(name, layer, layer.rank_part, (0,))
         elif isinstance(layer, LinearBase):

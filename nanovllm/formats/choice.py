@@ -11,6 +11,7 @@ import torch
 from nanovllm.formats.block_format import BlockFormat
 from nanovllm.formats.format import DENSE, Dense, Formats, WeightFormat
 from nanovllm.formats.mixed import Float32, PerProjection
+from nanovllm.formats.in_turn import MxFormat
 from nanovllm.formats.names import FIELD, stacked_name
 from nanovllm.formats.packed import Awq, CompressedTensors, Gptq, Int4Packed
 from nanovllm.formats.quantization import NOT_QUANTIZED, Quantization
@@ -26,6 +27,7 @@ FORMATS: dict[str, Callable[[Scheme], WeightFormat]] = {
     "gptq": Gptq,
     "int4": Int4Packed,
     "gguf": BlockFormat,
+    "mxfp4": MxFormat,
 }
 CODES = ("weight", "weight_packed", "qweight")  # a linear layer has one of these tensors
 SCALES = ("scales", "weight_scale", "weight_scale_inv")  # and a quantized one has one of these

@@ -14,6 +14,7 @@ from nanovllm.formats.compressed_tensors import read_compressed_tensors
 from nanovllm.formats.fp8 import read_fp8
 from nanovllm.formats.gguf import read_gguf_types
 from nanovllm.formats.gptq import read_gptq
+from nanovllm.formats.mxfp4 import read_mxfp4
 from nanovllm.formats.names import FIELD, HEAD, OLD_FIELD, USUAL_NAMES, Names
 from nanovllm.formats.quantization import NOT_QUANTIZED, Quantization, SchemeRule
 from nanovllm.formats.rules import refusal
@@ -80,5 +81,5 @@ def read_quantization(raw: Mapping[str, Any]) -> Quantization:
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
     "fp8": read_fp8, "compressed-tensors": read_compressed_tensors, "awq": read_awq,
-    "gptq": read_gptq, "gguf": read_gguf_types,
+    "gptq": read_gptq, "gguf": read_gguf_types, "mxfp4": read_mxfp4,
 }  # fmt: skip

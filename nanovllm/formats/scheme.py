@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Storage = Literal["fp8", "int8", "packed", "awq", "gptq", "int4", "gguf"]
+Storage = Literal["fp8", "int8", "packed", "awq", "gptq", "int4", "gguf", "mxfp4"]
 NAMES = {
     "fp8": "FP8", "int8": "8-bit", "packed": "{bits}-bit, packed", "awq": "{bits}-bit, AWQ",
     "gptq": "{bits}-bit, GPTQ", "int4": "{bits}-bit",

@@ -21,7 +21,8 @@ class KVLayer:
     value is code * scale. The scale is computed from the head's values, or fixed: `fixed_scales`
     has one scale for all keys and one for all values.
 
-    With a soft cap, a score s is soft_cap * tanh(s / soft_cap).
+    With a soft cap, a score s is soft_cap * tanh(s / soft_cap). With `sinks`, float32 [H], the sum
+    of a query's weights has one more term: exp of the head's sink, which has no value.
     """
 
     k_cache: torch.Tensor
@@ -32,6 +33,12 @@ class KVLayer:
     v_scales: torch.Tensor | None = None
     fixed_scales: tuple[float, float] | None = None
     soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What attention must compute besides a softmax of scaled scores, as `LayerShape.needs`."""
+        return frozenset(n for n in ("soft_cap", "sinks") if getattr(self, n) is not None)
 
     @property
     def is_shared(self) -> bool:

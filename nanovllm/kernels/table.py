@@ -76,6 +76,7 @@ class Kernels:
     draw: Callable[[Tensor, Tensor, Tensor, "Cuts"], Tensor]
     experts: Callable[..., Tensor]
     adapted_experts: Callable[..., Tensor]
+    biased_experts: Callable[..., Tensor]
     read_table: Callable[["TableState", int, int, int, int], "Decoding"]
     guess_ngrams: Callable[["TableState", int, int, int, int], None]
     guess_inputs: Callable[["TableState", "Kept | None", int, int, int], "GuessInputs"]
@@ -137,7 +138,7 @@ def nothing(*_: Any) -> None:
 # Plain operations in modules of their own names.
 OPERATIONS = (
     "rms_norm", "silu_and_mul", "norm_rope_store", "store_kvcache", "mask", "sample", "draw",
-    "experts", "read_table", "guess_ngrams", "guess_inputs", "accept", "block_linear", "block_rows",
+    "experts", "biased_experts", "read_table", "guess_ngrams", "guess_inputs", "accept", "block_linear", "block_rows",
 )  # fmt: skip
 # The module of each operation, and its name there, if that is another one.
 PLAIN_PLACES = {name: f"plain.{name}" for name in OPERATIONS} | {

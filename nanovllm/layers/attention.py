@@ -42,8 +42,8 @@ class Attention(Layer):
     def bind(self, backend: Backend) -> None:
         self.attention_backend = backend.attention_of(self.cache.heads)
         self.kernels = backend.kernels
-        if self.kv.soft_cap is not None and not self.attention_backend.caps_scores:
-            raise ValueError("`layer_shape` of the config does not say that there is a soft cap")
+        if unknown := self.kv.needs - self.attention_backend.computes:
+            raise ValueError(f"`needs` of the config's `layer_shape` lacks {', '.join(unknown)}")
 
     def set_cache(
         self,

@@ -32,7 +32,7 @@ class AttentionSpec:
     block_size: int | None  # None: what the backend prefers
     in_graphs: bool  # whether decode steps are CUDA graphs, which hide how long launches take
     kv_dtype: torch.dtype  # of the cache: `dtype`, or that of codes
-    soft_cap: bool = False  # whether some layer has a soft cap on its scores
+    needs: frozenset[str] = frozenset()  # what some layer needs, as in `LayerShape`
     has_adapters: bool = False  # whether other layers need kernels for adapters
     is_quantized: bool = False  # whether other layers need kernels for codes of weights
 
@@ -54,7 +54,7 @@ class AttentionBackend:
     graph_safe: bool  # whether decode reads all that changes from device tensors
     copied_layers: int  # a step may copy the KV of this many layers: the pool leaves memory for it
     heads: Heads | None = None  # the heads that plans are for; None: for any heads
-    caps_scores = True  # whether layers may have a soft cap
+    computes = frozenset({"soft_cap", "sinks"})  # of what layers may need
     packs_few_queries = False  # whether a prefill's sequences with a few queries are fast
     prefill_attention: Callable[..., torch.Tensor]
     decode_attention: Callable[..., torch.Tensor]
@@ -106,9 +106,9 @@ class TorchBackend(AttentionBackend):
     prefill_attention = staticmethod(prefill_attention.prefill_attention)
     decode_attention = staticmethod(decode_attention.decode_attention)
 
-    def __init__(self, block_size: int | None = None, soft_cap: bool = False) -> None:
+    def __init__(self, block_size: int | None = None, has_scores: bool = False) -> None:
         super().__init__(block_size)
-        if soft_cap:
+        if has_scores:
             self.copied_layers = 6  # gathered, and in float32
 
     def plan_prefill(

@@ -56,6 +56,7 @@ class Experts(Layer):
 
     kernels: Kernels = PLAIN
     activation: Callable[[torch.Tensor], torch.Tensor] | None = None  # of gate and up; None: silu
+    takes_adapters = True
 
     def __init__(
         self,

@@ -73,6 +73,7 @@ MODELS: Mapping[str, str] = {
     "Gemma3nForConditionalGeneration": "gemma3n_conditional",
     "Gemma4ForCausalLM": "gemma4",
     "Gemma4ForConditionalGeneration": "gemma4_conditional",
+    "GptOssForCausalLM": "gpt_oss",
 }
 # Families from outside of this package, which `outside.py` registers. A family that another process
 # has registered and that cannot be imported here is an empty string.

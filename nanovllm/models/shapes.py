@@ -29,8 +29,8 @@ class LayerShape:
 
     `split` has the sizes that the ranks divide, by their names in the config. `split_experts` has
     the sizes of experts, which the ranks do not divide if they have whole experts. `num_others`
-    counts the parameters of norms and biases. `soft_cap` says that the scores of attention are
-    capped.
+    counts the parameters of norms and biases. `needs` says what attention must compute besides a
+    softmax of scaled scores: "soft_cap", a cap on scores; "sinks", a term of its own for each head.
     """
 
     cache: CacheSpec
@@ -39,7 +39,7 @@ class LayerShape:
     split: Mapping[str, int] = field(default_factory=dict)
     split_experts: Mapping[str, int] = field(default_factory=dict)
     experts: ExpertCount | None = None
-    soft_cap: bool = False
+    needs: frozenset[str] = frozenset()
 
 
 def attention_matrices(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NOTHING = "none"  # the help for None where None sets nothing
-QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "awq", "gptq", "gguf")
+QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "awq", "gptq", "gguf", "mxfp4")
 
 
 @dataclass(frozen=True)

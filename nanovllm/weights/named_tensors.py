@@ -114,7 +114,7 @@ def tied_error(one: str, other: str) -> ValueError:
 
 def can_change(target: Target) -> bool:
     """Whether a tensor can change: a scale of the KV cache is a constant of compiled steps."""
-    return not layer_name(target).endswith(".attn")
+    return not target.param.endswith((".attn.k_scale", ".attn.v_scale"))
 
 
 def layer_name(target: Target) -> str:

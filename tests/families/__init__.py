@@ -1,6 +1,6 @@
 """Small models of the families in `nanovllm/models`, for test_families.py: a module a kind."""
 
-from families import dense, dense_published, experts, gemma3n, gemma4, layer_norms, usual
+from families import dense, dense_published, experts, gemma3n, gemma4, gpt_oss, layer_norms, usual
 from families.describe import Published, Sample
 
 SAMPLES: dict[str, Sample] = {
@@ -10,6 +10,7 @@ SAMPLES: dict[str, Sample] = {
     **layer_norms.SAMPLES,
     **gemma3n.SAMPLES,
     **gemma4.SAMPLES,
+    **gpt_oss.SAMPLES,
 }
 PUBLISHED: dict[str, Published] = {
     **usual.PUBLISHED,
@@ -18,4 +19,5 @@ PUBLISHED: dict[str, Published] = {
     **layer_norms.PUBLISHED,
     **gemma3n.PUBLISHED,
     **gemma4.PUBLISHED,
+    **gpt_oss.PUBLISHED,
 }

@@ -59,6 +59,7 @@ ATTENTION_HEADS = HEADS | {
     "head_dim 64": (32, 8, 64), "head_dim 256": (8, 4, 256), "G 7": (28, 4, 128),
     "G 16": (64, 4, 128),
 }  # fmt: skip
+GPT_OSS = (64, 8, 64)
 BLOCKS, BLOCK_SIZE, TOKENS, ROWS, EPS = 64, 16, 512, 64, 1e-6
 bf16 = partial(torch.empty, dtype=torch.bfloat16)
 int32 = partial(torch.zeros, dtype=torch.int32)  # zeros, as PyTorch computes with them
@@ -73,13 +74,14 @@ def projected(heads: Heads, tokens: int = TOKENS) -> list[torch.Tensor]:
 
 def layer(
     heads: Heads, block_size: int = BLOCK_SIZE, window: int | None = None, codes: bool = False,
-    soft_cap: float | None = None,
+    soft_cap: float | None = None, sinks: bool = False,
 ) -> KVLayer:  # fmt: skip
     caches = torch.empty(
         2, BLOCKS, block_size, heads[1], heads[2], dtype=CODES if codes else torch.bfloat16
     )
     scales = torch.empty(2, BLOCKS, heads[1], block_size, dtype=SCALES) if codes else (None, None)
-    return KVLayer(*caches, 0.125, window, *scales, soft_cap=soft_cap)
+    of_heads = torch.empty(heads[0]) if sinks else None
+    return KVLayer(*caches, 0.125, window, *scales, soft_cap=soft_cap, sinks=of_heads)
 
 
 def store_kvcache(heads: Heads, codes: bool = False) -> None:
@@ -322,19 +324,19 @@ def norm_rope_store(
 
 def decode_attention(
     heads: Heads, block_size: int, window: int | None = None, eager: bool = False,
-    codes: bool = False, queries: int = 1, soft_cap: float | None = None,
+    codes: bool = False, queries: int = 1, soft_cap: float | None = None, sinks: bool = False,
 ) -> None:  # fmt: skip
     from nanovllm.kernels.triton.attention.decode_attention import decode_attention
     from nanovllm.kernels.triton.attention.decode_plan import plan_decode
 
     q, lens, tables = bf16(ROWS, heads[0], heads[2]), int32(ROWS), int32(ROWS // queries, BLOCKS)
     plan = plan_decode(lens, tables, heads[1], not eager, queries)
-    decode_attention(q, layer(heads, block_size, window, codes, soft_cap), plan)
+    decode_attention(q, layer(heads, block_size, window, codes, soft_cap, sinks), plan)
 
 
 def prefill_attention(
     heads: Heads, block_size: int, window: int | None = None, tokens: int = TOKENS,
-    codes: bool = False, sequences: int = ROWS, soft_cap: float | None = None,
+    codes: bool = False, sequences: int = ROWS, soft_cap: float | None = None, sinks: bool = False,
 ) -> None:  # fmt: skip
     """With block size 0, no part of a sequence is in the cache."""
     from nanovllm.kernels.triton.attention.prefill_attention import prefill_attention
@@ -344,7 +346,7 @@ def prefill_attention(
     tables = int32(sequences, BLOCKS) if block_size else None
     ends = int32(sequences + 1)
     plan = plan_prefill(ends, ends, tables, tokens)
-    prefill_attention(q, k, v, layer(heads, block_size, window, codes, soft_cap), plan)
+    prefill_attention(q, k, v, layer(heads, block_size, window, codes, soft_cap, sinks), plan)
 
 
 def sample(race: bool, dtype: torch.dtype) -> None:
@@ -597,6 +599,14 @@ CALLS: dict[str, Callable[[], object]] = {
         )
         for call, size in ((decode_attention, 64), (prefill_attention, 0))
     },
+    **{
+        f"{call.__name__}, gpt-oss, {name}": partial(call, GPT_OSS, 64, sinks=True, **options)
+        for call in (decode_attention, prefill_attention)
+        for name, options in (("window", {"window": 128}), ("all", {}), ("codes", {"codes": True}))
+    },
+    "hopper_prefill, gpt-oss, sinks": partial(
+        prefill_attention, GPT_OSS, 64, tokens=8 * TOKENS, sequences=2, sinks=True
+    ),
     **{
         f"sample, {name}, {dtype}": partial(sample, name == "race", dtype)
         for name in ("race", "greedy")

@@ -67,6 +67,7 @@ class Shape:
     seed: int = 0
     num_queries: int = 1
     soft_cap: float | None = None
+    sinks: bool = False
     used: list[int] | None = None  # all, or as many as the context has tokens
 
     @property
@@ -86,6 +87,11 @@ class Shape:
     def num_blocks(self) -> int:
         """Two more than it needs."""
         return sum(-(-n // self.block_size) for n in self.contexts) + 2
+
+
+def make_sinks(num_heads: int) -> torch.Tensor:
+    """Sinks above, among and below the scores of heads: a wrong maximum or merge shows."""
+    return torch.tensor([0.5, 9.0, -30.0, 3.0, 60.0])[torch.randint(5, (num_heads,))]
 
 
 class Paged:
@@ -110,6 +116,7 @@ class Paged:
         # merge.
         q *= torch.tensor([0.1, 1.0, 4.0])[torch.randint(3, (len(q), 1, 1))].to(**options)
         self.q = q if shape.strided else q.contiguous()
+        self.sinks = make_sinks(q.shape[1]).to(device) if shape.sinks else None
         ends = itertools.accumulate(asking)
         self.whole: list[tuple[slice, torch.Tensor]] = []  # rows and slots without a cached part
         blocks = order[:-1].split([*counts, len(order) - 1 - sum(counts)])
@@ -158,7 +165,9 @@ class Paged:
 
     def layer(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> KVLayer:
         shape = self.shape
-        return KVLayer(k_cache, v_cache, shape.scale, shape.window, soft_cap=shape.soft_cap)
+        return KVLayer(
+            k_cache, v_cache, shape.scale, shape.window, soft_cap=shape.soft_cap, sinks=self.sinks
+        )
 
     # The kernels.
 
@@ -305,8 +314,9 @@ HEADS = dict(
     seed=st.integers(0, 2**31),
 )
 
-CAPPED = HEADS | dict(soft_cap=st.sampled_from([None, 0.5, 3.0]))
-QUANTIZED = HEADS | dict(quantized=st.just(True), converted=st.booleans())
+SINKS = dict(sinks=st.booleans())
+CAPPED = HEADS | SINKS | dict(soft_cap=st.sampled_from([None, 0.5, 3.0]))
+QUANTIZED = HEADS | SINKS | dict(quantized=st.just(True), converted=st.booleans())
 
 # Decode
 
@@ -338,6 +348,7 @@ def test_decode_equals_its_twin(kernel_device: str, shape: Shape) -> None:
 @example(Shape([130, 0, 64, 500, 63], head_dim=128, block_size=64, dtype=BF16, quantized=True))
 @example(Shape([130, 0, 64, 500], block_size=64, dtype=FP16, quantized=True, window=100))
 @example(Shape([130, 64, 500], block_size=256, dtype=BF16, quantized=True, converted=True))
+@example(Shape([130, 0, 500], dtype=BF16, quantized=True, sinks=True, window=100))
 def test_decode_of_codes_equals_its_twin(kernel_device: str, shape: Shape) -> None:
     assert_decodes_as_its_twin(shape, kernel_device)
 
@@ -355,6 +366,8 @@ DRAFTS = [
     Shape([500, 66, 3], num_queries=5, used=[3, 5, 2], block_size=64, group=4, quantized=True),
     Shape([130, 67], num_queries=5, dtype=FP16, block_size=64, window=64, quantized=True),
     Shape([70, 200], num_queries=3, group=16, dtype=BF16, block_size=16, quantized=True),
+    Shape([300, 0, 66], num_queries=4, used=[4, 0, 3], group=8, window=70, sinks=True),
+    Shape([300, 66], num_queries=3, dtype=BF16, block_size=64, sinks=True, quantized=True),
 ]
 
 
@@ -535,6 +548,31 @@ def test_shares_cover_the_contexts_without_overlap(
     assert all(row >= batch_size for row, *_ in starts[-(-len(line) // share) :])
 
 
+SINKING = [
+    Shape([5, 500, 0, 70], sinks=True),  # a row of three programs: its sink counts once
+    Shape([500, 3], window=64, block_size=16, sinks=True),  # parts before the window have no key
+    Shape([500, 0, 64], head_dim=128, block_size=64, dtype=BF16, group=8, sinks=True),
+    Shape([500, 64, 65], dtype=BF16, quantized=True, sinks=True),
+]
+
+
+@pytest.mark.parametrize("shape", SINKING, ids=str)
+def test_sinks_count_once_in_decode(kernel_device: str, shape: Shape) -> None:
+    for programs in (1, 4):
+        assert_decodes_as_its_twin(replace(shape, programs=programs), kernel_device)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks_count_once_in_prefill(
+    kernel_device: str, use_cache: bool, window: int | None
+) -> None:
+    contexts = [90, 3]
+    queries = [70, 3] if use_cache else contexts
+    shape = Shape(contexts, queries, group=4, dtype=BF16, window=window, sinks=True)
+    assert_prefills_as_its_twin(shape, use_cache, kernel_device)
+
+
 @pytest.mark.slow
 def test_programs_may_finish_in_any_order(
     kernel_device: str, monkeypatch: pytest.MonkeyPatch
@@ -604,6 +642,7 @@ def prefills(draw: st.DrawFn, fresh: bool, heads: dict[str, Any] = CAPPED) -> Sh
 @example(Shape([1], [1]))
 @example(Shape([1, 200, 1, 64, 1], [1, 200, 1, 64, 1], group=1))
 @example(Shape([1, 200, 64], [1, 200, 64], head_dim=128, dtype=BF16, soft_cap=2.0))
+@example(Shape([1, 200, 64], [1, 200, 64], group=7, window=64, sinks=True))
 def test_fresh_prefill_equals_its_twin(kernel_device: str, shape: Shape) -> None:
     assert_prefills_as_its_twin(shape, False, kernel_device)
 
@@ -625,6 +664,7 @@ def test_prefill_from_the_cache_equals_its_twin(kernel_device: str, shape: Shape
 @example(Shape([500, 129, 65], [1, 65, 64], block_size=64, dtype=BF16, quantized=True))
 @example(Shape([500, 129], [1, 65], dtype=FP16, quantized=True, window=70))
 @example(Shape([500, 129], [1, 65], dtype=BF16, quantized=True, converted=True))
+@example(Shape([500, 129], [1, 65], dtype=BF16, quantized=True, sinks=True, window=70))
 @example(Shape([500, 129, 70], [1, 129, 70], head_dim=64, dtype=BF16, quantized=True))
 @example(Shape([70, 129], [70, 65], dtype=FP16, quantized=True, window=50, strided=True))
 def test_prefill_from_codes_equals_its_twin(kernel_device: str, shape: Shape) -> None:

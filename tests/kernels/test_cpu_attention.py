@@ -60,6 +60,7 @@ HEADS = dict(
     window=st.none() | st.integers(1, 40) | st.integers(1, 300),
     quantized=st.booleans(),
     soft_cap=st.sampled_from([None, None, 0.5, 3.0, 50.0]),
+    sinks=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 SPLITS = st.sampled_from([5, 32, 100, 1024])
@@ -77,6 +78,8 @@ SPLITS = st.sampled_from([5, 32, 100, 1024])
 @example(Shape([700, 0, 64, 65], group=24, head_dim=40, block_size=7, quantized=True), 32)
 @example(Shape([700, 0, 64, 65], group=2, soft_cap=2.0, quantized=True), 32)
 @example(Shape([700, 0, 64, 65], group=24, soft_cap=2.0, window=100), 32)
+@example(Shape([700, 0, 64, 65], group=2, sinks=True, quantized=True), 32)
+@example(Shape([700, 0, 64, 65], group=8, window=100, sinks=True), 32)
 def test_decode_equals_its_twin(shape: Shape, split: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "SPLIT_KEYS", split)
@@ -113,6 +116,7 @@ def test_fresh_prefill_equals_its_twin(shape: Shape) -> None:
 @example(Shape([40], [9], group=2), 5)
 @example(Shape([97, 200, 31, 33], [1, 200, 16, 17], head_dim=128, quantized=True), 32)
 @example(Shape([97, 200, 31, 33], [1, 200, 16, 17], quantized=True, soft_cap=2.0), 32)
+@example(Shape([97, 200, 31, 33], [1, 200, 16, 17], group=8, window=40, sinks=True), 32)
 def test_chunks_and_prefixes_equal_their_twin(shape: Shape, split: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "SPLIT_KEYS", split)

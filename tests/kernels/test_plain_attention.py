@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from selection import examples
 
 from nanovllm.kernels.kv_layer import CODES, SCALES, KVLayer
-from nanovllm.kernels.plain import masked_attention, soft_cap
+from nanovllm.kernels.plain import masked_attention, scores
 from nanovllm.kernels.plain.decode_attention import (
     GROUP_RATIO,
     SMALLEST_GROUP,
@@ -48,6 +48,7 @@ class Shape:
     seed: int
     window: int | None = None
     soft_cap: float | None = None
+    sinks: bool = False
 
     @property
     def num_heads(self) -> int:
@@ -69,6 +70,7 @@ def shapes(lens: st.SearchStrategy[list[tuple[int, int]]]) -> st.SearchStrategy[
         seed=st.integers(0, 2**31),
         window=st.one_of(st.none(), st.integers(1, 120)),
         soft_cap=st.sampled_from([None, 0.5, 3.0]),
+        sinks=st.booleans(),
     )
 
 
@@ -114,6 +116,7 @@ class Paged:
                 self.block_tables[row, :passed] = GONE
         num_queries = sum(new for _, new in shape.lens)
         self.q = torch.randn(num_queries, shape.num_heads, shape.head_dim)
+        self.sinks = 2 * torch.randn(shape.num_heads) if shape.sinks else None
 
     def twin(self) -> torch.Tensor:
         """One query, one head at a time, to the keys at and before its position."""
@@ -132,8 +135,11 @@ class Paged:
                     scores = seen_k[:, kv_head] @ query[head] / math.sqrt(shape.head_dim)
                     if shape.soft_cap:
                         scores = shape.soft_cap * torch.tanh(scores / shape.soft_cap)
-                    weights = (scores - scores.max()).exp()
-                    heads.append((weights / weights.sum()) @ seen_v[:, kv_head])
+                    weights = scores.exp()
+                    total = weights.sum()
+                    if self.sinks is not None:
+                        total += self.sinks[head].double().exp()
+                    heads.append((weights / total) @ seen_v[:, kv_head])
                 rows.append(torch.stack(heads))
         return torch.stack(rows).float()
 
@@ -161,7 +167,9 @@ class Paged:
 
     def layer(self, k_cache: torch.Tensor, v_cache: torch.Tensor) -> KVLayer:
         shape = self.shape
-        return KVLayer(k_cache, v_cache, shape.scale, shape.window, soft_cap=shape.soft_cap)
+        return KVLayer(
+            k_cache, v_cache, shape.scale, shape.window, soft_cap=shape.soft_cap, sinks=self.sinks
+        )
 
 
 # Prefill
@@ -214,13 +222,13 @@ def test_slices_of_the_mask_fit_together(
 def test_capped_scores_are_computed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are as large as a mask for each head."""
     sizes = []
-    attend = soft_cap.attend_capped
+    attend = scores.attend_by_scores
 
     def counting(queries: torch.Tensor, keys: torch.Tensor, *rest: Any) -> torch.Tensor:
         sizes.append(queries.shape[:3].numel() * keys.shape[2])
         return attend(queries, keys, *rest)
 
-    monkeypatch.setattr(soft_cap, "attend_capped", counting)
+    monkeypatch.setattr(scores, "attend_by_scores", counting)
     monkeypatch.setattr(masked_attention, "MAX_MASK_ELEMENTS", 5000)
     paged = Paged(Shape([(96, 50), (0, 23), (7, 60)], 2, 2, 16, 4, seed=5, soft_cap=2.0))
     torch.testing.assert_close(paged.prefill(use_cache=True), paged.twin(), **TOLERANCE)

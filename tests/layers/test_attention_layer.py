@@ -148,9 +148,9 @@ def test_a_soft_cap_that_the_backend_does_not_know_of_is_refused() -> None:
     """The backend is chosen before the layers are made."""
 
     class Uncapped(TorchBackend):
-        caps_scores = False
+        computes = frozenset()
 
     layer = Attention(CACHE, soft_cap=1.0)
-    with pytest.raises(ValueError, match="does not say that there is a soft cap"):
+    with pytest.raises(ValueError, match="lacks soft_cap"):
         layer.bind(Backend(Uncapped(BLOCK_SIZE), PLAIN))
     layer.bind(Backend(TorchBackend(BLOCK_SIZE), PLAIN))

@@ -41,8 +41,8 @@ class SandwichConfig(ModelConfig):
     def layer_shape(self, index: int) -> LayerShape:
         """Four norms of hidden states, and two of heads."""
         others = 4 * self.hidden_size + 2 * self.heads(index).head_dim
-        caps = self.score_cap is not None
-        return replace(super().layer_shape(index), num_others=others, soft_cap=caps)
+        needs = frozenset({"soft_cap"} if self.score_cap is not None else ())
+        return replace(super().layer_shape(index), num_others=others, needs=needs)
 
 
 def read(file: Mapping[str, Any]) -> SandwichConfig:

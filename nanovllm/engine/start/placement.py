@@ -94,16 +94,16 @@ def attention_specs(
 ) -> list[AttentionSpec]:  # fmt: skip
     """The requirements on attention on a rank: one item for each kind of layers."""
     kinds = [
-        (layer.cache.part(num_ranks).heads, layer.soft_cap)
+        (layer.cache.part(num_ranks).heads, layer.needs)
         for layer in model_config.layers
         if isinstance(layer.cache, TokenCache)
     ]
     return [
         AttentionSpec(
             device, dtype, *heads, config.kvcache_block_size, not config.enforce_eager, kv_dtype,
-            soft_cap, config.enable_lora, model_config.quantization is not None,
+            needs, config.enable_lora, model_config.quantization is not None,
         )
-        for heads, soft_cap in dict.fromkeys(kinds or [(UNUSED_HEADS, False)])
+        for heads, needs in dict.fromkeys(kinds or [(UNUSED_HEADS, frozenset[str]())])
     ]  # fmt: skip
 
 

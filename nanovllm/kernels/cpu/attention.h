@@ -31,7 +31,8 @@ struct Step {
     int64_t num_tasks, num_merges, q_stride, k_stride, v_stride, table_stride, block_size;
     int64_t q_heads, kv_heads, head_dim, window, threads;
     float scale;
-    float soft_cap;  // on the scores; 0: no cap
+    float soft_cap;      // on the scores; 0: no cap
+    const float* sinks;  // [H]; null: no sinks
 
     int64_t group() const { return q_heads / kv_heads; }
     int64_t num_queries(int64_t seq) const { return q_ends[seq + 1] - q_ends[seq]; }
@@ -48,6 +49,11 @@ struct Step {
         return int32_t(k_lens[seq] - num_queries(seq) + row / group() + 1);
     }
 
+    // The sink of a row, with the factor log2(e) that scores have. It counts as a key without a value.
+    float sink(int64_t row, int64_t kv_head) const {
+        return sinks[kv_head * group() + row % group()] * LOG2E;
+    }
+
     Context<K> context(int64_t seq, int64_t kv_head) const {
         const int64_t first = tables ? 0 : q_ends[seq], head = kv_head * head_dim;
         return {k + first * k_stride + head, v + first * v_stride + head, k_stride, v_stride,
@@ -58,7 +64,8 @@ struct Step {
 
     void write(const State& state, int64_t seq, int64_t kv_head) const {
         for (int64_t r = 0; r < num_rows(seq); r++) {
-            const float total = state.total[r];
+            float total = state.total[r];
+            if (sinks) total += exp2_of(std::min(sink(r, kv_head) - state.top[r], 128.0f));
             const float share = total != 0 ? load_factor<K> / total : 0;  // zeros without keys
             T* to = out + place(seq, r, kv_head, q_heads * head_dim);
             for (int64_t d = 0; d < head_dim; d++) to[d] = narrow<T>(state.sums[r][d] * share);
@@ -90,15 +97,20 @@ struct Step {
         const int64_t rows = std::min<int64_t>(TILE, num_rows(seq) - first);
         alignas(CACHE_LINE) float queries[MAX_HEAD_DIM][TILE], sums[MAX_HEAD_DIM][TILE];
         int32_t limits[TILE];
-        float total[TILE] = {};
+        float total[TILE] = {}, top[TILE];
+        std::fill(top, top + TILE, NO_SCORE);
         std::fill(sums[0], sums[head_dim], 0.0f);
         for (int64_t r = 0; r < TILE; r++) {
             const int64_t row = first + std::min(r, rows - 1);
             const T* from = q + place(seq, row, kv_head, q_stride);
             limits[r] = limit(seq, row);
+            if (sinks) {
+                top[r] = sink(row, kv_head);
+                total[r] = 1;
+            }
             for (int64_t d = 0; d < head_dim; d++) queries[d][r] = widen(from[d]) * (scale * LOG2E);
         }
-        attend_tile(sums, total, queries, limits, window, context(seq, kv_head), head_dim, task[2],
+        attend_tile(sums, total, top, queries, limits, window, context(seq, kv_head), head_dim, task[2],
                     task[3], soft_cap * LOG2E);
         for (int64_t r = 0; r < rows; r++) {
             const float share = total[r] != 0 ? 1 / total[r] : 0;

@@ -37,6 +37,7 @@ class Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in STEP_INTEGERS),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
+        ("sinks", ctypes.c_void_p),
     )
 
 
@@ -146,6 +147,7 @@ def attend(
         assert x.stride(2) == 1 and x.stride(1) == head_dim
     codes = k.dtype == CODES
     assert k.dtype == v.dtype == q.dtype or (codes and v.dtype == CODES)
+    assert kv.sinks is None or kv.sinks.dtype == torch.float32
     tables, reach = plan.block_tables, NO_WINDOW if kv.window is None else kv.window
     work = plan.tasks_of(reach)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -159,6 +161,7 @@ def attend(
         len(work.merges), q.stride(0), k.stride(0), v.stride(0),
         0 if tables is None else tables.stride(0), block_size, num_heads, num_kv_heads, head_dim,
         reach, torch.get_num_threads(), kv.scale, kv.soft_cap or 0.0,
+        address(kv.sinks),
     )  # fmt: skip
     function("attention_codes" if codes else "attention", q.dtype)(ctypes.addressof(step))
     return out

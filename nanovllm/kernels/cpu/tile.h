@@ -34,14 +34,14 @@ inline void multiply(float (*c)[TILE], const float* a, int64_t a_row, int64_t a_
 
 // Attention of a tile to the keys first .. end - 1; row r sees the `window` keys before limits[r].
 // No operation crosses lanes. q [D, TILE] includes the factors scale and log2(e). Writes the sums
-// of weighted values [D, TILE] and of weights. Scores have a soft `cap`, unless it is 0.
+// of weighted values [D, TILE] and of weights, in units of 2^top; they begin with the values that
+// `total` and `top` have. Scores have a soft `cap`, unless it is 0.
 template <typename T>
-void attend_tile(float (*sums)[TILE], float* total, const float (*q)[TILE], const int32_t* limits,
-                 int64_t window, const Context<T>& context, int64_t head_dim, int64_t first,
-                 int64_t end, float cap) {
+void attend_tile(float (*sums)[TILE], float* total, float* top, const float (*q)[TILE],
+                 const int32_t* limits, int64_t window, const Context<T>& context,
+                 int64_t head_dim, int64_t first, int64_t end, float cap) {
     alignas(CACHE_LINE) float keys[KEYS * MAX_HEAD_DIM], values[KEYS * MAX_HEAD_DIM];
-    alignas(CACHE_LINE) float scores[KEYS][TILE], shrink[TILE], top[TILE];
-    std::fill(top, top + TILE, NO_SCORE);
+    alignas(CACHE_LINE) float scores[KEYS][TILE], shrink[TILE];
     float key_scales[KEYS], value_scales[KEYS];
     int32_t lows[TILE];
     for (int r = 0; r < TILE; r++) lows[r] = limits[r] - int32_t(window);

@@ -86,15 +86,15 @@ def decode_attention(
         keys, values = gather_blocks(kv, tables, q.dtype)
         if hides_nan:
             keys, values = (x.masked_fill(hidden[:, None, :, None], 0) for x in (keys, values))
-        if kv.soft_cap is None:
+        if not kv.needs:
             mask = queries.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
             attended = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=mask[:, None, None], scale=kv.scale
             )
         else:
-            from nanovllm.kernels.plain.soft_cap import attend_capped
+            from nanovllm.kernels.plain.scores import attend_by_scores
 
-            attended = attend_capped(queries, keys, values, ~hidden[:, None, None], kv)
+            attended = attend_by_scores(queries, keys, values, ~hidden[:, None, None], kv)
         out[group.rows] = attended.reshape(batch_size, num_heads, head_dim)
     if q.is_cpu and not hides_nan and not abs(float(out.sum())) < math.inf:
         return decode_attention(q, kv, plan, hides_nan=True)

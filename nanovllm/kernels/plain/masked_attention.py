@@ -1,4 +1,4 @@
-"""Prefill attention with an explicit mask: to a cached part, with a window or a soft cap.
+"""Prefill attention with an explicit mask: to a cached part, with a window, a soft cap or sinks.
 
 It is loaded when a step has such sequences.
 """
@@ -37,7 +37,7 @@ def attend_in_slices(
         hidden = hidden.transpose(2, 3)  # [B, 1, K, 1]
         keys, values = keys.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
     of_query = batch_size * keys.shape[2]
-    if kv.soft_cap is not None:
+    if kv.needs:
         of_query *= num_heads  # the scores take as much memory as a mask for each head
     step = max(1, MAX_MASK_ELEMENTS // of_query)
     outs = []
@@ -48,10 +48,10 @@ def attend_in_slices(
         mask = key_positions <= positions
         if kv.window is not None:
             mask &= key_positions > positions - kv.window
-        if kv.soft_cap is not None:
-            from nanovllm.kernels.plain.soft_cap import attend_capped
+        if kv.needs:
+            from nanovllm.kernels.plain.scores import attend_by_scores
 
-            outs.append(attend_capped(slice_, keys, values, mask, kv))
+            outs.append(attend_by_scores(slice_, keys, values, mask, kv))
             continue
         outs.append(
             F.scaled_dot_product_attention(

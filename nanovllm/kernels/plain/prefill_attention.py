@@ -112,7 +112,7 @@ def prefill_attention(
             # Padding follows the real keys, and the causal mask hides it.
             keys, values = (x[group.k_rows].transpose(1, 2) for x in (k, v))
         is_causal = group.k_rows is not None and (window is None or group.num_keys <= window)
-        if is_causal and kv.soft_cap is None:
+        if is_causal and not kv.needs:
             out = F.scaled_dot_product_attention(
                 queries, keys, values, is_causal=True, scale=kv.scale, enable_gqa=True
             )

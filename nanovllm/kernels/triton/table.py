@@ -14,6 +14,7 @@ TRITON_PLACES = {
     "draw": "triton.sampling.draw",
     "experts": "triton.experts.experts",
     "adapted_experts": "triton.experts.experts",
+    "biased_experts": "triton.experts.biased_experts",
     "router": "triton.experts.route:router_for",
     "read_table": "triton.step.read_table",
     "guess_ngrams": "triton.step.guess_ngrams",

@@ -23,5 +23,5 @@ def choose_backend(name: str, *specs: AttentionSpec) -> Backend:
 
 
 def _plain(*specs: AttentionSpec) -> Backend:
-    has_caps = any(spec.soft_cap for spec in specs)
-    return Backend(TorchBackend(specs[0].block_size, has_caps), PLAIN)
+    has_scores = any(spec.needs for spec in specs)
+    return Backend(TorchBackend(specs[0].block_size, has_scores), PLAIN)

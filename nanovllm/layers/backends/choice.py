@@ -141,7 +141,7 @@ def _check_triton(spec: AttentionSpec, refusal: str) -> None:
     least = 16 if spec.kv_dtype == spec.dtype else 32  # pairs of codes fill a tile
     if spec.head_dim < least and not (INTERPRETED and spec.head_dim >= 16):
         raise ValueError(f"{refusal} needs a head_dim of {least} or more, got {spec.head_dim}")
-    if spec.soft_cap and spec.kv_dtype != spec.dtype:
+    if "soft_cap" in spec.needs and spec.kv_dtype != spec.dtype:
         raise ValueError(
             f"{refusal} needs kv_cache_dtype='auto' for a model with soft caps on the scores of"
             " attention; 'torch' works everywhere"
@@ -160,6 +160,8 @@ def _check_flash_attn(spec: AttentionSpec, refusal: str) -> None:
         raise ValueError(f"{refusal} needs dtype 'float16' or 'bfloat16', got {dtype!r}; {instead}")
     if spec.kv_dtype != spec.dtype:
         raise ValueError(f"{refusal} needs kv_cache_dtype='auto', it cannot read 'fp8'; {instead}")
+    if "sinks" in spec.needs:
+        raise ValueError(f"{refusal} cannot compute attention with sinks; {instead}")
     if (
         spec.block_size is not None
         and spec.block_size % attention_class("flash_attn").preferred_block_size
@@ -193,8 +195,11 @@ def one_block(spec: AttentionSpec, block_size: int) -> KVLayer:
     scales = None
     if spec.kv_dtype == CODES:
         scales = torch.zeros(1, spec.num_kv_heads, block_size, dtype=SCALES, **options)
-    cap = 1.0 if spec.soft_cap else None
-    return KVLayer(cache, cache, 1.0, k_scales=scales, v_scales=scales, soft_cap=cap)
+    return KVLayer(
+        cache, cache, 1.0, k_scales=scales, v_scales=scales,
+        soft_cap=1.0 if "soft_cap" in spec.needs else None,
+        sinks=torch.zeros(spec.num_heads, **options) if "sinks" in spec.needs else None,
+    )  # fmt: skip
 
 
 def _try_attention(backend: AttentionBackend, spec: AttentionSpec) -> None:

@@ -16,6 +16,7 @@ class FlashAttnBackend(AttentionBackend):
     preferred_block_size = 256
     graph_safe = True
     copied_layers = 0
+    computes = frozenset({"soft_cap"})
 
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec.block_size)

@@ -25,7 +25,9 @@ class TritonBackend(AttentionBackend):
             prefill_plan,
         )
 
-        self.heads, self.caps_scores = spec.heads, spec.kv_dtype == spec.dtype
+        self.heads = spec.heads
+        if spec.kv_dtype != spec.dtype:
+            self.computes = frozenset({"sinks"})
         self.num_kv_heads = spec.num_kv_heads
         self.group = spec.num_heads // spec.num_kv_heads
         self.copies_tiles = spec.in_graphs

@@ -29,6 +29,9 @@ SHIFT = tl.constexpr(
     lop3.b32 $1, $2, 0x80008000, a, 0xea; }"""
 )  # exponent and mantissa in their places, times 2^8
 
+# The largest weights are 2 to this power, so that float16 represents small ones, too.
+ROOM = tl.constexpr(15.0)
+
 
 @triton.jit
 def halves(pairs, CONVERTED: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -103,6 +106,12 @@ def reciprocal(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def with_room(top, total):  # type: ignore[no-untyped-def]
+    """The same sums of weights `total`, in units of 2^top, in the units of `attend_codes`."""
+    return top - ROOM, total * 32768.0  # 2^ROOM
+
+
+@triton.jit
 def attend_codes(  # type: ignore[no-untyped-def]
     q_even, q_odd, k, v, k_scale, v_scale, factor, visible, top, total, even, odd,
     MASKED: tl.constexpr, CONVERTED: tl.constexpr,
@@ -127,7 +136,7 @@ def attend_codes(  # type: ignore[no-untyped-def]
     scores = scores * k_scale[:, None] + log2(v_scale)[:, None]
     if MASKED:
         scores = tl.where(visible, scores, -float("inf"))
-    new_top = tl.maximum(top, tl.max(scores, axis=0) - 15.0)
+    new_top = tl.maximum(top, tl.max(scores, axis=0) - ROOM)
     weights = tl.exp2(scores - new_top[None, :])
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(weights * reciprocal(v_scale)[:, None], axis=0)

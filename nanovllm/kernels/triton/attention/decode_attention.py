@@ -31,11 +31,19 @@ from nanovllm.kernels.triton.attention.attend_codes import (
     attend_codes,
     halves_of_queries,
     interleave,
+    with_room,
 )
 from nanovllm.kernels.triton.attention.decode_plan import HALF, DecodePlan
 from nanovllm.kernels.triton.attention.kv_codes import as_pairs
 from nanovllm.kernels.triton.attention.merge import merge_if_last
-from nanovllm.kernels.triton.attention.queries import NONE, lengths, longest, out_heads, sees
+from nanovllm.kernels.triton.attention.queries import (
+    NONE,
+    lengths,
+    load_sinks,
+    longest,
+    out_heads,
+    sees,
+)
 from nanovllm.kernels.triton.common import (
     LOG2E,
     TILE,
@@ -59,7 +67,8 @@ CODES_STAGES = 5  # stages for codes: two tiles are in flight
 @triton.jit(do_not_specialize=["batch_size", "table_stride"])
 def _decode_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, k_tiles, v_tiles, k_scale_tiles,
-    v_scale_tiles, tables_ptr, lens_ptr, starts_ptr, arrivals_ptr, out_ptr, partial_ptr, lse_ptr,
+    v_scale_tiles, tables_ptr, lens_ptr, starts_ptr, arrivals_ptr, sinks_ptr, out_ptr, partial_ptr,
+    lse_ptr,
     scale_log2, q_row_stride, q_head_stride, table_stride, batch_size, num_kv_heads,
     ROWS: tl.constexpr, FIRST: tl.constexpr, Q: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -111,6 +120,13 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             q_at += query * q_row_stride
         top = tl.full([BLOCK_G], -float("inf") if ROWS == 1 else NONE, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
+        if sinks_ptr is not None:  # the part with the row's first keys has the sink
+            heads_of_sinks = kv_head * G + (g % G if Q > 1 else g)
+            sink = load_sinks(sinks_ptr, heads_of_sinks, g < Q * G)
+            top = tl.where(tile == row_begin, sink, top)
+            total += tl.where(tile == row_begin, 1.0, 0.0)
+            if CODES:
+                top, total = with_room(top, total)
         if CODES:
             q_even, q_odd, factor = halves_of_queries(q_at, asked, D, BLOCK_D, CONVERTED)
             factor *= scale_log2
@@ -252,8 +268,8 @@ def _attend(
     least, stages = (8, CODES_STAGES) if quantized else (16, 2)
     _decode_kernel[(num_kv_heads, len(plan.starts))](
         q, k_cache, v_cache, *scales, *tiles, *scale_tiles, plan.block_tables, plan.context_lens,
-        plan.starts, plan.arrivals, out, partial, lse, kv.scale * LOG2E, q.stride(0), q.stride(1),
-        plan.block_tables.stride(0), len(q) // plan.num_queries, num_kv_heads,
+        plan.starts, plan.arrivals, kv.sinks, out, partial, lse, kv.scale * LOG2E, q.stride(0),
+        q.stride(1), plan.block_tables.stride(0), len(q) // plan.num_queries, num_kv_heads,
         ROWS=plan.num_queries, FIRST=first, Q=count, G=group, D=head_dim, BLOCK_SIZE=block_size,
         BLOCK_G=max(least, block_g), BLOCK_D=block_d, BLOCK_N=block_n, TILE=TILE,
         MERGED=merged, UNROLLED=unrolled, WINDOW=kv.window or 0, COPIED=copied, CODES=quantized,

@@ -84,10 +84,11 @@ def _clear_after(v, num_rows):  # type: ignore[no-untyped-def]
 @gluon.jit
 def _multiply(  # type: ignore[no-untyped-def]
     W: gl.constexpr, inputs, G: gl.constexpr, HEADS: gl.constexpr, BLOCK_Q: gl.constexpr,
-    D: gl.constexpr,
+    D: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup W: it computes BLOCK_Q queries of HEADS heads, or half of the queries if G is 1."""
-    memory, full, empty, turns, steps, out_ptr, scale_log2, total_tiles, num_kv_heads = inputs
+    memory, full, empty, turns, steps, ends, scale_log2, total_tiles, num_kv_heads = inputs
+    sinks_ptr, out_ptr = ends
     q_memory, k_memory, v_memory = memory
     q_full, k_full, v_full = full
     q_empty, k_empty, v_empty = empty
@@ -112,6 +113,12 @@ def _multiply(  # type: ignore[no-untyped-def]
         position = first_position + query_at + m // HEADS
         top = gl.full([ROWS], -float("inf"), gl.float32, layout=rows)
         total = gl.zeros([ROWS], gl.float32, layout=rows)
+        if SINKS:  # the sums begin with them, and scores have no factor yet
+            of_head = head_at + m % HEADS
+            at = sinks_ptr + kv_head * G + of_head
+            sinks = gl.load(at, mask=of_head < G, other=0.0)
+            top = sinks * (1.4426950408889634 / scale_log2)  # log2(e)
+            total += 1.0
         acc = gl.zeros([ROWS, D], gl.float32, layout=acc_layout)
 
         mbarrier.wait(q_full.index(W), done)
@@ -194,9 +201,9 @@ def _barriers(number: gl.constexpr, arrivals: gl.constexpr):  # type: ignore[no-
 @gluon.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _hopper_prefill_kernel(  # type: ignore[no-untyped-def]
     q_tiles, k_tiles, v_tiles, tables_ptr, cu_q_ptr, cu_k_ptr, tile_seqs_ptr, tile_ends_ptr,
-    out_ptr, scale_log2, table_stride, num_seqs, num_kv_heads,
+    sinks_ptr, out_ptr, scale_log2, table_stride, num_seqs, num_kv_heads,
     G: gl.constexpr, HEADS: gl.constexpr, BLOCK_Q: gl.constexpr, D: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, SINKS: gl.constexpr,
 ):  # fmt: skip
     """All tiles of queries."""
     dtype: gl.constexpr = q_tiles.dtype
@@ -211,13 +218,14 @@ def _hopper_prefill_kernel(  # type: ignore[no-untyped-def]
     mbarrier.arrive(turns.index(0), count=1)
     steps = (cu_q_ptr, cu_k_ptr, tile_seqs_ptr, tile_ends_ptr)
     total = gl.load(tile_ends_ptr + num_seqs - 1) * num_kv_heads
-    multiply = (memory, full, empty, turns, steps, out_ptr, scale_log2, total, num_kv_heads)
+    ends = (sinks_ptr, out_ptr)
+    multiply = (memory, full, empty, turns, steps, ends, scale_log2, total, num_kv_heads)
     tiles = (q_tiles, k_tiles, v_tiles)
     copied = (tiles, memory, full, empty, steps, tables_ptr, table_stride, total, num_kv_heads)
     gl.warp_specialize(
         [
-            (_multiply, (0, multiply, G, HEADS, BLOCK_Q, D)),
-            (_multiply, (1, multiply, G, HEADS, BLOCK_Q, D)),
+            (_multiply, (0, multiply, G, HEADS, BLOCK_Q, D, SINKS)),
+            (_multiply, (1, multiply, G, HEADS, BLOCK_Q, D, SINKS)),
             (copy, (copied, G, HEADS, BLOCK_Q, D, BLOCK_SIZE)),
         ],
         [4, 1],
@@ -272,9 +280,10 @@ def hopper_prefill(
     _hopper_prefill_kernel[(programs,)](
         _described(q, [ROWS.value // heads, heads, head_dim]), _described(k.flatten(1), box),
         _described(v.flatten(1), box), tables, plan.cu_seqlens_q, plan.cu_seqlens_k, tiles.seqs,
-        tiles.ends, out, kv.scale * LOG2E, tables.stride(0), len(tiles.ends), num_kv_heads,
+        tiles.ends, out if kv.sinks is None else kv.sinks, out, kv.scale * LOG2E,
+        tables.stride(0), len(tiles.ends), num_kv_heads,
         G=group, HEADS=heads, BLOCK_Q=block_q, D=head_dim,
-        BLOCK_SIZE=kv.k_cache.shape[1] if paged else 0,
+        BLOCK_SIZE=kv.k_cache.shape[1] if paged else 0, SINKS=kv.sinks is not None,
         num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
     return out

@@ -17,9 +17,11 @@ from nanovllm.kernels.triton.attention.attend_codes import (
     attend_codes,
     halves_of_queries,
     interleave,
+    with_room,
 )
 from nanovllm.kernels.triton.attention.kv_codes import as_pairs
 from nanovllm.kernels.triton.attention.prefill_plan import TiledPrefillPlan
+from nanovllm.kernels.triton.attention.queries import load_sinks
 from nanovllm.kernels.triton.common import (
     LOG2E,
     TILE,
@@ -107,14 +109,16 @@ def _fold_codes(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend_tiles(  # type: ignore[no-untyped-def]
-    q, position, begin, start, seen_by_all, end, top, k_ptr, v_ptr, k_tiles, v_tiles, table_ptr,
-    first_row, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride, num_kv_heads,
-    scale_log2,
+    q, position, begin, start, seen_by_all, end, top, total, k_ptr, v_ptr, k_tiles, v_tiles,
+    table_ptr, first_row, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
+    num_kv_heads, scale_log2,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, COPIED: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a tile of queries [M, BLOCK_D] over all keys that some query sees."""
-    total = tl.zeros([q.shape[0]], tl.float32)
+    """The sums of a tile of queries [M, BLOCK_D] over all keys that some query sees.
+
+    They begin with the largest scores `top` and the sums of weights `total`.
+    """
     acc = tl.zeros([q.shape[0], BLOCK_D], tl.float32)
     for masked in tl.static_range(2):
         top, total, acc = _fold_tiles(
@@ -128,7 +132,7 @@ def _attend_tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend_pairs(  # type: ignore[no-untyped-def]
-    q_at, inside, position, begin, start, seen_by_all, end, top, k_ptr, v_ptr, k_scales_ptr,
+    q_at, inside, position, begin, start, seen_by_all, end, top, total, k_ptr, v_ptr, k_scales_ptr,
     v_scales_ptr, table_ptr, kv_head, num_kv_heads, scale_log2,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, CONVERTED: tl.constexpr,
@@ -136,7 +140,6 @@ def _attend_pairs(  # type: ignore[no-untyped-def]
     """As `_attend_tiles`, with pairs of codes from the cache, for queries at `q_at` [M]."""
     q_even, q_odd, factor = halves_of_queries(q_at, inside, D, BLOCK_D, CONVERTED)
     factor *= scale_log2
-    total = tl.zeros([q_at.shape[0]], tl.float32)
     even = tl.zeros([BLOCK_D // 2, q_at.shape[0]], tl.float32)
     odd = even
     for masked in tl.static_range(2):
@@ -152,7 +155,7 @@ def _attend_pairs(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, k_codes_ptr, v_codes_ptr, k_scales_ptr, v_scales_ptr, k_tiles, v_tiles,
-    tables_ptr, cu_q_ptr, cu_k_ptr, tile_seqs_ptr, tile_ends_ptr, out_ptr, scale_log2,
+    tables_ptr, cu_q_ptr, cu_k_ptr, tile_seqs_ptr, tile_ends_ptr, sinks_ptr, out_ptr, scale_log2,
     q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
     table_stride, num_seqs, num_kv_heads,
     G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -192,22 +195,28 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
             start = begin // BLOCK_N * BLOCK_N
             seen_by_all = start  # any tile may be at the edge of some query's window
             top = tl.full([BLOCK_Q * BLOCK_G], -1e30, tl.float32)  # the first tile may be hidden
+        total = tl.zeros([BLOCK_Q * BLOCK_G], tl.float32)
+        if sinks_ptr is not None:
+            top = load_sinks(sinks_ptr, head, inside)
+            total += 1.0
         table = tables_ptr + seq.to(tl.int64) * table_stride
         position = num_keys - num_queries + query
         cached = num_keys > num_queries
         if QUANTIZED and cached:
+            if sinks_ptr is not None:
+                top, total = with_room(top, total)
             total, acc = _attend_pairs(
-                q_at, inside, position, begin, start, seen_by_all, end, top, k_codes_ptr,
+                q_at, inside, position, begin, start, seen_by_all, end, top, total, k_codes_ptr,
                 v_codes_ptr, k_scales_ptr, v_scales_ptr, table, kv_head, num_kv_heads, scale_log2,
                 D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, CONVERTED,
             )  # fmt: skip
         else:
             q = tl.load(q_at[:, None] + d[None, :], mask=real, other=0.0)
             total, acc = _attend_tiles(
-                q, position, begin, start, seen_by_all, end, top, k_ptr, v_ptr, k_tiles, v_tiles,
-                table, first_row, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
-                num_kv_heads, scale_log2, D, 0 if QUANTIZED else BLOCK_SIZE, BLOCK_D, BLOCK_N,
-                WINDOW, COPIED, CAP,
+                q, position, begin, start, seen_by_all, end, top, total, k_ptr, v_ptr, k_tiles,
+                v_tiles, table, first_row, kv_head, k_row_stride, k_head_stride, v_row_stride,
+                v_head_stride, num_kv_heads, scale_log2, D, 0 if QUANTIZED else BLOCK_SIZE, BLOCK_D,
+                BLOCK_N, WINDOW, COPIED, CAP,
             )  # fmt: skip
         if WINDOW:
             total = tl.where(total == 0.0, 1.0, total)  # padding queries may see no key
@@ -261,7 +270,7 @@ def prefill_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _prefill_kernel[(num_kv_heads * len(tiles.seqs),)](
         q, k, v, *codes, kv.k_scales, kv.v_scales, k_tiles, v_tiles, tables, plan.cu_seqlens_q,
-        plan.cu_seqlens_k, tiles.seqs, tiles.ends, out, kv.scale * LOG2E, q.stride(0),
+        plan.cu_seqlens_k, tiles.seqs, tiles.ends, kv.sinks, out, kv.scale * LOG2E, q.stride(0),
         q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), tables.stride(0),
         len(tiles.ends), num_kv_heads,
         G=group, D=head_dim, BLOCK_SIZE=kv.k_cache.shape[1] if paged else 0,

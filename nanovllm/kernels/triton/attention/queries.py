@@ -54,6 +54,15 @@ def out_heads(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def load_sinks(sinks_ptr, head, real):  # type: ignore[no-untyped-def]
+    """The sinks of heads, with the factor log2(e) that scores have.
+
+    A sum of weights that begins with the sink as its largest score, and with 1 as total, has it.
+    """
+    return tl.load(sinks_ptr + head, mask=real, other=0.0) * 1.4426950408889634
+
+
+@triton.jit
 def sees(lens, keys, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Whether queries that see `lens` keys see the keys `keys`."""
     seen = keys < lens

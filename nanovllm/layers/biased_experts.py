@@ -1,0 +1,158 @@
+"""Experts with biases and a clamped gate, and their router, as in gpt-oss."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.formats.block_format import BlockFormat
+from nanovllm.formats.format import Dense, WeightFormat
+from nanovllm.formats.in_turn import DenseInTurn, MxFormat, load_in_turn
+from nanovllm.formats.quantize import WhileLoading
+from nanovllm.formats.stored import Loaded, StoredTensor
+from nanovllm.kernels.operands.expert_biases import ExpertBiases
+from nanovllm.layers.experts import MATRICES, Experts
+from nanovllm.layers.feed_forward import FeedForward
+from nanovllm.layers.layer import Build, Layer
+from nanovllm.layers.linear import BIAS
+
+
+@dataclass(frozen=True)
+class BiasedSizes:
+    """The sizes of a layer of experts, of which each token uses `per_token`, and its gate's numbers.
+
+    `ExpertBiases` says what the gate computes.
+    """
+
+    num_experts: int
+    per_token: int
+    intermediate_size: int
+    alpha: float
+    limit: float
+
+
+class BiasedRouter(Layer):
+    """Selects K of E experts for each row: the softmax over their scores alone is their shares.
+
+    In float32 for every model type: rounding must not decide between experts.
+    """
+
+    initial = 0.0
+
+    def __init__(self, hidden_size: int, num_experts: int, per_token: int) -> None:
+        super().__init__()
+        self.per_token = per_token
+        weight = torch.empty(num_experts, hidden_size, dtype=torch.float32)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros_like(weight[:, 0]), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The shares [T, K] and the ids [T, K] of the experts of rows x [T, hidden]."""
+        scores, ids = F.linear(x.float(), self.weight, self.bias).topk(self.per_token, dim=-1)
+        return scores.softmax(dim=-1), ids
+
+
+class BiasedExperts(Experts):
+    """Experts with biases. Files have stacks of tensors, with the rows of gate and up in turn.
+
+    Plain matrices [in, out] are turned while they are loaded. In GGUF files, gate and up are
+    stacks of their own, with the usual names. If ranks split each expert, only rank 0 adds the
+    bias of the last product.
+    """
+
+    takes_adapters = False
+
+    def __init__(self, make: Build, hidden_size: int, sizes: BiasedSizes) -> None:
+        found = make.formats.of_experts(sizes.num_experts)
+        self.in_turn = not any(type(each) is BlockFormat for each in found.values())
+        super().__init__(
+            sizes.num_experts, hidden_size, sizes.intermediate_size, make.ranks,
+            make.whole_experts, _in_turn(found) if self.in_turn else found,
+            make.formats.names.experts,
+        )  # fmt: skip
+        self.sizes = sizes
+        for name, part in self.rank_parts.items():
+            bias = part.new(BIAS, (self.num_own,))
+            bias.data.zero_()
+            self.register_parameter(_bias(name), bias)
+        self.adds_last_bias = make.whole_experts or make.ranks.rank == 0
+
+    def parts(self, name: str) -> list[str]:
+        """The names of each expert's tensors, for files that do not have the projections in turn."""
+        if self.in_turn:
+            return []
+        for matrix, kinds in self.projections.items():
+            if name == _bias(matrix):
+                return [f"{i}.{kind}.bias" for i in range(self.num_experts) for kind in kinds]
+        return super().parts(name)
+
+    def _load_one(
+        self, param: StoredTensor, loaded: Loaded, expert: int, projection: int | None
+    ) -> None:
+        if param.stored is not BIAS:
+            super()._load_one(param, loaded, expert, projection)
+            return
+        target = param[expert - self.experts.start]
+        if projection is None and self.in_turn:
+            load_in_turn(param.rank_part, BIAS, target, loaded)
+        else:
+            param.rank_part.load(BIAS, target, loaded, projection)
+
+    def forward(
+        self, x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor
+    ) -> torch.Tensor:
+        """For each row of x, this rank's part of its experts' sum, weighted by `shares` [T, K]."""
+        if self.experts.start:
+            expert_ids = expert_ids - self.experts.start
+        gate_up, down = (self.get_parameter(_bias(name)) for name in MATRICES)
+        biases = ExpertBiases(
+            gate_up, down if self.adds_last_bias else None, self.sizes.alpha, self.sizes.limit
+        )
+        if self.matrices is not None:
+            return self.kernels.biased_experts(
+                x, *self.matrices, expert_ids, shares, self.num_experts, biases, linear=_linear
+            )
+        # Before `bind`, plain PyTorch multiplies by dense weights.
+        operands: tuple[Any, Any] = self.operands or (self.gate_up_proj, self.down_proj)
+        return self.kernels.biased_experts(
+            x, *operands, expert_ids, shares, self.num_experts, biases
+        )
+
+
+class BiasedSparseMLP(FeedForward):
+    """Experts with biases, and the router that selects some of them, with a share for each."""
+
+    def __init__(self, make: Build, hidden_size: int, sizes: BiasedSizes) -> None:
+        super().__init__()
+        self.router = BiasedRouter(hidden_size, sizes.num_experts, sizes.per_token)
+        self.experts = BiasedExperts(make, hidden_size, sizes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares, expert_ids = self.router(x)
+        out: torch.Tensor = self.experts(x, expert_ids, shares)
+        return out
+
+
+def _bias(matrix: str) -> str:
+    return f"{matrix}_bias"
+
+
+def _linear(x: torch.Tensor, matrix: Any, bias: torch.Tensor | None) -> torch.Tensor:
+    out: torch.Tensor = matrix.linear(x, bias)
+    return out
+
+
+def _in_turn(formats: Mapping[str, WeightFormat]) -> dict[str, WeightFormat]:
+    """The formats of stacks with the projections in turn. Others are a ValueError."""
+    made: dict[str, WeightFormat] = {}
+    for name, each in formats.items():
+        if isinstance(each, WhileLoading) or not isinstance(each, Dense | MxFormat):
+            raise ValueError(
+                f"experts with biases are supported in MXFP4 and as plain weights; {name} has"
+                f" {each.scheme.description if each.scheme else 'another format'}"
+            )
+        made[name] = DenseInTurn() if isinstance(each, Dense) else each
+    return made
