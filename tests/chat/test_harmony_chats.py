@@ -103,9 +103,11 @@ def test_only_the_final_channel_is_constrained(
     grammars: Grammars, asked: dict[str, Any], good: str, bad: str
 ) -> None:
     wanted = constraint(ToolChoice(), **asked)
-    for before in ([], [f"{A}Hm"], [f"{C}!<|end|>x", f"{A}Hm"]):
+    for before in ([], [f"{A}Hm"], [f"{A}!<|end|>x", f"{A}Hm"]):
         assert allows(grammars, wanted, answer_of(*before, F + good))
         assert not allows(grammars, wanted, answer_of(*before, F + bad))
+    is_tag = "structural_tag" in asked  # it has a marker before it, and no grammar of messages
+    assert allows(grammars, wanted, answer_of(f"{C}Hm", F + good)) == is_tag, "it is content"
     assert "json" not in next(iter(asked)) or allows(
         grammars, wanted, f"<|channel|>final <|constrain|>json<|message|>{good}"
     )

@@ -317,7 +317,7 @@ def test_markers_are_made_by_the_caller(name: str) -> None:
 
 
 def test_the_option_allows_the_formats_that_there_are() -> None:
-    assert {*TOOL_PARSERS} == {*FORMATS, "harmony", "openai", "none"}
+    assert {*TOOL_PARSERS} == {*FORMATS, "harmony", "none"}
 
 
 def refusal(name: str, tool: Tool) -> str:

@@ -22,8 +22,8 @@ BEFORE = {
 class HarmonyGrammar:
     """Writes the constraint of an answer. `ids` has the markers' tokens.
 
-    Before the constrained part, the answer may have messages of the channels analysis and
-    commentary, with any text.
+    Before the constrained part, the answer may have messages of the channel analysis with any text,
+    and before a call also those of the channel commentary.
     """
 
     def __init__(self, ids: Mapping[str, int]) -> None:
@@ -57,16 +57,19 @@ class HarmonyGrammar:
         if not choice.required:
             rules.append(self._final_rule(asked))
             ways.append("final")
-        return StructuredOutputs(grammar=self._written(place, ways, rules))
+        begin = f"start: {self._marked(BEFORE[place])} early* ({' | '.join(ways)})"
+        # A preamble would be content, which must then be only what is asked for.
+        channels = quoted("analysis") + (" | COMMENTARY" if asked is None else "")
+        return StructuredOutputs(grammar=self._written(begin, channels, rules))
 
-    def _written(self, place: str, ways: list[str], rules: list[str]) -> str:
-        """The whole grammar of messages, and then one of the `ways`."""
+    def _written(self, begin: str, channels: str, rules: list[str]) -> str:
+        """The whole grammar. Early messages are of these channels."""
         body = f"{MESSAGE} TEXT {END} {START} {quoted('assistant')}"
         return "\n".join(
             [
                 "%llguidance {}",
-                f"start: {self._marked(BEFORE[place])} early* ({' | '.join(ways)})",
-                self._marked(f"early: {CHANNEL} ({quoted('analysis')} | COMMENTARY) {body}"),
+                begin,
+                self._marked(f"early: {CHANNEL} ({channels}) {body}"),
                 "TEXT: /(?s:.*)/",
                 f"COMMENTARY: {quoted('commentary')}",
                 *rules,
