@@ -20,4 +20,16 @@ PUBLISHED: dict[str, Published] = {
     **gemma3n.PUBLISHED,
     **gemma4.PUBLISHED,
     **gpt_oss.PUBLISHED,
+from families.gemma import PUBLISHED as GEMMA_PUBLISHED
+from families.gemma import SAMPLES as GEMMA_SAMPLES
+from families.usual import PUBLISHED as USUAL_PUBLISHED
+from families.usual import SAMPLES as USUAL_SAMPLES
+
+SAMPLES: dict[str, Sample] = {
+    **USUAL_SAMPLES,
+    **GEMMA_SAMPLES,
+}
+PUBLISHED: dict[str, Published] = {
+    **USUAL_PUBLISHED,
+    **GEMMA_PUBLISHED,
 }
