@@ -10,8 +10,8 @@ import torch
 
 from nanovllm.formats.block_format import BlockFormat
 from nanovllm.formats.format import DENSE, Dense, Formats, WeightFormat
-from nanovllm.formats.mixed import Float32, PerProjection
 from nanovllm.formats.in_turn import MxFormat
+from nanovllm.formats.mixed import Float32, PerProjection
 from nanovllm.formats.names import FIELD, stacked_name
 from nanovllm.formats.packed import Awq, CompressedTensors, Gptq, Int4Packed
 from nanovllm.formats.quantization import NOT_QUANTIZED, Quantization

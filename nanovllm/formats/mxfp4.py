@@ -4,14 +4,14 @@ Other layers are plain. The blocks are those of GGUF's type MXFP4, with the byte
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from nanovllm.formats.gguf import BlockScheme, scheme_of
 from nanovllm.formats.quantization import Quantization
 from nanovllm.formats.rules import check_only, names_in, rule
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES
 
-METHOD = "mxfp4"
+METHOD: Literal["mxfp4"] = "mxfp4"
 
 
 class MxScheme(BlockScheme):
@@ -23,7 +23,7 @@ class MxScheme(BlockScheme):
 
 
 def read_mxfp4(config: Mapping[str, Any]) -> Quantization:
-    """The quantization of experts, except in modules with names that begin with a listed pattern."""
+    """The quantization of all experts, except in modules whose names a listed pattern matches."""
     check_only(config, "dequantize", False, None)
     kind = BLOCK_TYPES["MXFP4"]
     blocks = scheme_of(kind)

@@ -138,7 +138,8 @@ def nothing(*_: Any) -> None:
 # Plain operations in modules of their own names.
 OPERATIONS = (
     "rms_norm", "silu_and_mul", "norm_rope_store", "store_kvcache", "mask", "sample", "draw",
-    "experts", "biased_experts", "read_table", "guess_ngrams", "guess_inputs", "accept", "block_linear", "block_rows",
+    "experts", "biased_experts", "read_table", "guess_ngrams", "guess_inputs", "accept",
+    "block_linear", "block_rows",
 )  # fmt: skip
 # The module of each operation, and its name there, if that is another one.
 PLAIN_PLACES = {name: f"plain.{name}" for name in OPERATIONS} | {

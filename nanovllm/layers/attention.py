@@ -25,10 +25,7 @@ class Attention(Layer):
     """
 
     def __init__(
-        self,
-        cache: TokenCache,
-        score_scale: float | None = None,
-        soft_cap: float | None = None,
+        self, cache: TokenCache, score_scale: float | None = None, soft_cap: float | None = None
     ) -> None:
         super().__init__()
         self.cache = cache

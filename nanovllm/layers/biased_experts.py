@@ -22,9 +22,9 @@ from nanovllm.layers.linear import BIAS
 
 @dataclass(frozen=True)
 class BiasedSizes:
-    """The sizes of a layer of experts, of which each token uses `per_token`, and its gate's numbers.
+    """The sizes of a layer of experts, and the numbers of its gate: see `ExpertBiases`.
 
-    `ExpertBiases` says what the gate computes.
+    A token uses `per_token` of the experts.
     """
 
     num_experts: int
@@ -81,7 +81,7 @@ class BiasedExperts(Experts):
         self.adds_last_bias = make.whole_experts or make.ranks.rank == 0
 
     def parts(self, name: str) -> list[str]:
-        """The names of each expert's tensors, for files that do not have the projections in turn."""
+        """The names of each expert's tensors; none if files have the projections in turn."""
         if self.in_turn:
             return []
         for matrix, kinds in self.projections.items():

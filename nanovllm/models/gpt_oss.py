@@ -18,7 +18,6 @@ from nanovllm.models.windows import FULL, SLIDING
 from nanovllm.utils.checks import check_int
 
 if TYPE_CHECKING:
-    from nanovllm.layers.block import Block
     from nanovllm.layers.layer import Build
     from nanovllm.models.decoder import CausalLM
 

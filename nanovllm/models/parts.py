@@ -62,12 +62,9 @@ def rope(config: ModelConfig, make: Build) -> RotaryEmbedding:
 def causal_lm(config: ModelConfig, make: Build, block: Callable[[int, Build], Block]) -> CausalLM:
     """The model with these blocks, one rope, and a plain norm at the end."""
     decoder = Decoder(
-        make,
-        embedding(config, make),
-        blocks(config, make, block),
-        norm(config),
+        make, embedding(config, make), blocks(config, make, block), norm(config),
         {ROPE: rope(config, make)},
-    )
+    )  # fmt: skip
     return CausalLM(make, decoder, head(config, make, decoder.embed_tokens))
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.operands.expert_biases import ExpertBiases
-from nanovllm.kernels.plain.experts import Weights, members
+from nanovllm.kernels.plain.experts import Weights, pairs_by_expert
 
 Linear = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
 
@@ -29,7 +29,7 @@ def biased_experts(
     assert len(down) <= num_experts
     per_row, flat_shares = expert_ids.shape[1], shares.flatten()
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert, chosen in members(expert_ids, len(down)):
+    for expert, chosen in pairs_by_expert(expert_ids, len(down)):
         rows = chosen // per_row
         inner = clamped_gate(linear(x[rows], gate_up[expert], biases.gate_up[expert]), biases)
         y = linear(inner, down[expert], None if biases.down is None else biases.down[expert])

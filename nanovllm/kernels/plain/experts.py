@@ -37,7 +37,7 @@ def experts(
     per_row = expert_ids.shape[1]
     flat_shares = shares.flatten()
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert, chosen in members(expert_ids, len(down)):
+    for expert, chosen in pairs_by_expert(expert_ids, len(down)):
         rows = chosen // per_row
         y = linear(activation(linear(x[rows], gate_up[expert])), down[expert])
         out.index_add_(0, rows, y.float() * flat_shares[chosen, None])
@@ -62,7 +62,7 @@ def adapted_experts(
     """
     assert len(down) <= num_experts
     num_pairs, per_row = expert_ids.numel(), expert_ids.shape[1]
-    members = [*members(expert_ids, len(down))]
+    members = [*pairs_by_expert(expert_ids, len(down))]
     inner = outputs = x.new_zeros(num_pairs, 0)
     for index, (expert, chosen) in enumerate(members):
         part = linear(x[chosen // per_row], gate_up[expert])
@@ -83,7 +83,7 @@ def adapted_experts(
     return out.to(x.dtype)
 
 
-def members(expert_ids: torch.Tensor, num_here: int) -> Iterator[tuple[int, torch.Tensor]]:
+def pairs_by_expert(expert_ids: torch.Tensor, num_here: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Each expert that some row takes, with its pairs of a row and an expert."""
     ids, pairs = expert_ids.flatten().sort(stable=True)
     bounds = torch.searchsorted(ids, torch.arange(-1, num_here, device=ids.device), right=True)
