@@ -43,7 +43,8 @@ class SandwichConfig(ModelConfig):
         """Two more norms of hidden states than in Llama."""
         shape = super().layer_shape(index)
         others = shape.num_others + 2 * self.hidden_size
-        return replace(shape, num_others=others, soft_cap=self.score_cap is not None)
+        needs = frozenset({"soft_cap"} if self.score_cap is not None else ())
+        return replace(shape, num_others=others, needs=needs)
 
 
 def sandwich_fields(fields: Fields) -> dict[str, Any]:

@@ -1,6 +1,16 @@
 """Small models of the families in `nanovllm/models`, for test_families.py: a module a kind."""
 
-from families import dense, dense_published, experts, gemma3n, gemma4, gpt_oss, layer_norms, usual
+from families import (
+    dense,
+    dense_published,
+    experts,
+    gemma,
+    gemma3n,
+    gemma4,
+    gpt_oss,
+    layer_norms,
+    usual,
+)
 from families.describe import Published, Sample
 
 SAMPLES: dict[str, Sample] = {
@@ -8,6 +18,7 @@ SAMPLES: dict[str, Sample] = {
     **experts.SAMPLES,
     **dense.SAMPLES,
     **layer_norms.SAMPLES,
+    **gemma.SAMPLES,
     **gemma3n.SAMPLES,
     **gemma4.SAMPLES,
     **gpt_oss.SAMPLES,
@@ -17,19 +28,8 @@ PUBLISHED: dict[str, Published] = {
     **experts.PUBLISHED,
     **dense_published.PUBLISHED,
     **layer_norms.PUBLISHED,
+    **gemma.PUBLISHED,
     **gemma3n.PUBLISHED,
     **gemma4.PUBLISHED,
     **gpt_oss.PUBLISHED,
-from families.gemma import PUBLISHED as GEMMA_PUBLISHED
-from families.gemma import SAMPLES as GEMMA_SAMPLES
-from families.usual import PUBLISHED as USUAL_PUBLISHED
-from families.usual import SAMPLES as USUAL_SAMPLES
-
-SAMPLES: dict[str, Sample] = {
-    **USUAL_SAMPLES,
-    **GEMMA_SAMPLES,
-}
-PUBLISHED: dict[str, Published] = {
-    **USUAL_PUBLISHED,
-    **GEMMA_PUBLISHED,
 }
