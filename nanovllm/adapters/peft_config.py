@@ -51,10 +51,10 @@ class PeftConfig:
     layers_patterns: tuple[str, ...]
 
     def renamed(self, names: Names) -> "PeftConfig":
-        """With our names of modules, for a model whose files have these names."""
+        """With our names of modules next to the files' names, for a model with these names."""
         targets, parameters = self.targets, tuple(map(names.ours, self.parameters))
         if isinstance(targets, tuple):
-            targets = tuple(map(names.ours, targets))
+            targets = tuple(dict.fromkeys((*targets, *map(names.ours, targets))))
         return replace(self, targets=targets, parameters=parameters)
 
     def rank_of(self, module: str) -> int:

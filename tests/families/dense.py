@@ -95,7 +95,7 @@ SAMPLES = {
     "Cohere2": Sample("Cohere2ForCausalLM", dict(num_hidden_layers=4, sliding_window=25), seed=2),
     "Cohere2, biases": Sample(
         "Cohere2ForCausalLM", dict(
-            num_hidden_layers=3, sliding_window=7, layer_types=[FULL, SLIDING, SLIDING],
+            num_hidden_layers=3, sliding_window=7, layer_types=[FULL, FULL, SLIDING],
             attention_bias=True,
         ), adjust=varied,
     ),
