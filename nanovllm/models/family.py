@@ -68,34 +68,13 @@ def family_of(name: object, reference: str = "") -> Family[Any]:
 
     The `reference` of a config that another process read says where to import the family.
     """
-    if reference:
-        return imported_family(reference)
-    if not isinstance(name, str) or name not in architectures():
+    if reference or name in registered:
+        from nanovllm.models.imported import imported
+
+        found = reference or registered[str(name)]
+        return found if isinstance(found, Family) else imported(str(name), found, Family)
+    if not isinstance(name, str) or name not in MODELS:
         known = ", ".join(architectures())
         raise ValueError(f"architecture {name!r} is not supported; architectures: one of {known}")
-    if registered.get(name) == "":
-        raise not_importable(name)
-    family = registered.get(name, f"{__package__}.{MODELS.get(name)}:FAMILY")
-    return family if isinstance(family, Family) else imported_family(family)
-
-
-def imported_family(reference: str) -> Family[Any]:
-    """The family at "module:NAME"."""
-    module, _, attribute = reference.partition(":")
-    try:
-        family = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"the family of models {reference!r} cannot be imported: {error}"
-        ) from error
-    if not isinstance(family, Family):
-        raise TypeError(f"{reference!r} must be a Family, got {family!r}")
+    family: Family[Any] = importlib.import_module(f"{__package__}.{MODELS[name]}").FAMILY
     return family
-
-
-def not_importable(name: str) -> ValueError:
-    """The error about a registered family that other processes would need to import."""
-    return ValueError(
-        f"the family of {name!r} is not at the top of a module that can be imported, as an"
-        ' engine of several processes needs it; put it there, or register it as "module:NAME"'
-    )

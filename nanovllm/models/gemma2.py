@@ -75,7 +75,10 @@ def build(config: SandwichConfig, make: "Build") -> "CausalLM":
     from nanovllm.models import gemma_parts, parts
 
     def block(index: int, make: "Build") -> Block:
-        return gemma_parts.sandwich_block(config, index, make, ROPE)
+        return gemma_parts.sandwich_block(
+            config, index, make, rope=ROPE, query_scalar=config.query_scalar,
+            soft_cap=config.score_cap,
+        )  # fmt: skip
 
     ropes = {ROPE: parts.rope(config, make)}
     return gemma_parts.causal_lm(config, make, block, ropes, config.logit_cap)

@@ -79,7 +79,10 @@ def build(config: Gemma3Config, make: "Build") -> "CausalLM":
 
     def block(index: int, make: "Build") -> Block:
         rope = FULL if config.sliding_windows[index] is None else SLIDING
-        return gemma_parts.sandwich_block(config, index, make, rope)
+        return gemma_parts.sandwich_block(
+            config, index, make, rope=rope, query_scalar=config.query_scalar,
+            soft_cap=config.score_cap,
+        )  # fmt: skip
 
     limits = make.max_positions, config.max_position_embeddings
     both = zip(LAYER_TYPES, (config.rope_parameters, config.sliding_rope_parameters), strict=True)

@@ -12,7 +12,6 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import parts
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM, Decoder
-from nanovllm.models.gemma2 import SandwichConfig
 
 
 def norm(config: ModelConfig, size: int | None = None) -> PlusOneRMSNorm:
@@ -28,14 +27,20 @@ def mlp(config: ModelConfig, make: Build) -> MLP:
     )  # fmt: skip
 
 
-def sandwich_block(config: SandwichConfig, index: int, make: Build, rope: str) -> Block:
-    """A block with norms before and after each part, which rotates by `rope`."""
+def sandwich_block(
+    config: ModelConfig, index: int, make: Build, *, rope: str, query_scalar: float,
+    soft_cap: float | None,
+) -> Block:  # fmt: skip
+    """A block with norms before and after each part, which rotates by `rope`.
+
+    Scores are divided by the root of `query_scalar`.
+    """
     heads, head_norms = config.heads(index), None
     if config.qk_norm:
         head_norms = norm(config, heads.head_dim), norm(config, heads.head_dim)
     attention = parts.attention(
         config, index, make.inside("self_attn"), rope=rope, head_norms=head_norms,
-        scale=config.query_scalar**-0.5, soft_cap=config.score_cap,
+        scale=query_scalar**-0.5, soft_cap=soft_cap,
     )  # fmt: skip
     norms = sandwich_norms(*(norm(config) for _ in range(4)))
     return Block(make, norms, attention, mlp(config, make.inside("mlp")))
