@@ -14,7 +14,7 @@ from nanovllm.models.gguf.names import expert_names, usual_name
 from nanovllm.models.gguf.rope_fields import rope_fields
 
 Config = dict[str, Any]
-MODEL_TYPES = {"qwen3moe": "qwen3_moe"}  # where transformers has another name
+MODEL_TYPES = {"qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}  # transformers' other names
 HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
 DTYPES = {"F32": "float32", "F16": "float16"}  # of matrices that are all of this type
 EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
@@ -30,7 +30,7 @@ def config_fields(metadata: Metadata) -> Config:
     metadata.only("attention.causal", (True,))
     metadata.only("pooling_type", (0, 3))  # none, or the last token's vector, as here
     metadata.only("use_parallel_residual", (False,))
-    if metadata.architecture != "qwen3moe":
+    if metadata.architecture not in ("qwen3moe", "gpt-oss"):
         metadata.only("expert_count", (0,))
         metadata.only("expert_used_count", (0,))
     metadata.refuse_unread()
@@ -146,6 +146,19 @@ def _qwen3moe(metadata: Metadata) -> Config:
     }
 
 
+def _gpt_oss(metadata: Metadata) -> Config:
+    """Windows in every other layer, a softmax over the chosen experts: files do not say it."""
+    metadata.only("expert_gating_func", (3,))
+    metadata.only("attention.sliding_window_pattern", (2,))
+    return {
+        "intermediate_size": metadata.size("expert_feed_forward_length"),
+        "num_local_experts": metadata.size("expert_count"),
+        "num_experts_per_tok": metadata.size("expert_used_count"),
+        "sliding_window": metadata.size("attention.sliding_window"),
+        "attention_bias": _has(metadata, "attn_q.bias"),
+    }
+
+
 def _phi3(metadata: Metadata) -> Config:
     return {"sliding_window": _window(metadata), "attention_bias": False}
 
@@ -169,5 +182,5 @@ def _no_window(metadata: Metadata) -> Config:
 
 FAMILIES: dict[str, Callable[[Metadata], Config]] = {
     "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3moe": _qwen3moe, "phi3": _phi3,
-    "smollm3": _smollm3,
+    "smollm3": _smollm3, "gpt-oss": _gpt_oss,
 }  # fmt: skip

@@ -14,6 +14,7 @@ from nanovllm.utils.checks import shorten
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM", "phi3": "Phi3ForCausalLM", "smollm3": "SmolLM3ForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
 }  # fmt: skip
 REQUIRED = object()
 

@@ -14,7 +14,11 @@ LAYERS = {
     "ffn_gate_inp": "mlp.gate",
 }  # fmt: skip
 # What an architecture calls otherwise.
-OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {"phi3": {"ffn_up": "mlp.gate_up_proj"}}
+OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+}
+SINKS = "attn_sinks"  # a tensor that is no module's weight
 # The stacks of all experts' matrices [E, N, K].
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 # Factors of the rotation's frequencies: they become fields of the config.
@@ -34,6 +38,8 @@ def usual_name(name: str, architecture: str) -> str:
     match = IN_LAYER.fullmatch(name)
     if match is None:
         return name
+    if match[2] == SINKS:
+        return f"model.layers.{match[1]}.self_attn.sinks"
     layers = {**LAYERS, **OF_ARCHITECTURE.get(architecture, {})}
     if match[2] not in layers:
         return name
