@@ -129,7 +129,7 @@ def test_random_weights_have_the_layout_of_the_files(case: Case) -> None:
 
 
 def test_stacks_that_were_not_turned_are_refused(tmp_path: Path) -> None:
-    """[E, 2 * I, hidden], as other families have it, would be read in silence if it were square."""
+    """[E, 2 * I, hidden], as other families have them."""
     path = write(tmp_path, SAMPLES["gpt-oss"])
     weights = load_file(path / "model.safetensors")
     name = "model.layers.0.mlp.experts.gate_up_proj"

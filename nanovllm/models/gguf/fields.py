@@ -20,7 +20,7 @@ from nanovllm.models.gguf.usual_fields import window as window_of
 # Where transformers has another name.
 MODEL_TYPES = {
     "qwen3moe": "qwen3_moe", "qwen2moe": "qwen2_moe", "hunyuan-dense": "hunyuan_v1_dense",
-    "command-r": "cohere", "gptneox": "gpt_neox", "phi2": "phi",
+    "command-r": "cohere", "gptneox": "gpt_neox", "phi2": "phi", "gpt-oss": "gpt_oss",
 }  # fmt: skip
 # Architectures that have no RMS norm.
 LAYER_NORMS = {"command-r", "cohere2", *PLAIN_FAMILIES} - {"arcee", "apertus"}

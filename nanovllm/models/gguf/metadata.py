@@ -24,6 +24,7 @@ ARCHITECTURES = {
     "stablelm": "StableLmForCausalLM", "starcoder2": "Starcoder2ForCausalLM",
     "nemotron": "NemotronForCausalLM", "falcon": "FalconForCausalLM", "arcee": "ArceeForCausalLM",
     "apertus": "ApertusForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
 }  # fmt: skip
 REQUIRED = object()
 

@@ -38,9 +38,11 @@ OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {
     "hunyuan-dense": {
         "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm",
     },
+    "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
     TWO_NORMS: {"attn_norm": "post_attention_layernorm", "attn_norm_2": "input_layernorm"},
 }  # fmt: skip
 ONE_ROW = "ffn_gate_inp_shexp.weight"  # end of the name of a matrix that may be a vector
+SINKS = "attn_sinks"  # a tensor that is no module's weight
 # The stacks of all experts' matrices [E, N, K].
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 MIXTRAL = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
@@ -76,6 +78,8 @@ def usual_name(name: str, architecture: str) -> str:
     match = IN_LAYER.fullmatch(name)
     if match is None:
         return name
+    if match[2] == SINKS:
+        return f"model.layers.{match[1]}.self_attn.sinks"
     layers = {**LAYERS, **OF_ARCHITECTURE.get(architecture, {})}
     if match[2] not in layers:
         return name

@@ -9,6 +9,8 @@ from nanovllm.utils.checks import shorten
 
 # Architectures that may rotate a part of each head.
 PARTIAL = ("phi3", "glm4", "gptneox", "phi2", "stablelm", "nemotron")
+# Architectures that do not truncate yarn's ramp, and scale unless a config says otherwise.
+NOT_TRUNCATED = ("gpt-oss",)
 # What Llama 3.1 to 3.3 have in common: their files have only the factors that result.
 LLAMA3 = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
@@ -32,6 +34,8 @@ def rope_fields(metadata: Metadata, head_dim: int) -> dict[str, Any]:
             kind = metadata.get("rope.scaling.type")
             raise metadata.wrong("rope.scaling.type", kind, f"absent next to {ROPE_FACTORS}")
         scaling = _of_factors(factors, theta)
+    if scaling is None and metadata.architecture in NOT_TRUNCATED:
+        scaling = {"rope_type": "default"}
     return fields if scaling is None else {**fields, "rope_scaling": scaling}
 
 
@@ -62,7 +66,8 @@ def _scaling(metadata: Metadata) -> dict[str, Any] | None:
         "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", None),
         "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", None),
     }  # fmt: skip
-    return {"rope_type": "yarn", "factor": factor} | {n: v for n, v in given.items() if v}
+    yarn = {"rope_type": "yarn", "factor": factor} | {n: v for n, v in given.items() if v}
+    return yarn | ({"truncate": False} if metadata.architecture in NOT_TRUNCATED else {})
 
 
 def _longrope(metadata: Metadata, long_factors: list[float]) -> dict[str, Any]:

@@ -4,11 +4,9 @@ The files do not say whether the shares of a token's experts add up to 1: each f
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from nanovllm.models.gguf.metadata import Metadata
-
-Config = dict[str, Any]
+from nanovllm.models.gguf.usual_fields import Config, attention_bias
 
 
 def _experts(metadata: Metadata, normalized: bool, name: str = "num_experts") -> Config:
@@ -69,7 +67,7 @@ def _granitemoe(metadata: Metadata) -> Config:
         metadata.size("embedding_length") // metadata.number_of_heads()
     )
     return {
-        "attention_bias": "blk.0.attn_q.bias" in metadata.model.tensors,
+        **attention_bias(metadata),
         "attention_multiplier": metadata.number("attention.scale", usual**-0.5),
         "embedding_multiplier": metadata.number("embedding_scale", 1.0),
         "residual_multiplier": metadata.number("residual_scale", 1.0),
@@ -78,6 +76,20 @@ def _granitemoe(metadata: Metadata) -> Config:
     }
 
 
+def _gpt_oss(metadata: Metadata) -> Config:
+    """Windows in every other layer, a softmax over the chosen experts: files do not say it."""
+    metadata.only("expert_gating_func", (3,))
+    metadata.only("attention.sliding_window_pattern", (2,))
+    return {
+        "intermediate_size": metadata.size("expert_feed_forward_length"),
+        "num_local_experts": metadata.size("expert_count"),
+        "num_experts_per_tok": metadata.size("expert_used_count"),
+        "sliding_window": metadata.size("attention.sliding_window"),
+        **attention_bias(metadata),
+    }
+
+
 SPARSE: dict[str, Callable[[Metadata], Config]] = {
     "qwen2moe": _qwen2moe, "olmoe": _olmoe, "granitemoe": _granitemoe,
+    "gpt-oss": _gpt_oss,
 }  # fmt: skip

@@ -15,6 +15,8 @@ ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "<|eom_id|>",
     "<end_of_turn>", "<|end_of_turn|>",
 )  # fmt: skip
+# In models that have the first two, an answer has several messages: <|end|> ends only one of them.
+ENDS_OF_MESSAGES = ("<|return|>", "<|call|>", "<|endoftext|>")
 
 
 class Vocabulary:
@@ -65,7 +67,8 @@ class Vocabulary:
         """The ids of the tokens that end an answer, the file's EOS first."""
         named = [self.special(name) for name in ("eos", "eot", "eom")]
         kinds, ids = self.kinds, self.ids
-        known = [text for text in ENDS if text in ids and kinds[ids[text]] == CONTROL]
+        ends = ENDS_OF_MESSAGES if {*ENDS_OF_MESSAGES[:2]} <= ids.keys() else ENDS
+        known = [text for text in ends if text in ids and kinds[ids[text]] == CONTROL]
         return [*dict.fromkeys(ids[text] for text in (*named, *known) if text in ids)]
 
     def add_special_tokens(
