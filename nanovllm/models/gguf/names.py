@@ -21,8 +21,7 @@ POST_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
 OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {
-    "phi3": {"ffn_up": "mlp.gate_up_proj"}, "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
-    "granitemoe": {"ffn_gate_inp": "block_sparse_moe.router.layer"},
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "qwen2moe": {
         "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
         "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
@@ -46,10 +45,7 @@ SINKS = "attn_sinks"  # a tensor that is no module's weight
 # The stacks of all experts' matrices [E, N, K].
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 MIXTRAL = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
-# The module of experts and the names of their matrices, where an architecture has others.
-EXPERTS_OF = {
-    "llama": ("block_sparse_moe", MIXTRAL), "granitemoe": ("block_sparse_moe", EXPERTS),
-}  # fmt: skip
+EXPERTS_OF = {"llama": MIXTRAL}  # where an architecture has other names
 # Factors of the rotation's frequencies: they become fields of the config.
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -91,8 +87,8 @@ def expert_names(name: str, number: int, architecture: str) -> list[str]:
     match = IN_LAYER.fullmatch(name)
     if match is None or match[2] not in EXPERTS:
         return []
-    module, matrices = EXPERTS_OF.get(architecture, ("mlp", EXPERTS))
-    above, matrix = f"model.layers.{match[1]}.{module}.experts", matrices[match[2]]
+    matrix = EXPERTS_OF.get(architecture, EXPERTS)[match[2]]
+    above = f"model.layers.{match[1]}.mlp.experts"
     return [f"{above}.{expert}.{matrix}.{match[3]}" for expert in range(number)]
 
 
