@@ -177,7 +177,7 @@ def test_an_unknown_architecture_names_the_known_ones(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ValueError, match=r"'gemma9' is not supported; llama, .*smollm3 are"):
+    with pytest.raises(ValueError, match=r"'gemma9' is not supported; llama, .*gpt-oss are"):
         LLM(str(tmp_path / "m.gguf"))
 
 
