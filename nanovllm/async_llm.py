@@ -97,7 +97,9 @@ class AsyncLLM(AsyncEngine):
         async with contextlib.aclosing(events):  # type: ignore[type-var]
             async for event in events:
                 ended = event["finish_reason"] is not None
-                event["delta"] = readers[event["sample"]].feed(event["text"], ended)
+                event["delta"] = readers[event["sample"]].feed(
+                    event["text"], ended, event["token_ids"]
+                )
                 yield event
 
     async def chat_turn(

@@ -46,9 +46,9 @@ MAX_POSITIONS = 1 << 24  # positions are computed in float32, which has all inte
 MAX_LORAS, MAX_LORA_RANK = 1024, 512
 MAX_WAITING = 1024  # samples, in addition to those that run; for AsyncLLM and the server
 TOOL_PARSERS = (
-    "hermes", "llama3_json", "mistral", "mistral_args", "pythonic", "qwen3_coder", "none",
-)  # fmt: skip
-REASONING_PARSERS = ("qwen3", "deepseek_r1", "none")
+    "hermes", "llama3_json", "mistral", "mistral_args", "pythonic", "qwen3_coder",
+    "harmony", "none")  # fmt: skip
+REASONING_PARSERS = ("qwen3", "deepseek_r1", "harmony", "none")
 DEVICES = "'auto', 'cpu', 'cuda' or 'cuda:N'"
 
 
@@ -252,14 +252,14 @@ class Config:
     tool_parser: str | None = option(
         None,
         "how the model writes tool calls in chats: docs/tools.md; `none`: they are not read",
-        one_of(*TOOL_PARSERS),
+        one_of(*TOOL_PARSERS, "openai"),
         none="as the chat template shows",
     )
     reasoning_parser: str | None = option(
         None,
         "how the model writes reasoning in chats: `qwen3` with `<think>` and `</think>`,"
-        " `deepseek_r1` with `</think>` alone; `none`: it is content",
-        one_of(*REASONING_PARSERS),
+        " `deepseek_r1` with `</think>` alone, `harmony` in a channel; `none`: it is content",
+        one_of(*REASONING_PARSERS, "openai_gptoss"),
         none="as the chat template shows",
     )
     profiler_dir: str | None = option(

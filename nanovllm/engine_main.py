@@ -11,15 +11,15 @@ import queue
 import signal
 import socket
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.ranks.frames import Outbox, receive
+from nanovllm.engine.ranks.frames import receive
 from nanovllm.engine.ranks.life_line import end_with
-from nanovllm.engine.remote.loop import RETRY_SECONDS, EngineLoop
+from nanovllm.engine.remote.loop import EngineLoop
 from nanovllm.engine.remote.messages import EngineFailed, EngineReady, Question, Quit
+from nanovllm.engine.remote.outbox import Outbox
 from nanovllm.features import has_room
 from nanovllm.models.outside import register_families
 from nanovllm.sampling_params import SamplingParams
@@ -121,8 +121,6 @@ def _report_failure(outbox: Outbox, error: BaseException) -> None:
         pickle.loads(pickle.dumps(error))
     except Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}")
-    deadline = time.monotonic() + REPORT_SECONDS
     with contextlib.suppress(OSError):
         outbox.send(EngineFailed(error, details))
-        while not outbox.flush() and time.monotonic() < deadline:
-            time.sleep(RETRY_SECONDS)
+        outbox.wait(REPORT_SECONDS)

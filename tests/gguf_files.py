@@ -12,12 +12,16 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from dense_gguf import DENSE_PARTS, dense_metadata
 from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import load_file
 
 MODEL_TYPES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe", "phi3": "phi3", "smollm3": "smollm3",
+    "qwen3_moe": "qwen3moe", "phi3": "phi3", "smollm3": "smollm3", "olmo2": "olmo2",
+    "olmo3": "olmo2", "granite": "granite", "seed_oss": "seed_oss", "exaone4": "exaone4",
+    "ernie4_5": "ernie4_5", "glm4": "glm4", "hunyuan_v1_dense": "hunyuan-dense",
+    "cohere": "command-r", "cohere2": "cohere2",
 }  # fmt: skip
 TOP = {
     "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
@@ -106,6 +110,7 @@ def model_metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope.get("full_attention", rope)
     theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
     rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
     values: dict[str, Any] = {
@@ -116,7 +121,6 @@ def model_metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": heads,
         "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         "rope.freq_base": float(theta),
@@ -128,6 +132,7 @@ def model_metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         values["expert_feed_forward_length"] = config["moe_intermediate_size"]
     if architecture == "phi3" or config["model_type"] == "mistral":
         values["attention.sliding_window"] = config.get("sliding_window") or 0
+    values |= dense_metadata(config, architecture)
     kind = rope.get("rope_type", "default")
     if kind in ("linear", "yarn", "longrope"):
         values["rope.scaling.type"] = kind
@@ -215,8 +220,8 @@ def _tensors(model: Path, config: dict[str, Any], architecture: str) -> Tensors:
             parts = [name.replace("experts.0.", f"experts.{i}.") for i in experts]
             module.remove("0")
             value = torch.stack([loaded[part] for part in parts])
-        part = PARTS[".".join(module)]
-        permuted = heads.get(part, 0) if architecture in ("llama", "smollm3") else 0
+        part = (PARTS | DENSE_PARTS.get(architecture, {}))[".".join(module)]
+        permuted = heads.get(part, 0) if architecture in ("llama", "smollm3", "granite") else 0
         found[f"blk.{layer}.{part}.{leaf}"] = value, parts, permuted
     return found
 

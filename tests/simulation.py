@@ -35,9 +35,10 @@ from nanovllm.engine.cache.state_part import states_before_and_after
 from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.run.reports import scheduled_of
+from nanovllm.engine.schedule.admission import MOST_PREFILLS, MOST_STARTS
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.drafting import Drafting
-from nanovllm.engine.schedule.scheduler import MOST_PREFILLS, Scheduler
+from nanovllm.engine.schedule.scheduler import Scheduler
 from nanovllm.engine.schedule.sequence import Sequence, SequenceParts, SequenceStatus
 from nanovllm.prompt_dicts import salt_number
 from nanovllm.sampling_params import SamplingParams
@@ -361,7 +362,7 @@ class Simulation:
             for seq in waiting
             if not seq.is_prefilling and not seq.ends_in_flight
         }
-        most = MOST_PREFILLS + self.config.max_num_seqs + 1
+        most = MOST_PREFILLS + MOST_STARTS + 1
         assert max(self.waited.values(), default=0) <= most
 
     def check_forks(self, batch: Batch) -> None:

@@ -13,6 +13,7 @@ from adapted import OPTIONS as WITH_ADAPTERS
 from adapted import audit_slots, with_adapters
 from families import PUBLISHED, SAMPLES
 from families.describe import write
+from families.experts import SAMPLES as SPARSE
 from reference import (
     HARD,
     SMALL_POOL,
@@ -132,6 +133,8 @@ def test_weights_are_updated_by_the_names_of_the_files(name: str, case: Case) ->
 @pytest.mark.sampled(share=0.35)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_adapters_of_all_linear_layers_equal_peft(name: str, case: Case, tmp_path: Path) -> None:
+    if reason := SAMPLES[name].refuses.get("adapters"):
+        pytest.skip(reason)
     adapted = with_adapters(case.path, tmp_path, 4, ["all"])
     with make_llm(case.path, **WITH_ADAPTERS, **HARD) as llm:
         assert_same(adapted.generate(llm), adapted.expected)
@@ -161,3 +164,13 @@ def test_published_models_have_their_number_of_parameters(name: str, tmp_path: P
         model = build_model(config, 16)
     assert sum(param.numel() for param in model.parameters()) == PUBLISHED[name].num_parameters
     assert model_size.num_params(config) == PUBLISHED[name].num_parameters
+
+
+@pytest.mark.sampled(share=0.35)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPARSE)
+def test_two_ranks_with_whole_experts_equal_transformers(name: str, case: Case) -> None:
+    options = dict(tensor_parallel_size=2, enable_expert_parallel=True, max_num_batched_tokens=64)
+    with make_llm(case.path, **options) as llm:
+        assert_same(generate(llm, case), case.expected)
+        audit_at_rest(llm)

@@ -170,7 +170,8 @@ def test_reading_configs_does_not_load_torch() -> None:
 from nanovllm.models.family import MODELS
 from nanovllm.models.config import ModelConfig
 for name in MODELS:
-    ModelConfig.parse({"architectures": [name]}).check_parallel_size(2)
+    even = {"hidden_size": 512, "num_attention_heads": 8} if "Falcon" in name else {}  # of 71 heads
+    ModelConfig.parse({"architectures": [name], **even}).check_parallel_size(2)
 """
     assert loaded_by(statement) & set(HEAVY) == set()
 

@@ -1,8 +1,7 @@
 """The modules of a model that can have adapters, by the names that checkpoints give them.
 
 These are embed_tokens and lm_head, all linear layers of attention and feed-forward, and the
-matrices of experts: of each expert, or of all experts of a layer together. Routers cannot have
-adapters.
+matrices of experts: of each expert, or of all experts of a layer together; and their routers.
 """
 
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ from nanovllm.formats.stored import RankPart
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import LinearBase
-from nanovllm.layers.sparse_mlp import ExpertRouter
 from nanovllm.models.decoder import Model
 
 
@@ -70,7 +68,7 @@ def _modules(model: Model) -> Iterator[Module]:
             yield from _of_experts(name, layer) if layer.takes_adapters else ()
         elif isinstance(layer, VocabParallelEmbedding):
             yield Module(name, layer, layer.rank_part, (0,))
-        elif isinstance(layer, LinearBase) and not isinstance(layer, ExpertRouter):
+        elif isinstance(layer, LinearBase):
             yield from _of_linear(name, layer, model.names)
 
 

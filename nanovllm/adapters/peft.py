@@ -20,6 +20,7 @@ from nanovllm.adapters.modules import Module, modules_of
 from nanovllm.adapters.peft_config import PeftConfig, read_config
 from nanovllm.adapters.tensors import AdapterTensors, Pair
 from nanovllm.formats.names import full_name
+from nanovllm.layers.file_order import outputs_of
 from nanovllm.models.checkpoint import ordinary_file
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import FLOATS, InFile, errors_name
@@ -49,17 +50,17 @@ def read_adapter(path: str | Path, model: CausalLM, max_rank: int) -> AdapterTen
     path = Path(path)
     if not path.is_dir():
         raise NotADirectoryError(f"lora_path must be a local directory, got {str(path)!r}")
-    config = read_config(path)
+    config = read_config(path).renamed(model.names)
     file = path / WEIGHTS_FILE
     dtype = model.model.norm.weight.dtype
     with _open(file) as tensors, errors_name(file):
-        modules = modules_of(model)
-        stacks, stored = _stacks(modules, config), _pairs(tensors, model)
+        modules, spelt = modules_of(model), dict[str, str]()
+        stacks, stored = _stacks(modules, config), _pairs(tensors, model, spelt)
         _check_names(stored.keys() - stacks, modules)
         pairs = {stacks.get(name, name): files for name, files in stored.items()}
         _check_not_twice(pairs, modules)
         return {
-            name: _read_pair(name, files, modules[name], config, max_rank, dtype)
+            name: _read_pair(spelt.get(name, name), files, modules[name], config, max_rank, dtype)
             for name, files in pairs.items()
         }
 
@@ -95,8 +96,11 @@ def _stacks(modules: Mapping[str, Module], config: PeftConfig) -> dict[str, str]
     return names
 
 
-def _pairs(tensors: Mapping[str, InFile], model: CausalLM) -> Files:
-    """A and B of each module. Raises for other tensors, unless they are the model's own."""
+def _pairs(tensors: Mapping[str, InFile], model: CausalLM, spelt: dict[str, str]) -> Files:
+    """A and B of each module. Raises for other tensors, unless they are the model's own.
+
+    `spelt` gets the names in the file of modules that the family's files call otherwise.
+    """
     pairs: Files = defaultdict(dict)
     for key, tensor in tensors.items():
         name = key.removeprefix(BEGINNING)
@@ -104,8 +108,10 @@ def _pairs(tensors: Mapping[str, InFile], model: CausalLM) -> Files:
             if end in name:
                 raise ValueError(f"tensor {key!r} is of {feature}, which is not supported")
         if match := LOW_RANK.fullmatch(name):
-            embedding = match[2] or ""
-            pairs[full_name(model.names.ours(match[1]))][embedding + match[3]] = tensor
+            embedding, ours = match[2] or "", full_name(model.names.ours(match[1]))
+            pairs[ours][embedding + match[3]] = tensor
+            if model.names.ours(match[1]) != match[1]:
+                spelt[ours] = match[1]
         elif match := BASE_WEIGHT.fullmatch(name):
             check_base_weight(key, full_name(model.names.ours(match[1])), tensor, model)
         else:
@@ -163,7 +169,8 @@ def _read_pair(
     if rank > max_rank:
         raise ValueError(f"{name} has rank {rank}: max_lora_rank must be >= {rank}, got {max_rank}")
     down = _values(a_key, a).to(dtype)
-    up = (_values(b_key, b) * config.scale_of(name)).t().to(dtype)
+    rows = outputs_of(module.layer, module.projections, _values(b_key, b))
+    up = (rows * config.scale_of(name)).t().to(dtype)
     if module.is_stack:  # A has one expert's rows after the other, B's columns alternate
         down = down.view(-1, rank, module.size_in)
         up = up.reshape(rank, -1, module.size_out).transpose(0, 1)

@@ -3,10 +3,11 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nanovllm.formats.names import Names
 from nanovllm.layers.experts import MATRICES
 from nanovllm.models.checkpoint import fields_of
 from nanovllm.utils.checks import check_bool, check_float, check_int, shorten
@@ -17,13 +18,14 @@ ALL_LINEAR = "all-linear"
 IGNORED = frozenset((
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "lora_dropout", "megatron_core", "loftq_config", "eva_config", "corda_config",
-    "lora_ga_config", "qalora_group_size", "runtime_config",
+    "lora_ga_config", "qalora_group_size", "runtime_config", "fan_in_fan_out",
 ))  # fmt: skip
 READ = frozenset((
     "peft_type", "bias", "init_lora_weights", "r", "lora_alpha", "use_rslora", "rank_pattern",
     "alpha_pattern", "target_modules", "target_parameters", "exclude_modules",
     "layers_to_transform", "layers_pattern",
 ))  # fmt: skip
+ROUTERS = (".gate.weight", ".router.weight")  # ends of names
 NAMES = {"use_dora": "DoRA", "alora_invocation_tokens": "aLoRA", "use_qalora": "QALoRA"}
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # they subtract from base weights
 LAYER = r".*?\.[^.]*\.(\d+)\."  # the first number in a name is the layer's
@@ -33,7 +35,8 @@ LAYER = r".*?\.[^.]*\.(\d+)\."  # the first number in a name is the layer's
 class PeftConfig:
     """Ranks and scales by names of modules, and which modules the adapter may have.
 
-    `parameters` are the stacked matrices of a layer's experts; each counts as a module.
+    `parameters` are the stacked matrices of a layer's experts, each of which counts as a module,
+    and the weights of routers.
     """
 
     rank: int
@@ -47,6 +50,13 @@ class PeftConfig:
     layers: tuple[int, ...] | None
     layers_patterns: tuple[str, ...]
 
+    def renamed(self, names: Names) -> "PeftConfig":
+        """With our names of modules next to the files' names, for a model with these names."""
+        targets, parameters = self.targets, tuple(map(names.ours, self.parameters))
+        if isinstance(targets, tuple):
+            targets = tuple(dict.fromkeys((*targets, *map(names.ours, targets))))
+        return replace(self, targets=targets, parameters=parameters)
+
     def rank_of(self, module: str) -> int:
         """The rank of a module's matrices."""
         rank: int = _by_pattern(self.ranks, module, self.rank)
@@ -59,7 +69,7 @@ class PeftConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def has_parameter(self, name: str) -> bool:
-        """Whether a parameter of experts has an adapter."""
+        """Whether a parameter of experts or of a router has an adapter."""
         return _is_one_of(name, self.parameters)
 
     def check_has(self, module: str) -> None:
@@ -67,6 +77,8 @@ class PeftConfig:
         if _is_one_of(module, self.excluded):
             raise ValueError(f"exclude_modules lists it: {shorten(self.excluded)}")
         if self.targets is None or self.targets == ALL_LINEAR:
+            return
+        if self.has_parameter(f"{module}.weight"):
             return
         if not _is_one_of(module, self.targets):
             raise ValueError(f"target_modules does not list it: {shorten(self.targets)}")
@@ -149,13 +161,13 @@ def _modules(fields: Mapping[str, Any], key: str) -> str | tuple[str, ...] | Non
 
 
 def _parameters(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """The parameters that have adapters; only experts are allowed."""
+    """The parameters that have adapters; only those of experts and of routers are allowed."""
     names = _strings("target_parameters", fields.get("target_parameters") or [])
     for name in names:
-        if name.rpartition(".")[2] not in MATRICES:
+        if name.rpartition(".")[2] not in MATRICES and not f".{name}".endswith(ROUTERS):
             raise ValueError(
-                f"target_parameters must be {' or '.join(MATRICES)} of experts, got {name!r}:"
-                " neither routers nor other parameters can have adapters"
+                f"target_parameters must be {' or '.join(MATRICES)} of experts, or the weight of"
+                f" their gate or router, got {name!r}: other parameters cannot have adapters"
             )
     return names
 

@@ -18,7 +18,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nanovllm.layers.cache_spec import State, TokenCache
+from nanovllm.layers.cache_spec import KeysAndValues, State, TokenCache
+from nanovllm.layers.shared_cache import SharedKeysAndValues
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.model_size import (
     WeightBytes,
@@ -74,10 +75,12 @@ def kv_bytes_per_token(config: ModelConfig, head_bytes: HeadBytes) -> int:
     return sum(_row_bytes(cache, head_bytes) for cache in _attentions(config))
 
 
-def _row_bytes(cache: TokenCache, head_bytes: HeadBytes) -> int:
-    """Bytes of one token in one layer's cache."""
+def _row_bytes(cache: TokenCache, head_bytes: HeadBytes, reads: bool = False) -> int:
+    """Bytes of one token in one layer's cache, or that the layer `reads`."""
     _, num_kv_heads, head_dim = cache.heads
-    return cache.num_tensors * num_kv_heads * head_bytes(head_dim)
+    shares = reads and isinstance(cache, SharedKeysAndValues)
+    num_tensors = KeysAndValues.num_tensors if shares else cache.num_tensors
+    return num_tensors * num_kv_heads * head_bytes(head_dim)
 
 
 def prefill_flops(config: ModelConfig, input_lens: Sequence[int]) -> float:
@@ -119,7 +122,7 @@ def decode_kv_bytes(
 ) -> int:
     """Bytes of KV that decode reads; prefill generates the first token of each request."""
     return sum(
-        _row_bytes(cache, head_bytes) * seen_keys(num_in, num_out - 1, cache.window)
+        _row_bytes(cache, head_bytes, reads=True) * seen_keys(num_in, num_out - 1, cache.window)
         for cache in _attentions(config)
         for num_in, num_out in zip(input_lens, output_lens, strict=True)
     )

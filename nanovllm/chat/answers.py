@@ -1,6 +1,7 @@
 """Answers of chats: divided into reasoning, content and tool calls, whole or piece by piece."""
 
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.chat.reasoning import Reasoning, ReasoningReader
 from nanovllm.chat.tool_formats.base import ToolFormat
@@ -8,25 +9,34 @@ from nanovllm.chat.tool_formats.parser import Delta, ToolParser
 from nanovllm.chat.tools import Tool
 from nanovllm.outputs import RequestOutput
 
+if TYPE_CHECKING:
+    from nanovllm.chat.harmony.turns import HarmonyAnswer
+
 
 class AnswerFormat(NamedTuple):
-    """How an answer is parsed. If reasoning and tools are None, all of it is content.
+    """How an answer is parsed. If reasoning, tools and harmony are None, all of it is content.
 
-    The answer may call the tools `offered`.
+    The answer may call the tools `offered`. `harmony` is a format of both reasoning and calls.
     """
 
     reasoning: Reasoning | None = None
     tools: ToolFormat | None = None
     offered: tuple[Tool, ...] = ()
+    harmony: "HarmonyAnswer | None" = None
 
     def reader(self) -> "AnswerReader":
         """A reader of one answer in this format, piece by piece."""
         return AnswerReader(self)
 
-    def message(self, text: str) -> dict[str, Any]:
-        """The message of a whole answer, as OpenAI writes it, with `reasoning_content`."""
+    def message(self, text: str, token_ids: Sequence[int] = ()) -> dict[str, Any]:
+        """The message of a whole answer, as OpenAI writes it, with `reasoning_content`.
+
+        `token_ids` are the answer's tokens. Without them, harmony takes those of the text.
+        """
+        if self.harmony is not None and not token_ids:
+            token_ids = self.harmony.tokens_of(text)
         message: dict[str, Any] = {"role": "assistant", "content": None}
-        _add(message, AnswerReader(self, early=False).feed(text, ended=True))
+        _add(message, AnswerReader(self, early=False).feed(text, True, token_ids))
         for call in message.get("tool_calls", ()):
             del call["index"]
         if message == {"role": "assistant", "content": None}:
@@ -36,7 +46,7 @@ class AnswerFormat(NamedTuple):
     def add_messages(self, output: RequestOutput) -> None:
         """Give an output, and each of its samples, a `message`."""
         for sample in output["outputs"]:
-            sample["message"] = self.message(sample["text"])
+            sample["message"] = self.message(sample["text"], sample["token_ids"])
         output["message"] = output["outputs"][0]["message"]
 
 
@@ -51,13 +61,21 @@ class AnswerReader:
     """
 
     def __init__(self, answer: AnswerFormat, early: bool = True) -> None:
-        reasoning, tools, offered = answer
+        reasoning, tools, offered, harmony = answer
+        self._harmony = None if harmony is None else harmony.reader(early)
         self._reasoning = None if reasoning is None else ReasoningReader(reasoning.inside)
         self._tools = None if tools is None else ToolParser(tools, offered, early)
 
-    def feed(self, text: str, ended: bool = False) -> dict[str, Any]:
-        """The delta that one more piece makes certain, or {}; `ended`: it is the last piece."""
+    def feed(self, text: str, ended: bool = False, token_ids: Iterable[int] = ()) -> dict[str, Any]:
+        """The delta that one more piece makes certain, or {}; `ended`: it is the last piece.
+
+        `token_ids` are the new tokens. Each comes with its text, or before it.
+        """
         delta: dict[str, Any] = {}
+        if self._harmony is not None:
+            for part in self._harmony.feed(text, token_ids, ended):
+                _add(delta, _written(part))
+            return delta
         if self._reasoning is not None:
             reasoning, text = self._reasoning.feed(text, ended)
             if reasoning:
@@ -74,6 +92,8 @@ class AnswerReader:
 
 def _written(part: Delta) -> dict[str, Any]:
     """A part of an answer as OpenAI writes it."""
+    if part.reasoning:
+        return {"reasoning_content": part.reasoning}
     if part.call is None:
         return {"content": part.content}
     call: dict[str, Any] = {"index": part.call}

@@ -10,6 +10,7 @@ from typing import Any
 
 from nanovllm.chat.answers import AnswerFormat
 from nanovllm.chat.conversation import chat_texts, given_template, has_chat_template
+from nanovllm.chat.harmony.turns import HarmonyTurns, uses_harmony
 from nanovllm.chat.reasoning import END, START, reasoning_of
 from nanovllm.chat.tool_formats.base import ToolFormat
 from nanovllm.chat.tool_formats.grammar import answer_grammar
@@ -96,7 +97,8 @@ class ChatFormat:
         with closing(source) as events:
             for event in events:
                 reader = readers[event["index"]][event["sample"]]
-                event["delta"] = reader.feed(event["text"], event["finish_reason"] is not None)
+                ended = event["finish_reason"] is not None
+                event["delta"] = reader.feed(event["text"], ended, event["token_ids"])
                 yield event
 
     def _prompt(self, text: str, params: SamplingParams, salt: str | None) -> TokensPrompt:
@@ -113,6 +115,8 @@ class ChatFormat:
     def _turn(
         self, prompt: TokensPrompt, params: SamplingParams, choice: ToolChoice, template: str
     ) -> Turn:
+        if uses_harmony(template, self._tool_parser, self._reasoning_parser):
+            return self._harmony_turn(prompt, params, choice)
         reasoning = reasoning_of(template, prompt["prompt"], self._reasoning_parser)
         thinks = reasoning is not None and reasoning.sure
         tools = self._tool_format(choice, template)
@@ -138,6 +142,18 @@ class ChatFormat:
             params = dataclasses.replace(params, **changed)
         return Turn(prompt, params, AnswerFormat(reasoning, tools, choice.tools))
 
+    def _harmony_turn(
+        self, prompt: TokensPrompt, params: SamplingParams, choice: ToolChoice
+    ) -> Turn:
+        turns = HarmonyTurns(self._tokenizer, self._tool_parser, self._reasoning_parser)
+        answer = turns.answer([*prompt["prompt_token_ids"]], choice)
+        asked = params.structured_outputs
+        assert asked is None or isinstance(asked, StructuredOutputs)
+        check_answer(asked, choice)
+        asked = turns.constraint(answer, choice, asked)
+        params = dataclasses.replace(params, skip_special_tokens=False, structured_outputs=asked)
+        return Turn(prompt, params, AnswerFormat(harmony=answer))
+
     def _tool_format(self, choice: ToolChoice, template: str) -> ToolFormat | None:
         """How calls are written; None if none are to be read."""
         if not choice.tools or (self._tool_parser == "none" and not choice.required):
@@ -156,11 +172,7 @@ class ChatFormat:
         self, tools: ToolFormat, choice: ToolChoice, asked: StructuredOutputs | None, thinks: bool
     ) -> StructuredOutputs | None:
         """The constraint of an answer that may or must be calls."""
-        if asked is not None and choice.required:
-            raise ValueError(
-                "structured_outputs, or response_format, are for answers that are no calls; with"
-                " them tool_choice must be 'auto' or 'none'"
-            )
+        check_answer(asked, choice)
         if asked is not None and not asked.kind.startswith("json"):
             return asked  # it does not allow calls
         is_free = choice.several and not any(tool.strict for tool in choice.tools)
@@ -192,3 +204,12 @@ class ChatFormat:
             names = ("tool_use", "default") if choice.tools else ("default",)
             template = next((template[name] for name in names if name in template), "")
         return str(template)
+
+
+def check_answer(asked: StructuredOutputs | None, choice: ToolChoice) -> None:
+    """Raise if an answer must be a call and something else."""
+    if asked is not None and choice.required:
+        raise ValueError(
+            "structured_outputs, or response_format, are for answers that are no calls; with"
+            " them tool_choice must be 'auto' or 'none'"
+        )

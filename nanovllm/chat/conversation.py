@@ -4,6 +4,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nanovllm.chat.harmony.history import (
+    check_effort,
+    harmony_messages,
+    harmony_tools,
+    shows_harmony,
+)
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import (
     as_list,
@@ -48,6 +54,13 @@ def chat_texts(
     _check_template(tokenizer, template_options)
     _check_keywords(tokenizer, given)
     conversations = _check_conversations(messages, template)
+    if shows_harmony(template):
+        check_effort(template_options)
+        template_options["tools"] = harmony_tools(tools)
+        conversations = [
+            harmony_messages(_place(index, conversations), one)
+            for index, one in enumerate(conversations)
+        ]
     return [
         _apply_template(tokenizer, _place(index, conversations), conversation, template_options)
         for index, conversation in enumerate(conversations)

@@ -115,7 +115,7 @@ class Conversation:
     def answer(self, text: str) -> None:
         """Write the model's answer. If Ctrl-C stops it, the conversation keeps the part so far."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        answer, failure = "", None
+        answer, token_ids, failure = "", list[int](), None
         try:
             (turn,) = self.llm.chat_turns(
                 [messages], self.params, chat_template_kwargs=self.chat_template_kwargs
@@ -123,6 +123,7 @@ class Conversation:
             with contextlib.closing(self.llm.stream([turn.prompt], turn.params)) as events:  # type: ignore[type-var]
                 for event in events:
                     answer += event["text"]
+                    token_ids += event["token_ids"]
                     sys.stdout.write(event["text"])
                     sys.stdout.flush()
                     if event["finish_reason"] == "error":
@@ -137,5 +138,6 @@ class Conversation:
                 raise
             print(f"{error}; /reset starts a new conversation", file=sys.stderr)
             return
-        message = turn.answer.message(answer)  # without reasoning in its content: templates drop it
+        # Without reasoning in its content: templates drop it.
+        message = turn.answer.message(answer, token_ids)
         self.messages = [*messages, {**message, "content": message["content"] or ""}]

@@ -84,7 +84,8 @@ def find_source(config: Config, model_config: ModelConfig, tokenizer: Any) -> So
 def _check_layers(draft: ModelConfig) -> None:
     """Raise a ValueError unless all layers can share one block table."""
     caches = [layer.cache for layer in draft.layers]
-    heads = {(c.num_tensors, c.heads) for c in caches if isinstance(c, TokenCache)}
+    kept = (c for c in caches if isinstance(c, TokenCache) and c.num_tensors)
+    heads = {(c.num_tensors, c.heads) for c in kept}
     if len(heads) > 1:
         raise ValueError("a draft model needs layers with equal numbers and sizes of heads")
 

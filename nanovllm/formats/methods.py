@@ -41,14 +41,19 @@ def choose_quantization(
                 f"quantization={option!r}: the checkpoint has plain weights, which can be"
                 f" quantized by {allowed_choices(ONLINE)}"
             )
-        found = _while_loading(option)
+        return _while_loading(option)
+    if found.method == "gguf":  # its rules have usual names
+        names = replace(names, prefixes={}, pieces={})
     return replace(found, names=names)
 
 
 def _while_loading(method: str) -> Quantization:
-    """Quantize all plain weights, except the routers of experts, which are small and decide."""
+    """Quantize all plain weights, except routers and gates of experts: they are small and decide.
+
+    These rules match our names, whatever files call the layers.
+    """
     scheme, of_head = ONLINE[method]
-    schemes = {r".*\.gate$": None, r"model\.": scheme, HEAD: of_head}
+    schemes = {r".*(gate|router|router\.layer)$": None, r"model\.": scheme, HEAD: of_head}
     return Quantization(
         method, tuple(SchemeRule(re.compile(p), each) for p, each in schemes.items())
     )

@@ -20,7 +20,7 @@ EXPERTS: Mapping[str, tuple[str, ...]] = {
     "down_proj": ("down_proj",),
 }
 BEGINNINGS = ("embed_tokens.", "layers.", "norm.")  # of a decoder's tensors, without a head
-ATTENTION = ".attn."  # a module of ours; in checkpoints its scales belong to its parent
+OWN_MODULES = re.compile(r"\.(attn|of_block)\.")  # in checkpoints their tensors are the parent's
 KV_SCALE = re.compile(r"(.*self_attn)\.(?:[kv]_proj\.)?(?:(?<=([kv])_proj\.)output|([kv]))_scale")
 
 
@@ -115,4 +115,4 @@ def full_name(name: str, known: Container[str] = ()) -> str:
 
 def checkpoint_name(param: str) -> str:
     """The usual name in checkpoints of a parameter."""
-    return param.replace(ATTENTION, ".")
+    return OWN_MODULES.sub(".", param)

@@ -202,7 +202,7 @@ class WhileLoading(WeightFormat):
         check_shape(loaded, (sum(part.sizes[i] for i in chosen), part.in_features))
         device = next(iter(tensors.values())).device
         for i, rows in zip(chosen, part.rows_in(chosen), strict=True):
-            matrix = loaded[rows].to(device)
+            matrix = loaded[rows].to(device).contiguous()
             own = RankPart.whole(len(matrix), part.in_features, part.columns)
             for name, tensor in self.quantize(matrix).items():
                 stored = self.tensors[name]

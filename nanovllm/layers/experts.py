@@ -1,7 +1,7 @@
 """Experts: parallel feed-forward layers; each token uses a few of them."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,7 @@ class Experts(Layer):
     """
 
     kernels: Kernels = PLAIN
+    activation: Callable[[torch.Tensor], torch.Tensor] | None = None  # of gate and up; None: silu
     takes_adapters = True
 
     def __init__(
@@ -204,11 +205,17 @@ class Experts(Layer):
             gate_up, down = self.matrices
             return self.kernels.experts(
                 x, gate_up, down, expert_ids, shares, self.num_experts,
-                linear=lambda x, matrix: matrix.linear(x),
+                linear=lambda x, matrix: matrix.linear(x), **self._options(),
             )  # fmt: skip
         # Before `bind`, plain PyTorch multiplies by dense weights.
         operands: tuple[Any, Any] = self.operands or (self.gate_up_proj, self.down_proj)
-        return self.kernels.experts(x, *operands, expert_ids, shares, self.num_experts)
+        return self.kernels.experts(
+            x, *operands, expert_ids, shares, self.num_experts, **self._options()
+        )
+
+    def _options(self) -> dict[str, Any]:
+        """The kernels' option of another activation than silu."""
+        return {} if self.activation is None else {"activation": self.activation}
 
     def _forward_adapted(
         self,
@@ -223,11 +230,11 @@ class Experts(Layer):
         if self.matrices is not None:
             return self.kernels.adapted_experts(
                 x, *self.matrices, expert_ids, shares, self.num_experts, additions,
-                linear=lambda x, matrix: matrix.linear(x),
+                linear=lambda x, matrix: matrix.linear(x), **self._options(),
             )  # fmt: skip
         operands: tuple[Any, Any] = self.operands or (self.gate_up_proj, self.down_proj)
         return self.kernels.adapted_experts(
-            x, *operands, expert_ids, shares, self.num_experts, additions
+            x, *operands, expert_ids, shares, self.num_experts, additions, **self._options()
         )
 
 

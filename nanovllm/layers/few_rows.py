@@ -78,9 +78,11 @@ def operands_of(block: Block) -> list[Any]:
     norms = before_mixer, before
     if not all(norm is not None and norm.is_plain for norm in norms) or after_mixer or after:
         return [None]
-    # A subclass may compute something else, which these kernels would leave out.
-    if type(block) is not Block or type(mixer) is not SelfAttention or block.residual_scale != 1.0:
+    # A subclass may compute something else, which they would leave out. They call `attend`.
+    own = (type(mixer).mix, type(mixer).project) != (SelfAttention.mix, SelfAttention.project)
+    if type(block) is not Block or own or block.residual_scale != 1.0:
         return [None]
+    assert isinstance(mixer, SelfAttention)
     return [*_operands(mixer.qkv_proj, mixer.o_proj), *_operands_after(feed_forward)]
 
 
@@ -178,6 +180,8 @@ def with_adapters(
     for module in (module for block in blocks for module in block.modules()):
         if isinstance(module, Experts) and module.low_ranks:
             return None
+        if isinstance(module, ExpertRouter):
+            continue
         if isinstance(module, LinearBase) and module.low_rank:
             low_ranks[id(module.operand_and_bias[0])] = module.low_rank
     from nanovllm.kernels.triton.lora.adapted_few_rows import AdaptedFewRows, with_counters

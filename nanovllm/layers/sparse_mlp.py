@@ -1,23 +1,29 @@
 """SparseMLP: a feed-forward part of experts, and the router that selects some for each token."""
 
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from nanovllm.formats.format import DENSE, WeightFormat
-from nanovllm.kernels.plain.route import choose
+from nanovllm.kernels.operands.routing import Routing
+from nanovllm.kernels.plain.choose_experts import choose_experts
 from nanovllm.layers.backend import Backend
+from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.feed_forward import FeedForward
 from nanovllm.layers.layer import Build
-from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.linear import BIAS, ReplicatedLinear
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.experts.route import Router as RouterKernel  # which needs Triton
 
 
 class ExpertRouter(ReplicatedLinear):
-    """Selects K of E experts for each row, with a share for each.
+    """Selects K of E experts for each row, with a share for each, as `routing` says.
 
     In float32 for every model type: rounding must not decide between experts.
     """
@@ -28,20 +34,23 @@ class ExpertRouter(ReplicatedLinear):
         self,
         hidden_size: int,
         num_experts: int,
-        per_token: int,
-        normalized: bool,
+        routing: Routing,
         weight_format: WeightFormat = DENSE,
     ) -> None:
         super().__init__(hidden_size, num_experts, weight_format=weight_format)
-        self.per_token, self.normalized = per_token, normalized
+        self.routing = routing
+        self.per_token, self.normalized = routing.per_token, routing.sums_to_one
         self.dtype = torch.get_default_dtype()
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if routing.has_bias:
+            self.e_score_correction_bias = self.rank_part.new(replace(BIAS, dtype=torch.float32))
 
     def bind(self, backend: Backend) -> None:
         """Make the kernel, where there is one, else the matrix. A second call does nothing."""
         if self.kernel is not None or self.matrix is not None:
             return
         weight = self.weight_format.weight(self.stored_tensors(), self.rank_part)
-        if isinstance(weight, torch.Tensor):
+        if isinstance(weight, torch.Tensor) and self.routing.is_fused:
             self.kernel = backend.kernels.router(weight, self.dtype)
         if self.kernel is None:
             super().bind(backend)
@@ -50,17 +59,25 @@ class ExpertRouter(ReplicatedLinear):
 
     def select(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The shares [T, K] and the ids [T, K] of the experts of rows x [T, hidden]."""
+        if self.low_rank and (adapters := adapter_rows()):
+            zeros = partial(x.new_zeros, len(x), self.rank_part.num_rows)
+            return self._choose(self._outputs(x) + adapters.add(x, self.low_rank, zeros))
         if self.kernel is None:
-            scores = self.linear(x.float(), self.bias)
-            return choose(scores, self.per_token, self.normalized)
+            return self._choose(self._outputs(x))
         return self.kernel.route(x, self.per_token, self.normalized)
+
+    def _outputs(self, x: torch.Tensor) -> torch.Tensor:
+        """The outputs [T, E] of rows x."""
+        if self.kernel is None:
+            return self.linear(x.float(), self.bias)
+        return F.linear(x.float(), self.kernel.weight.float())
+
+    def _choose(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return choose_experts(outputs, self.routing, self.e_score_correction_bias)
 
 
 class SparseMLP(FeedForward):
-    """Experts, and the router that selects `per_token` of them, with a share for each.
-
-    With `normalized`, the shares of a token's experts add up to 1.
-    """
+    """Experts, and the router that selects some of them, with a share for each."""
 
     def __init__(
         self,
@@ -68,14 +85,11 @@ class SparseMLP(FeedForward):
         hidden_size: int,
         intermediate_size: int,
         num_experts: int,
-        per_token: int,
-        *,
-        normalized: bool,
+        routing: Routing,
     ) -> None:
         super().__init__()
-        self.gate = ExpertRouter(
-            hidden_size, num_experts, per_token, normalized, make.formats.in_float32("gate")
-        )
+        in_float32 = make.formats.in_float32("gate")
+        self.gate = ExpertRouter(hidden_size, num_experts, routing, in_float32)
         self.experts = Experts(
             num_experts, hidden_size, intermediate_size, make.ranks, make.whole_experts,
             make.formats.of_experts(num_experts), make.formats.names.experts,

@@ -38,7 +38,8 @@ class ModelConfig:
     head, because the checkpoint has only the decoder, the embeddings' table takes its place.
 
     A family adds fields of its own in a subclass. `layers` has what the engine needs to know before
-    the model is built. A family with layers of another shape overrides `layer_shape`.
+    the model is built. A family with layers of another shape overrides `layer_shape`. `num_outside`
+    counts parameters outside of the layers, besides the tables and the weight of the last norm.
     """
 
     architecture: str = ""
@@ -64,6 +65,7 @@ class ModelConfig:
     rotated_layers: tuple[bool, ...]
     quantization: "Quantization | None" = None  # None: plain weights
     has_head: bool = True
+    num_outside: int = 0
 
     @classmethod
     def from_dir(cls, path: Path, quantization: str | None = None) -> "ModelConfig":
@@ -89,15 +91,21 @@ class ModelConfig:
         """Read the fields of a `config.json`, as the architecture's family does."""
         name = _architecture_name(file)
         family = family_of(name)
-        if file.get("is_causal") is False or file.get("use_bidirectional_attention"):
+        later = file.get("use_bidirectional_attention") not in (None, False, "vision")  # of images
+        if file.get("is_causal") is False or later:
             raise ValueError("attention to later tokens (is_causal is false) is not supported")
         config = family.read(file)
         if not isinstance(config, ModelConfig):
             raise TypeError(f"the family of {name} must read a ModelConfig, got {shorten(config)}")
+        reference = ""  # in this package
+        if name in registered:
+            from nanovllm.models.outside import family_reference
+
+            reference = family_reference(name)
         config = replace(
             config,
             architecture=name,
-            family=_reference(name),
+            family=reference,
             quantization=_quantization(file, quantization, family.names),
         )
         config._refuse_huge()
@@ -186,15 +194,6 @@ class ModelConfig:
         )
         if self.hidden_size * self.vocab_size + largest > MAX_PARAMETERS:
             raise ValueError(f"no memory holds a matrix of the model's sizes: {self.sizes}")
-
-
-def _reference(name: str) -> str:
-    """Where other processes find the family; empty for those of this package."""
-    if name not in registered:
-        return ""
-    from nanovllm.models.outside import family_reference
-
-    return family_reference(name)
 
 
 def _quantization(

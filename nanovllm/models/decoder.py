@@ -67,6 +67,10 @@ class Decoder(nn.Module):
         """Cosines and sines of a step's positions [T], once for all layers."""
         return {name: rope(positions) for name, rope in self.ropes.items()}
 
+    def embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> Any:  # noqa: ARG002
+        """The first block's input [T, hidden]. Decoders with learned positions add them here."""
+        return self.embed_tokens(input_ids)
+
     def tap(self, layers: tuple[int, ...]) -> None:
         """Let `forward` return the residuals before these layers."""
         self.taps = layers
@@ -87,11 +91,10 @@ class Decoder(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        x: torch.Tensor = self.embed_tokens(input_ids)
+        x: torch.Tensor = self.embed(input_ids, positions)
         residual: torch.Tensor | None = None
         ropes = self.rotations(positions)
-        few_rows = self.few_rows
-        layers: list[Any] = list(self.layers)
+        layers, few_rows = [*self.layers], self.few_rows
         if few_rows and len(x) <= few_rows.most_rows and not get_context().is_prefill:
             assert rows is None
             from nanovllm.layers.few_rows import compute_few_rows

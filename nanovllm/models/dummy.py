@@ -7,7 +7,7 @@ from torch import nn
 
 from nanovllm.formats.dummy_values import dummy_values as values_of
 from nanovllm.models.decoder import Model
-from nanovllm.models.loader import fill_param
+from nanovllm.models.loader import fill_param, layer_of
 
 
 def load_dummy(model: Model, whole: Model, seed: int) -> None:
@@ -27,4 +27,7 @@ def dummy_values(
     """The random weights of a model of a single rank; None where a parameter stays as it is."""
     for index, (name, param) in enumerate(whole.named_parameters()):
         generator = torch.Generator(device=device).manual_seed(seed + index)
-        yield name, param, values_of(param, generator)
+        values = values_of(param, generator)
+        if values is not None:  # files may have another shape
+            values = values.view(layer_of(whole, name.rpartition(".")[0]).whole_shape(param, None))
+        yield name, param, values

@@ -34,15 +34,25 @@ class Family(Generic[ConfigT]):
 
 # The modules of this package's families. Each has a `FAMILY`.
 MODELS: Mapping[str, str] = {
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "Qwen2ForCausalLM": "qwen2",
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "SmolLM3ForCausalLM": "smollm3",
-    "Phi3ForCausalLM": "phi3",
-    "GptOssForCausalLM": "gpt_oss",
-}
+    "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral", "Qwen2MoeForCausalLM": "qwen2_moe",
+    "GraniteMoeForCausalLM": "granite_moe", "OlmoeForCausalLM": "olmoe",
+    "PhimoeForCausalLM": "phimoe", "PhiMoEForCausalLM": "phimoe", "Qwen2ForCausalLM": "qwen2",
+    "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "SmolLM3ForCausalLM": "smollm3",
+    "Phi3ForCausalLM": "phi3", "Olmo2ForCausalLM": "olmo2", "Olmo3ForCausalLM": "olmo3",
+    "GraniteForCausalLM": "granite", "SeedOssForCausalLM": "seed_oss",
+    "Ministral3ForCausalLM": "ministral3", "HunYuanDenseV1ForCausalLM": "hunyuan_dense",
+    "Exaone4ForCausalLM": "exaone4", "Ernie4_5ForCausalLM": "ernie4_5", "Glm4ForCausalLM": "glm4",
+    "HeliumForCausalLM": "helium", "NanoChatForCausalLM": "nanochat", "CohereForCausalLM": "cohere",
+    "Cohere2ForCausalLM": "cohere2", "GPTNeoXForCausalLM": "gpt_neox", "GPT2LMHeadModel": "gpt2",
+    "PhiForCausalLM": "phi", "StableLmForCausalLM": "stablelm",
+    "Starcoder2ForCausalLM": "starcoder2", "NemotronForCausalLM": "nemotron",
+    "FalconForCausalLM": "falcon", "ArceeForCausalLM": "arcee", "ApertusForCausalLM": "apertus",
+    "Gemma3nForCausalLM": "gemma3n", "Gemma3nForConditionalGeneration": "gemma3n_conditional",
+    "Gemma4ForCausalLM": "gemma4", "Gemma4ForConditionalGeneration": "gemma4_conditional",
+    "GptOssForCausalLM": "gpt_oss", "GemmaForCausalLM": "gemma", "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3", "Gemma3ForConditionalGeneration": "gemma3_conditional",
+}  # fmt: skip
 # Families from outside of this package, which `outside.py` registers. A family that another process
 # has registered and that cannot be imported here is an empty string.
 registered: dict[str, str | Family[Any]] = {}
@@ -58,34 +68,13 @@ def family_of(name: object, reference: str = "") -> Family[Any]:
 
     The `reference` of a config that another process read says where to import the family.
     """
-    if reference:
-        return imported_family(reference)
-    if not isinstance(name, str) or name not in architectures():
+    if reference or name in registered:
+        from nanovllm.models.imported import imported
+
+        found = reference or registered[str(name)]
+        return found if isinstance(found, Family) else imported(str(name), found, Family)
+    if not isinstance(name, str) or name not in MODELS:
         known = ", ".join(architectures())
         raise ValueError(f"architecture {name!r} is not supported; architectures: one of {known}")
-    if registered.get(name) == "":
-        raise not_importable(name)
-    family = registered.get(name, f"{__package__}.{MODELS.get(name)}:FAMILY")
-    return family if isinstance(family, Family) else imported_family(family)
-
-
-def imported_family(reference: str) -> Family[Any]:
-    """The family at "module:NAME"."""
-    module, _, attribute = reference.partition(":")
-    try:
-        family = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"the family of models {reference!r} cannot be imported: {error}"
-        ) from error
-    if not isinstance(family, Family):
-        raise TypeError(f"{reference!r} must be a Family, got {family!r}")
+    family: Family[Any] = importlib.import_module(f"{__package__}.{MODELS[name]}").FAMILY
     return family
-
-
-def not_importable(name: str) -> ValueError:
-    """The error about a registered family that other processes would need to import."""
-    return ValueError(
-        f"the family of {name!r} is not at the top of a module that can be imported, as an"
-        ' engine of several processes needs it; put it there, or register it as "module:NAME"'
-    )

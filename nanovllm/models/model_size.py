@@ -95,8 +95,9 @@ def head_params(config: ModelConfig) -> int:
 def num_params(config: ModelConfig) -> int:
     """All parameters of the model; a table shared by embedding and head is counted once."""
     tables = 1 if config.tie_word_embeddings else 2
-    small = sum(layer.num_others for layer in config.layers) + config.hidden_size  # the last norm
-    return int(decoder_params(config, every)) + tables * head_params(config) + small
+    last_norm, small = config.hidden_size, sum(layer.num_others for layer in config.layers)
+    others = last_norm + small + config.num_outside
+    return int(decoder_params(config, every)) + tables * head_params(config) + others
 
 
 def main_scheme(config: ModelConfig) -> "Scheme | None":

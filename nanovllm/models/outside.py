@@ -4,7 +4,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.models.family import Family, not_importable, registered
+from nanovllm.models.family import Family, registered
+from nanovllm.models.imported import not_importable
 
 
 def register_model(name: str, family: str | Family[Any]) -> None:

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from nanovllm.formats.format import PLAIN_FORMATS, Formats
 from nanovllm.formats.names import EMBEDDING, HEAD
@@ -32,17 +33,18 @@ def pre_norms(config: ModelConfig) -> Norms:
     return named_pre_norms(norm(config), norm(config))
 
 
-def attention(config: ModelConfig, index: int, make: Build) -> SelfAttention:
-    """The attention of layer `index`."""
-    heads, head_norms = config.heads(index), None
+def attention(
+    config: ModelConfig, index: int, make: Build, kind: type[SelfAttention] = SelfAttention,
+    **others: Any,
+) -> SelfAttention:  # fmt: skip
+    """The attention of layer `index`, of the class `kind`, with `others` of its arguments."""
+    heads, eps = config.heads(index), config.rms_norm_eps
     if config.qk_norm:
-        eps = config.rms_norm_eps
-        head_norms = RMSNorm(heads.head_dim, eps), RMSNorm(heads.head_dim, eps)
-    return SelfAttention(
-        make, config.hidden_size, heads,
-        rope=ROPE if config.rotated_layers[index] else None, qkv_bias=config.qkv_bias,
-        o_bias=config.o_bias, head_norms=head_norms,
-    )  # fmt: skip
+        others.setdefault("head_norms", tuple(RMSNorm(heads.head_dim, eps) for _ in range(2)))
+    others.setdefault("rope", ROPE if config.rotated_layers[index] else None)
+    return kind(
+        make, config.hidden_size, heads, qkv_bias=config.qkv_bias, o_bias=config.o_bias, **others
+    )
 
 
 def mlp(config: ModelConfig, make: Build) -> MLP:
@@ -66,14 +68,14 @@ def causal_lm(config: ModelConfig, make: Build, block: Callable[[int, Build], Bl
     return CausalLM(make, decoder, head(config, make, decoder.embed_tokens))
 
 
-def embedding(config: ModelConfig, make: Build) -> VocabParallelEmbedding:
+def embedding(config: ModelConfig, make: Build, scale: float = 1.0) -> VocabParallelEmbedding:
     """The embedding's table."""
-    stored = make.formats.of_table(EMBEDDING)
+    sizes, stored = (config.vocab_size, config.hidden_size), make.formats.of_table(EMBEDDING)
     if stored.is_plain:
-        return VocabParallelEmbedding(config.vocab_size, config.hidden_size, make.ranks)
+        return VocabParallelEmbedding(*sizes, make.ranks, scale)
     from nanovllm.layers.stored_embedding import StoredEmbedding
 
-    return StoredEmbedding(config.vocab_size, config.hidden_size, make.ranks, stored)
+    return StoredEmbedding(*sizes, make.ranks, stored, scale)
 
 
 def usual_model(config: ModelConfig, make: Build) -> CausalLM:

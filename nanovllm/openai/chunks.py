@@ -3,7 +3,6 @@
 import time
 from typing import Any
 
-from nanovllm.chat.answers import AnswerReader
 from nanovllm.openai.logprobs import chat_logprobs, completion_logprobs
 from nanovllm.openai.request import CHAT, APIRequest
 from nanovllm.openai.response import finish_reason, response_id, usage
@@ -28,7 +27,7 @@ class ChunkWriter:
             "model": request.model or model,
         }
         self._request, self._index, self._tokenizer = request, index, tokenizer
-        self._reader = AnswerReader(request.answer) if is_chat else None
+        self._reader = request.answer.reader() if is_chat else None
         self._first_id = first_id
         self._begun = self._has_calls = False
         self._offset = 0  # where the next token's text begins
@@ -58,7 +57,7 @@ class ChunkWriter:
     def _chat_choice(self, event: StreamEvent) -> dict[str, Any] | None:
         assert self._reader is not None
         reason = event["finish_reason"]
-        delta = self._reader.feed(event["text"], reason is not None)
+        delta = self._reader.feed(event["text"], reason is not None, event["token_ids"])
         if not delta and reason is None and event["logprobs"] is None:
             return None
         if not self._begun:

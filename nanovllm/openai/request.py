@@ -28,7 +28,7 @@ BOOLS = tuple(
 INPUTS = {
     CHAT: (
         "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
-        "cache_salt",
+        "cache_salt", "reasoning_effort",
     ),
     COMPLETIONS: ("prompt", "echo", "cache_salt"),
 }  # fmt: skip

@@ -111,7 +111,7 @@ def _chat_choice(
     tokenizer: Any,
     pack: Pack,
 ) -> Steps[dict[str, Any]]:
-    message = request.answer.message(sample["text"])
+    message = request.answer.message(sample["text"], sample["token_ids"])
     likely = yield from chat_logprobs(sample["logprobs"], request.params.logprobs, tokenizer, pack)
     return {
         "message": message,

@@ -9,11 +9,15 @@ from torch.overrides import TorchFunctionMode
 
 from nanovllm.formats.stored import Loaded
 
-INDEX = "_nanovllm_index"  # an attribute of tensors without values
+# Attributes of tensors without values: where they are, and whether they are transposed.
+INDEX, TRANSPOSED = "_nanovllm_index", "_nanovllm_transposed"
 
 
 class Place(NamedTuple):
-    """A part of a rank's memory, and the index of its values in the checkpoint's tensor."""
+    """A part of a rank's memory, and the index of its values in the checkpoint's tensor.
+
+    The memory has the checkpoint's dimensions: it is a transposed view if the layer's differ.
+    """
 
     memory: torch.Tensor
     index: Any  # `...` for the whole tensor
@@ -54,9 +58,14 @@ class _Copies(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.copy_ and hasattr(args[1], INDEX):
-            self.places.append(Place(args[0], getattr(args[1], INDEX)))
+            memory = args[0].t() if hasattr(args[1], TRANSPOSED) else args[0]
+            self.places.append(Place(memory, getattr(args[1], INDEX)))
             return args[0]
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.t and hasattr(args[0], INDEX):
+            setattr(result, INDEX, getattr(args[0], INDEX))
+            setattr(result, TRANSPOSED, True)
+        return result
 
 
 def places_of(load: Callable[[Shape], None], shape: tuple[int, ...]) -> list[Place]:

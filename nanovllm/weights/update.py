@@ -247,5 +247,6 @@ def dummy_weights(shard: Shard, seed: int) -> Iterator[tuple[str, torch.Tensor]]
         if values is None:
             layer = whole.get_submodule(name.rpartition(".")[0])
             assert isinstance(layer, Layer)
-            values = torch.full_like(param, layer.initial, device=shard.device)
+            initial = 0.0 if name.endswith(".bias") else layer.initial
+            values = torch.full_like(param, initial, device=shard.device)
         yield checkpoint_name(name), values

@@ -1,5 +1,6 @@
 """Adapters that are not right, or not supported: each is an error that names file and reason."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,10 +280,15 @@ def test_all_experts_of_a_layer_are_one_pair(moe: CausalLM, moe_path: Path, tmp_
         )
 
 
-def test_a_router_is_refused_by_its_name(moe: CausalLM, moe_path: Path, tmp_path: Path) -> None:
+def test_a_router_may_have_an_adapter(moe: CausalLM, moe_path: Path, tmp_path: Path) -> None:
     """peft adds it for "all-linear"."""
     adapter = make_adapter(moe_path, tmp_path / "a", target_modules="all-linear")
-    with pytest.raises(ValueError, match=r"target_parameters must be .*, got 'gate\.weight'"):
+    pair = read_adapter(adapter, moe, 8)["model.layers.1.mlp.gate"]
+    assert (pair.a.shape, pair.b.shape) == ((4, 64), (4, 5))
+    file = adapter / "adapter_config.json"
+    listed = json.loads(file.read_text()) | {"target_parameters": ["gate_up_proj", "down_proj"]}
+    file.write_text(json.dumps(listed))
+    with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.gate' has an adapter, but"):
         read_adapter(adapter, moe, 8)
 
 

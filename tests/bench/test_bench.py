@@ -32,6 +32,7 @@ from nanovllm.formats.format import WeightFormat
 from nanovllm.formats.methods import choose_quantization
 from nanovllm.formats.scheme import INT8
 from nanovllm.kernels.kv_layer import CODES, head_bytes
+from nanovllm.kernels.operands.routing import Routing
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models import model_size
 from nanovllm.models.config import ModelConfig
@@ -168,7 +169,7 @@ class TestExperts:
     config = SparseConfig(
         **{field.name: getattr(TestCounts.config, field.name)
            for field in dataclasses.fields(ModelConfig)},
-        experts=ExpertsConfig(5, per_token=2, intermediate_size=3, norm_topk_prob=True,
+        experts=ExpertsConfig(5, intermediate_size=3, routing=Routing(per_token=2, normalized=True),
                               layers=frozenset({1})),
     )  # fmt: skip
     attention, dense, expert, router = 48, 72, 3 * 4 * 3, 4 * 5

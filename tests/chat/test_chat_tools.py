@@ -100,7 +100,7 @@ def test_required_calls_fit_their_schemas(marked: LLM, sign: str) -> None:
 
 
 def test_every_format_has_a_name_in_the_options() -> None:
-    assert {*FORMATS, "none"} == set(TOOL_PARSERS)
+    assert {*FORMATS, "harmony", "none"} == set(TOOL_PARSERS)
 
 
 def test_required_calls_without_marker_tokens(llm: LLM) -> None:

@@ -98,8 +98,8 @@ def answer(name: str, pieces: list[str], early: bool) -> object:
 
 TOKENS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", '{"name": "f", ',
-    '"arguments": ', '"parameters": ', '{"a": "\\u00e9\\n<tool"}', "{}", "[", "]", "}", "{", ",",
-    ";", " ", "\n", "x", '"', "\\", "1e5", "-", "é", "<|python_start|>", "<|python_end|>",
+    '"arguments": ', '"parameters": ', '{"a": "\\u00e9\\n<tool"}', '{"a": 01}', "{}", "[", "]", "}",
+    "{", ",", ";", " ", "\n", "x", '"', "\\", "1e5", "-", "é", "<|python_start|>", "<|python_end|>",
     "[f(", "a=", ")", ")]", "'", "'\\x41\\u00e9'", "None", "<function=f>", "</function>",
     "<parameter=a>", "<parameter=b>", "<parameter=c>", "</parameter>", "\n</parameter>\n",
 ]  # fmt: skip
@@ -317,7 +317,7 @@ def test_markers_are_made_by_the_caller(name: str) -> None:
 
 
 def test_the_option_allows_the_formats_that_there_are() -> None:
-    assert {*TOOL_PARSERS} == {*FORMATS, "none"}
+    assert {*TOOL_PARSERS} == {*FORMATS, "harmony", "none"}
 
 
 def refusal(name: str, tool: Tool) -> str:

@@ -1,16 +1,35 @@
 """Small models of the families in `nanovllm/models`, for test_families.py: a module a kind."""
 
+from families import (
+    dense,
+    dense_published,
+    experts,
+    gemma,
+    gemma3n,
+    gemma4,
+    gpt_oss,
+    layer_norms,
+    usual,
+)
 from families.describe import Published, Sample
-from families.gpt_oss import PUBLISHED as GPT_OSS_PUBLISHED
-from families.gpt_oss import SAMPLES as GPT_OSS_SAMPLES
-from families.usual import PUBLISHED as USUAL_PUBLISHED
-from families.usual import SAMPLES as USUAL_SAMPLES
 
 SAMPLES: dict[str, Sample] = {
-    **USUAL_SAMPLES,
-    **GPT_OSS_SAMPLES,
+    **usual.SAMPLES,
+    **experts.SAMPLES,
+    **dense.SAMPLES,
+    **layer_norms.SAMPLES,
+    **gemma.SAMPLES,
+    **gemma3n.SAMPLES,
+    **gemma4.SAMPLES,
+    **gpt_oss.SAMPLES,
 }
 PUBLISHED: dict[str, Published] = {
-    **USUAL_PUBLISHED,
-    **GPT_OSS_PUBLISHED,
+    **usual.PUBLISHED,
+    **experts.PUBLISHED,
+    **dense_published.PUBLISHED,
+    **layer_norms.PUBLISHED,
+    **gemma.PUBLISHED,
+    **gemma3n.PUBLISHED,
+    **gemma4.PUBLISHED,
+    **gpt_oss.PUBLISHED,
 }

@@ -402,8 +402,8 @@ except ValueError as error:
     [
         (dict(device=torch.device("cuda")), "needs device='cpu', got 'cuda'"),
         (dict(dtype=torch.float16), "needs dtype 'float32' or 'bfloat16', got 'float16'"),
-        (dict(head_dim=20), "a multiple of 8 and at most 256, got 20"),
-        (dict(head_dim=264), "a multiple of 8 and at most 256, got 264"),
+        (dict(head_dim=20), "a multiple of 8 and at most 512, got 20"),
+        (dict(head_dim=520), "a multiple of 8 and at most 512, got 520"),
     ],
 )
 def test_the_cpu_backend_refuses_what_it_cannot_compute(

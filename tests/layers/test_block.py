@@ -158,19 +158,29 @@ class OtherBlock(Block):
 
 
 class OtherAttention(SelfAttention):
-    """The same for a mixer."""
+    """The same for a mixer, around its projections."""
+
+    def project(self, mixed: torch.Tensor) -> torch.Tensor:
+        return 2 * super().project(mixed)
+
+
+class OtherRope(SelfAttention):
+    """This one differs between its projections, where the kernels call it."""
+
+    def attend(self, projected: torch.Tensor, ropes: Any) -> torch.Tensor:
+        return super().attend(-projected, ropes)
 
 
 class OtherMLP(MLP):
     """And for a feed-forward part."""
 
 
-@pytest.mark.parametrize("other", [None, OtherBlock, OtherAttention, OtherMLP])
+@pytest.mark.parametrize("other", [None, OtherBlock, OtherAttention, OtherRope, OtherMLP])
 def test_what_a_family_makes_of_a_part_is_not_left_out_by_kernels_for_few_rows(other: Any) -> None:
     """A subclass is of another form: it may have a gate, for example."""
     make = Build(ALONE, PLAIN_FORMATS, 16)
     norms = pre_norms(RMSNorm(HIDDEN, EPS), RMSNorm(HIDDEN, EPS))
-    attention = OtherAttention if other is OtherAttention else SelfAttention
+    attention = other if other in (OtherAttention, OtherRope) else SelfAttention
     mixer = attention(make, HIDDEN, KeysAndValues(2, 1, 4))
     feed_forward = (OtherMLP if other is OtherMLP else MLP)(make, HIDDEN, 2 * HIDDEN)
     block = (OtherBlock if other is OtherBlock else Block)(make, norms, mixer, feed_forward)
@@ -178,7 +188,7 @@ def test_what_a_family_makes_of_a_part_is_not_left_out_by_kernels_for_few_rows(o
         if isinstance(module, Layer):
             module.bind(Backend(TorchBackend(), PLAIN))
     # Four matrices, here without an arrangement for a GPU; else None in place of some.
-    assert (len(operands_of(block)) == 4) == (other is None)
+    assert (len(operands_of(block)) == 4) == (other in (None, OtherRope))
 
 
 def test_attention_with_other_soft_caps_has_kernels_of_its_own() -> None:

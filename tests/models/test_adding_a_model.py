@@ -7,59 +7,58 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from conftest import make_model
 from reference import check_logits, make_case, make_prompts
 
 from nanovllm.models import family as families
-from nanovllm.models.fields import DEFAULTS
 
+ROOT = Path(families.__file__).parents[1]
 PAGE = Path(__file__).parents[2] / "docs" / "adding_a_model.md"
-SEED_OSS = "SeedOssForCausalLM"
+GRANITE = "GraniteForCausalLM"
+FACTORS = dict(
+    embedding_multiplier=3.0, logits_scaling=2.5, residual_multiplier=0.4, attention_multiplier=0.1
+)
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(
-        not hasattr(transformers, SEED_OSS), reason="this transformers has no Seed-OSS"
-    ),
-]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def blocks_of_page() -> tuple[str, str]:
+    """The page's file, and its call from outside of the package."""
+    file, call = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    return file, call
 
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     """Write the page's file, run its call, and undo both after the test."""
-    monkeypatch.setitem(families.registered, SEED_OSS, "")  # undone after the test
-    file, call = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    (tmp_path / "seed_oss.py").write_text(file)
+    monkeypatch.setitem(families.registered, GRANITE, "")  # undone after the test
+    file, call = blocks_of_page()
+    (tmp_path / "my_granite.py").write_text(file)
     monkeypatch.syspath_prepend(str(tmp_path))
     exec(call, {})
-    families.family_of(SEED_OSS)
-    yield sys.modules["seed_oss"]
-    del sys.modules["seed_oss"]
+    families.family_of(GRANITE)
+    yield sys.modules["my_granite"]
+    del sys.modules["my_granite"]
+
+
+def test_the_page_has_the_familys_file_and_its_line() -> None:
+    """What it shows is what runs; it is read from start to end."""
+    file, _ = blocks_of_page()
+    assert file == (ROOT / "models" / "granite.py").read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    line = f'"{GRANITE}": "{families.MODELS[GRANITE]}",'
+    assert line in page and line in (ROOT / "models" / "family.py").read_text(encoding="utf-8")
+    assert page[: page.index("## Composing a model")].count("\n") < 150
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("out_bias", "num_ranks"), [(False, 1), (True, 1), (True, 2)])
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_model_added_by_the_page_equals_transformers(
-    module: Any, out_bias: bool, num_ranks: int, tmp_path: Path
+    module: Any, num_ranks: int, tmp_path: Path
 ) -> None:
-    path = make_model(
-        tmp_path / "model", family="SeedOss", seed=2, attention_bias=True,
-        attention_out_bias=out_bias,
-    )  # fmt: skip
+    path = make_model(tmp_path / "model", family="Granite", **FACTORS)
     case = make_case(path, make_prompts())
     check_logits(case, max_num_batched_tokens=64, tensor_parallel_size=num_ranks)
-
-
-def test_defaults_of_the_page_are_those_of_transformers(module: Any) -> None:
-    theirs = transformers.SeedOssConfig()
-    own = set(module.DEFAULTS)
-    assert own
-    for name, value in {**DEFAULTS, **module.DEFAULTS}.items():
-        if name == "rope_theta":
-            assert theirs.rope_parameters[name] == value
-        elif name in own or (hasattr(theirs, name) and name != "layer_types"):
-            assert getattr(theirs, name) == value, name
 
 
 def test_the_page_names_every_choice_that_exists() -> None:
@@ -68,22 +67,34 @@ def test_the_page_names_every_choice_that_exists() -> None:
     from nanovllm.layers import (
         block,
         cache_spec,
+        embed_head,
         feed_forward,
+        full_width_norm,
         gelu,
+        head_layer_norm,
+        interleaved,
+        late_head_norms,
         latent,
+        layer_norm,
         layernorm,
         mixer,
         norm_places,
+        parallel_block,
+        plain_mlp,
         plus_one_norm,
+        query_growth,
         sparse_mlp,
+        weightless_norm,
     )
     from nanovllm.models import experts, parts
 
     table = "\n".join(re.findall(r"^\|.*\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     named = set(re.findall(r"`(?:parts\.)?(\w+)(?:\(.*?\))?`", table))
     modules = (
-        block, cache_spec, feed_forward, gelu, latent, layernorm, mixer, norm_places, plus_one_norm,
-        sparse_mlp, experts, parts,
+        block, cache_spec, embed_head, feed_forward, full_width_norm, gelu, head_layer_norm,
+        interleaved, late_head_norms, latent, layer_norm, layernorm, mixer, norm_places,
+        parallel_block, plain_mlp, plus_one_norm, query_growth, sparse_mlp, weightless_norm,
+        experts, parts,
     )  # fmt: skip
     known = {name for each in modules for name in vars(each)} | {*Names.__dataclass_fields__}
     assert named - known == {"residual_scale", "qkv_proj", "gate_up_proj"}

@@ -60,22 +60,34 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "MistralForCausalLM": ("sliding_window",),
     "SmolLM3ForCausalLM": (*BIASES, "no_rope_layers", "no_rope_layer_interval"),
     "Phi3ForCausalLM": ("sliding_window", "partial_rotary_factor"),
-}
-FIELDS = [(name, field) for name in MODELS for field in (*COMMON, *OTHERS[name])]
+    "MixtralForCausalLM": (*EXPERTS[1:3], "sliding_window"),
+    "Qwen2MoeForCausalLM": (
+        "qkv_bias", *EXPERTS, "shared_expert_intermediate_size", *WINDOWS
+    ),
+    "GraniteMoeForCausalLM": (
+        "attention_bias", *EXPERTS[1:3], "embedding_multiplier", "logits_scaling",
+        "residual_multiplier", "attention_multiplier",
+    ),
+    "OlmoeForCausalLM": ("attention_bias", *EXPERTS[:3], "norm_topk_prob", "clip_qkv"),
+    "PhimoeForCausalLM": (
+        "attention_bias", *EXPERTS[1:3], "sliding_window", "lm_head_bias", "router_jitter_noise"
+    ),
+}  # fmt: skip
+FIELDS = [(name, field) for name in OTHERS for field in (*COMMON, *OTHERS[name])]
 
 
 def model_type(architecture: str) -> str:
-    return {"Qwen3MoeForCausalLM": "qwen3_moe"}.get(
-        architecture, architecture.removesuffix("ForCausalLM").lower()
-    )
+    return str(getattr(transformers, architecture).config_class.model_type)
 
 
 def base(architecture: str, **changes: Any) -> dict[str, Any]:
     """A file with a value for every size."""
     raw = {**SHAPE, "architectures": [architecture], "model_type": model_type(architecture)}
     del raw["pad_token_id"], raw["bos_token_id"], raw["attention_bias"]
-    if architecture == "Qwen3MoeForCausalLM":
+    if "num_experts" in OTHERS[architecture]:
         raw |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+    elif "num_local_experts" in OTHERS[architecture]:
+        raw |= dict(num_local_experts=8, num_experts_per_tok=2)
     return raw | changes
 
 
@@ -147,8 +159,8 @@ def ours(config: ModelConfig, names: dict[str, Any]) -> dict[str, Any]:
     values["rotated_layers"] = list(config.rotated_layers)
     if isinstance(config, SparseConfig):
         values |= dict(
-            experts=config.experts.num_experts, per_token=config.experts.per_token,
-            intermediate=config.experts.intermediate_size, norm=config.experts.norm_topk_prob,
+            experts=config.experts.num_experts, per_token=config.experts.routing.per_token,
+            intermediate=config.experts.intermediate_size, norm=config.experts.routing.normalized,
             sparse=set(config.experts.layers),
         )  # fmt: skip
     return {name: values[name] for name in names}
@@ -163,7 +175,7 @@ def means_what_transformers_does_not_say(architecture: str, field: str, value: A
         return architecture == "LlamaForCausalLM"  # there is a head_dim, so it need not be divided
     if (field, value) == ("partial_rotary_factor", None):
         return True
-    if field in ("rms_norm_eps", "rope_theta"):
+    if field in ("rms_norm_eps", "rope_theta", "clip_qkv", "router_jitter_noise"):
         return type(value) is int  # a number is a number
     if field == "num_key_value_heads":
         return value is None  # as in the other architectures: as many as there are heads
@@ -313,7 +325,7 @@ def test_an_error_of_another_kind_is_not_one_of_memory(
 
 
 @NEEDS_5
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("architecture", OTHERS)
 def test_defaults_equal_transformers(architecture: str) -> None:
     """Of all fields that we read and that this version knows."""
     theirs = getattr(transformers, f"{architecture.removesuffix('ForCausalLM')}Config")()
@@ -328,7 +340,7 @@ def test_defaults_equal_transformers(architecture: str) -> None:
 
 
 @NEEDS_5
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("architecture", OTHERS)
 def test_a_file_with_a_name_alone_is_read_as_by_transformers(
     tmp_path: Path, architecture: str
 ) -> None:
@@ -339,7 +351,7 @@ def test_a_file_with_a_name_alone_is_read_as_by_transformers(
 
 
 @NEEDS_5
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("architecture", OTHERS)
 def test_a_model_without_optional_fields_equals_transformers(
     tmp_path: Path, architecture: str
 ) -> None:

@@ -30,6 +30,9 @@ def test_absent_fields_have_the_published_meaning() -> None:
     expected = dict(FILE["rope_scaling"], rope_theta=150_000.0)
     assert dict(config.rope_parameters) == expected
     assert all(layer.needs == {"sinks"} for layer in config.layers)
+    assert config.dtype == "float32"
+    assert ModelConfig.parse(layers(4, 8)).dtype == "bfloat16"
+    assert ModelConfig.parse(layers(4, 8) | {"dtype": "float16"}).dtype == "float16"
 
 
 @pytest.mark.parametrize(

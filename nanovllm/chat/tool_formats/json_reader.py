@@ -81,12 +81,19 @@ def _skip_key(source: Source) -> Steps:
 
 
 def _skip_scalar(source: Source) -> Steps:
-    begin = source.at
-    scalar = yield from source.skip_all(SCALAR_CHARS)
-    if SCALAR.fullmatch(scalar):
-        return True
-    source.at = begin
-    return False
+    """Skip a number or a name when all of it is there: only then it is known to be valid."""
+    begin = end = source.at
+    while True:
+        match = SCALAR_CHARS.match(source.text, end)
+        assert match is not None
+        end, match = match.end(), None
+        if end < len(source.text) or source.ended:
+            break
+        yield
+    if SCALAR.fullmatch(source.text, begin, end) is None:
+        return False
+    source.at = end
+    return True
 
 
 def read_string(source: Source) -> Generator[None, None, str | None]:

@@ -10,7 +10,7 @@ from nanovllm.chat.tools import Tool
 
 
 class Delta(NamedTuple):
-    """A new part of an answer: content, or a part of the call with the index `call`.
+    """A new part of an answer: content, reasoning, or a part of the call with the index `call`.
 
     A call's first delta has its id and its name, the later ones pieces of its arguments.
     """
@@ -20,6 +20,7 @@ class Delta(NamedTuple):
     call_id: str = ""
     name: str = ""
     arguments: str = ""
+    reasoning: str = ""
 
 
 MOST_FAILED = 1 << 22  # characters that calls may have looked at without being well-formed

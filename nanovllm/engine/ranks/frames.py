@@ -66,26 +66,3 @@ def _receive_bytes(connection: socket.socket, length: int) -> bytes:
             raise EOFError("the connection is closed")
         view = view[number:]
     return bytes(data)
-
-
-class Outbox:
-    """Sends messages without waiting for a slow reader; it sends later what has no room now."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._unsent = bytearray()
-
-    def send(self, message: Any) -> None:
-        """Send a message; keep the bytes that the socket has no room for."""
-        self._unsent += frame(message)
-        self.flush()
-
-    def flush(self) -> bool:
-        """Send kept bytes, as far as there is room. Returns whether none are left."""
-        while self._unsent:
-            try:
-                sent = self._connection.send(self._unsent, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return False
-            del self._unsent[:sent]
-        return True

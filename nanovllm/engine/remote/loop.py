@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.engine.errors import NotReadyError
-from nanovllm.engine.ranks.frames import Outbox, sendable
+from nanovllm.engine.ranks.frames import sendable
 from nanovllm.engine.remote.compilers import Compilers
 from nanovllm.engine.remote.messages import (
     Ask,
@@ -29,6 +29,7 @@ from nanovllm.engine.remote.messages import (
     StopSample,
     SubmitRequest,
 )
+from nanovllm.engine.remote.outbox import Outbox
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
     from nanovllm.engine.requests.intake import Accepted
     from nanovllm.engine.requests.request import Request
-
-RETRY_SECONDS = 0.001  # until messages that a slow caller had no room for are sent again
 
 
 class CheckedRequest(NamedTuple):
@@ -161,15 +160,13 @@ class EngineLoop:
     def _take_commands(self) -> bool:
         """Run the commands; without requests to compute, wait for a command. False: quit."""
         while True:
-            all_sent = self._outbox.flush()
             for number, error in self._compilers.late():
                 self._enqueue(number, error)
             try:
                 if self._can_step:
                     command = self._commands.get_nowait()
                 else:
-                    tick = self._compilers.tick
-                    command = self._commands.get(timeout=tick if all_sent else RETRY_SECONDS)
+                    command = self._commands.get(timeout=self._compilers.tick)
             except queue.Empty:
                 return True
             if isinstance(command, Quit):

@@ -1,4 +1,7 @@
-"""Admission: decides which waiting sequences and which forks begin to run."""
+"""Admission: decides which waiting sequences and which forks begin to run.
+
+DecodeTurns: how many prefill steps the running ones wait for.
+"""
 
 import bisect
 from collections import deque
@@ -8,6 +11,9 @@ from typing import Protocol
 from nanovllm.engine.cache.caches import Caches
 from nanovllm.engine.schedule.forecast import Forecast, Lengths
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
+
+MOST_PREFILLS = 1  # in a row while sequences wait for their decode step
+MOST_STARTS = 2  # more of them, if after each one new sequences decode
 
 
 class AdmissionFilter(Protocol):
@@ -144,3 +150,28 @@ def schedule_tokens(seq: Sequence, budget: int, caches: Caches) -> int:
     end = start + min(seq.num_uncached_tokens, budget)
     seq.num_scheduled_tokens = caches.grow(seq, end) - start
     return seq.num_scheduled_tokens
+
+
+class DecodeTurns:
+    """Counts prefill steps in a row for which sequences wait, and after which more decode.
+
+    Chunks of long prompts let the others decode after each step. Prompts that come together are
+    computed in a few steps, so that the next decode steps have more rows. Requests that end with
+    their prompt never decode, and so do not count.
+    """
+
+    def __init__(self) -> None:
+        self._num_prefills = self._num_starts = self._num_decoding = 0
+
+    def are_due(self, num_decoding: int) -> bool:
+        """Whether the next step must decode. To be asked once before each step."""
+        starts, self._num_decoding = num_decoding > self._num_decoding, num_decoding
+        self._num_starts += starts and self._num_prefills > 0
+        return self._num_prefills >= MOST_PREFILLS + min(self._num_starts, MOST_STARTS)
+
+    def count(self, decodes: bool) -> None:
+        """Count the step."""
+        if decodes or not self._num_decoding:  # nobody waits
+            self._num_prefills = self._num_starts = 0
+        else:
+            self._num_prefills += 1

@@ -12,6 +12,7 @@ from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.schedule.admission import (
     Admission,
     AdmissionFilter,
+    DecodeTurns,
     enter,
     schedule_tokens,
 )
@@ -19,10 +20,6 @@ from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.schedule.forecast import Lengths
 from nanovllm.engine.schedule.sequence import FINISHED, Sequence, SequenceStatus
-
-# The most prefill steps in a row while sequences wait for their decode step, in addition to one for
-# each sequence that begins to wait for it. Requests that end with their prompt do not.
-MOST_PREFILLS = 1
 
 
 class Scheduler:
@@ -67,7 +64,7 @@ class Scheduler:
         )  # fmt: skip
         self.drafting.reset()
         # Steps since the last one with decodes, and the fewest sequences that waited for it.
-        self.num_prefills = self.fewest_waiting = 0
+        self.turns = DecodeTurns()
         self.running: deque[Sequence] = deque()
         self.admission = Admission(
             seqs, self.caches, self.lengths, num_places, self.admission_filter
@@ -106,7 +103,9 @@ class Scheduler:
 
     def _next_batch(self) -> Batch | None:
         before = self.num_preemptions
-        decodes = self._schedule_decode() if self.mixes or self._decodes_are_due() else []
+        num_decoding = sum(not (s.is_prefilling or s.ends_in_flight) for s in self.running)
+        are_due = self.turns.are_due(num_decoding) or self.mixes
+        decodes = self._schedule_decode() if are_due else []
         if decodes and not self.mixes:
             return self._batch(decodes, [], [])
         seqs, budget = self._schedule_prefill(self.max_num_batched_tokens - len(decodes), decodes)
@@ -117,17 +116,6 @@ class Scheduler:
             return self._batch(decodes, seqs, self.admission.fork(self.running, seqs))
         seqs = decodes if self.mixes else self._schedule_decode()
         return self._batch(seqs, [], []) if seqs else None
-
-    def _decodes_are_due(self) -> bool:
-        """Whether sequences have waited long enough for a decode step."""
-        if not self.num_prefills:
-            return False
-        num = self._num_decoding()
-        self.fewest_waiting = min(self.fewest_waiting, num)
-        return self.num_prefills >= MOST_PREFILLS + num - self.fewest_waiting
-
-    def _num_decoding(self) -> int:
-        return sum(seq.num_known_tokens > seq.num_prompt_tokens for seq in self.running)
 
     def _batch(
         self,
@@ -141,9 +129,7 @@ class Scheduler:
             for seq in decodes:
                 seq.num_scheduled_tokens = 0
             return None
-        if not decodes and not self.num_prefills:
-            self.fewest_waiting = self._num_decoding()
-        self.num_prefills = 0 if decodes else self.num_prefills + 1
+        self.turns.count(bool(decodes))
         seqs = decodes + prompts if prompts else decodes
         return Batch(seqs, bool(prompts), forks, len(decodes), *drafts)
 

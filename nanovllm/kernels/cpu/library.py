@@ -38,7 +38,7 @@ OTHER_SOURCES = {
         SOURCE.with_name("block_linear.cpp"),
     ),
 }  # fmt: skip
-MAX_HEAD_DIM = 256  # MAX_HEAD_DIM of vector.h
+MAX_HEAD_DIM = 512  # MAX_HEAD_DIM of vector.h
 DTYPES = (torch.float32, torch.bfloat16)
 
 # Arguments of each function: pointers, 64-bit integers, floats.

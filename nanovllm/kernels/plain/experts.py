@@ -22,6 +22,7 @@ def experts(
     shares: torch.Tensor,
     num_experts: int,
     linear: Callable[[torch.Tensor, Any], torch.Tensor] = F.linear,
+    activation: Callable[[torch.Tensor], torch.Tensor] = silu_and_mul,
 ) -> torch.Tensor:
     """For each row of x [T, hidden], the sum of its K experts' outputs, weighted by `shares`.
 
@@ -38,7 +39,7 @@ def experts(
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert, chosen in pairs_by_expert(expert_ids, len(down)):
         rows = chosen // per_row
-        y = linear(silu_and_mul(linear(x[rows], gate_up[expert])), down[expert])
+        y = linear(activation(linear(x[rows], gate_up[expert])), down[expert])
         out.index_add_(0, rows, y.float() * flat_shares[chosen, None])
     return out.to(x.dtype)
 
@@ -52,6 +53,7 @@ def adapted_experts(
     num_experts: int,
     additions: PairAdditions,
     linear: Callable[[torch.Tensor, Any], torch.Tensor] = F.linear,
+    activation: Callable[[torch.Tensor], torch.Tensor] = silu_and_mul,
 ) -> torch.Tensor:
     """As `experts`, with adapters added to the outputs of both matrices.
 
@@ -68,7 +70,7 @@ def adapted_experts(
         inner[chosen] = part
     if members:
         additions.add_gates(x, inner)
-        inner = silu_and_mul(inner)
+        inner = activation(inner)
     outputs = torch.zeros(num_pairs, x.shape[1], dtype=torch.float32, device=x.device)
     for expert, chosen in members:
         part = linear(inner[chosen], down[expert]).float()

@@ -5,16 +5,25 @@ computation and that nothing here reads is an error.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from nanovllm.formats.names import HEAD as USUAL_HEAD
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES
+from nanovllm.models.gguf.dense_fields import DENSE
 from nanovllm.models.gguf.metadata import ARCHITECTURES, Metadata
 from nanovllm.models.gguf.names import expert_names, usual_name
+from nanovllm.models.gguf.plain_fields import PLAIN_FAMILIES
 from nanovllm.models.gguf.rope_fields import rope_fields
+from nanovllm.models.gguf.sparse_fields import SPARSE, mixtral
+from nanovllm.models.gguf.usual_fields import Config, attention_bias, biases, no_window
+from nanovllm.models.gguf.usual_fields import window as window_of
 
-Config = dict[str, Any]
-MODEL_TYPES = {"qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss"}  # transformers' other names
+# Where transformers has another name.
+MODEL_TYPES = {
+    "qwen3moe": "qwen3_moe", "qwen2moe": "qwen2_moe", "hunyuan-dense": "hunyuan_v1_dense",
+    "command-r": "cohere", "gptneox": "gpt_neox", "phi2": "phi", "gpt-oss": "gpt_oss",
+}  # fmt: skip
+# Architectures that have no RMS norm.
+LAYER_NORMS = {"command-r", "cohere2", *PLAIN_FAMILIES} - {"arcee", "apertus"}
 HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
 DTYPES = {"F32": "float32", "F16": "float16"}  # of matrices that are all of this type
 EMBEDDINGS, HEAD = "token_embd.weight", "output.weight"
@@ -29,8 +38,9 @@ def config_fields(metadata: Metadata) -> Config:
         metadata.get(key, None)
     metadata.only("attention.causal", (True,))
     metadata.only("pooling_type", (0, 3))  # none, or the last token's vector, as here
-    metadata.only("use_parallel_residual", (False,))
-    if metadata.architecture not in ("qwen3moe", "gpt-oss"):
+    if metadata.architecture not in PLAIN_FAMILIES:
+        metadata.only("use_parallel_residual", (False,))
+    if "num_experts_per_tok" not in config:
         metadata.only("expert_count", (0,))
         metadata.only("expert_used_count", (0,))
     metadata.refuse_unread()
@@ -59,13 +69,14 @@ def _decoder(metadata: Metadata) -> Config:
         "num_key_value_heads": metadata.number_of_heads("head_count_kv"),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": metadata.size("context_length"),
         "tie_word_embeddings": HEAD not in metadata.model.tensors,
         "bos_token_id": special_id(metadata, "bos"),
         "eos_token_id": special_id(metadata, "eos"),
         "torch_dtype": _dtype(metadata),
     }
+    if metadata.architecture not in LAYER_NORMS:
+        config["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon")
     if types := _block_types(metadata):
         config["quantization_config"] = {"quant_method": "gguf", "types": types}
     return config
@@ -76,7 +87,9 @@ def _block_types(metadata: Metadata) -> dict[str, list[str]]:
     types: dict[str, list[str]] = {}
     for name, info in metadata.model.tensors.items():
         if info.kind.name in BLOCK_TYPES:
-            usual = expert_names(name, 1) or [usual_name(name, metadata.architecture)]
+            usual = expert_names(name, 1, metadata.architecture) or [
+                usual_name(name, metadata.architecture)
+            ]
             layer = usual[0].removesuffix(".weight").replace(".experts.0.", ".experts.*.")
             types.setdefault(info.kind.name, []).append(layer)
             if name == EMBEDDINGS and HEAD not in metadata.model.tensors:
@@ -98,33 +111,23 @@ def _dtype(metadata: Metadata) -> str:
     return DTYPES.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
 
 
-def _has(metadata: Metadata, tensor: str) -> bool:
-    return f"blk.0.{tensor}" in metadata.model.tensors
-
-
-def _biases(metadata: Metadata) -> Config:
-    """The fields of families that may have biases."""
-    return {
-        "attention_bias": _has(metadata, "attn_q.bias"),
-        "mlp_bias": _has(metadata, "ffn_gate.bias"),
-    }
-
-
 def _llama(metadata: Metadata) -> Config:
-    """Llama and Mistral, which differ in that only the latter has a window."""
-    window = _window(metadata)
+    """Llama, Mistral, which differs in that it has a window, and Mixtral, which has experts."""
+    window = window_of(metadata)
+    if metadata.get("expert_count", 0):
+        return mixtral(metadata)
     if window is None:
-        return _biases(metadata)
+        return biases(metadata)
     return {"architectures": ["MistralForCausalLM"], "model_type": "mistral",
             "sliding_window": window}  # fmt: skip
 
 
 def _qwen2(metadata: Metadata) -> Config:
-    return _no_window(metadata)
+    return no_window(metadata)
 
 
 def _qwen3(metadata: Metadata) -> Config:
-    return {"attention_bias": _has(metadata, "attn_q.bias"), **_no_window(metadata)}
+    return {**attention_bias(metadata), **no_window(metadata)}
 
 
 def _qwen3moe(metadata: Metadata) -> Config:
@@ -146,41 +149,16 @@ def _qwen3moe(metadata: Metadata) -> Config:
     }
 
 
-def _gpt_oss(metadata: Metadata) -> Config:
-    """Windows in every other layer, a softmax over the chosen experts: files do not say it."""
-    metadata.only("expert_gating_func", (3,))
-    metadata.only("attention.sliding_window_pattern", (2,))
-    return {
-        "intermediate_size": metadata.size("expert_feed_forward_length"),
-        "num_local_experts": metadata.size("expert_count"),
-        "num_experts_per_tok": metadata.size("expert_used_count"),
-        "sliding_window": metadata.size("attention.sliding_window"),
-        "attention_bias": _has(metadata, "attn_q.bias"),
-    }
-
-
 def _phi3(metadata: Metadata) -> Config:
-    return {"sliding_window": _window(metadata), "attention_bias": False}
+    return {"sliding_window": window_of(metadata), "attention_bias": False}
 
 
 def _smollm3(metadata: Metadata) -> Config:
     """Every fourth layer rotates nothing: the files do not say it."""
-    return {**_biases(metadata), "no_rope_layer_interval": 4, **_no_window(metadata)}
-
-
-def _window(metadata: Metadata) -> int | None:
-    """The tokens that a token attends to, including itself; None for all."""
-    value: int = metadata.get("attention.sliding_window", 0)
-    return metadata.size("attention.sliding_window") if value else None
-
-
-def _no_window(metadata: Metadata) -> Config:
-    """For families whose files do not say which layers have the window."""
-    metadata.only("attention.sliding_window", (0,))
-    return {"use_sliding_window": False}
+    return {**biases(metadata), "no_rope_layer_interval": 4, **no_window(metadata)}
 
 
 FAMILIES: dict[str, Callable[[Metadata], Config]] = {
     "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3moe": _qwen3moe, "phi3": _phi3,
-    "smollm3": _smollm3, "gpt-oss": _gpt_oss,
+    "smollm3": _smollm3, **DENSE, **SPARSE, **PLAIN_FAMILIES,
 }  # fmt: skip

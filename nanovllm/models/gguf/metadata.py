@@ -14,6 +14,16 @@ from nanovllm.utils.checks import shorten
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM", "phi3": "Phi3ForCausalLM", "smollm3": "SmolLM3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "olmo2": "Olmo2ForCausalLM", "granite": "GraniteForCausalLM", "seed_oss": "SeedOssForCausalLM",
+    "exaone4": "Exaone4ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM", "glm4": "Glm4ForCausalLM",
+    "hunyuan-dense": "HunYuanDenseV1ForCausalLM", "command-r": "CohereForCausalLM",
+    "cohere2": "Cohere2ForCausalLM",
+    "gptneox": "GPTNeoXForCausalLM", "gpt2": "GPT2LMHeadModel", "phi2": "PhiForCausalLM",
+    "stablelm": "StableLmForCausalLM", "starcoder2": "Starcoder2ForCausalLM",
+    "nemotron": "NemotronForCausalLM", "falcon": "FalconForCausalLM", "arcee": "ArceeForCausalLM",
+    "apertus": "ApertusForCausalLM",
     "gpt-oss": "GptOssForCausalLM",
 }  # fmt: skip
 REQUIRED = object()
@@ -55,6 +65,27 @@ class Metadata:
         if value is None and default is REQUIRED:
             raise ValueError(f"the metadata have no key {full}")
         return default if value is None else value
+
+    def of_layers(self, key: str) -> list[float]:
+        """The numbers of all layers; a ValueError unless there is one for each."""
+        self._read.add(key)
+        value, count = self._raw.get(f"{self.architecture}.{key}"), self.size("block_count")
+        numbers = value.values() if isinstance(value, Array) else []
+        if len(numbers) != count or not all(type(number) is float for number in numbers):
+            raise self.wrong(key, numbers or value, f"a list of {count} numbers")
+        return numbers
+
+    def flags(self, key: str) -> list[bool] | None:
+        """The value of a key for each layer, or None; a ValueError unless it is an array."""
+        self._read.add(key)
+        value = self._raw.get(f"{self.architecture}.{key}")
+        if value is None:
+            return None
+        layers = self.size("block_count")
+        values = [*value.values()] if isinstance(value, Array) else []
+        if len(values) != layers or not all(type(each) is bool for each in values):
+            raise self.wrong(key, value, f"{layers} times true or false")
+        return values
 
     def size(self, key: str, default: Any = REQUIRED) -> Any:
         """A whole number of at least 1, or the default."""

@@ -1,10 +1,11 @@
 """The usual names of a GGUF file's tensors, those of a safetensors checkpoint."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+       "position_embd": "model.embed_positions"}  # fmt: skip
 LAYERS = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
@@ -14,20 +15,59 @@ LAYERS = {
     "ffn_gate_inp": "mlp.gate",
 }  # fmt: skip
 # What an architecture calls otherwise.
+TWO_NORMS = "falcon with two norms"  # in a block
+POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
 OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {
-    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "phi3": {"ffn_up": "mlp.gate_up_proj"}, "llama": {"ffn_gate_inp": "block_sparse_moe.gate"},
+    "granitemoe": {"ffn_gate_inp": "block_sparse_moe.router.layer"},
+    "qwen2moe": {
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    },
+    "olmo2": POST_NORMS, "exaone4": POST_NORMS,
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+    "glm4": {
+        "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+    },
+    "hunyuan-dense": {
+        "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm",
+    },
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
-}
+    TWO_NORMS: {"attn_norm": "post_attention_layernorm", "attn_norm_2": "input_layernorm"},
+}  # fmt: skip
+ONE_ROW = "ffn_gate_inp_shexp.weight"  # end of the name of a matrix that may be a vector
 SINKS = "attn_sinks"  # a tensor that is no module's weight
 # The stacks of all experts' matrices [E, N, K].
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+MIXTRAL = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
+# The module of experts and the names of their matrices, where an architecture has others.
+EXPERTS_OF = {
+    "llama": ("block_sparse_moe", MIXTRAL), "granitemoe": ("block_sparse_moe", EXPERTS),
+}  # fmt: skip
 # Factors of the rotation's frequencies: they become fields of the config.
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 NO_WEIGHTS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 # The converter stores the rows of these with the two halves of each head interleaved, ...
 INTERLEAVED = {"attn_q": "head_count", "attn_k": "head_count_kv"}  # heads by the metadata's keys
-INTERLEAVED_ARCHITECTURES = ("llama", "smollm3")  # ... for these architectures.
+INTERLEAVED_ARCHITECTURES = (
+    "llama", "smollm3", "granite", "arcee", "granitemoe",
+)  # fmt: skip
+
+# The converter adds 1 to the weights of these architectures' norms.
+PLUS_ONE_ARCHITECTURES = ("nemotron",)
+
+
+def naming(architecture: str, tensors: Container[str]) -> str:
+    """The key of OF_ARCHITECTURE for a file with these tensors."""
+    two = architecture == "falcon" and "blk.0.attn_norm_2.weight" in tensors
+    return TWO_NORMS if two else architecture
 
 
 def usual_name(name: str, architecture: str) -> str:
@@ -46,12 +86,13 @@ def usual_name(name: str, architecture: str) -> str:
     return f"model.layers.{match[1]}.{layers[match[2]]}.{match[3]}"
 
 
-def expert_names(name: str, number: int) -> list[str]:
+def expert_names(name: str, number: int, architecture: str) -> list[str]:
     """The names of each expert's matrix, for a stack of them; none for another tensor."""
     match = IN_LAYER.fullmatch(name)
     if match is None or match[2] not in EXPERTS:
         return []
-    above, matrix = f"model.layers.{match[1]}.mlp.experts", EXPERTS[match[2]]
+    module, matrices = EXPERTS_OF.get(architecture, ("mlp", EXPERTS))
+    above, matrix = f"model.layers.{match[1]}.{module}.experts", matrices[match[2]]
     return [f"{above}.{expert}.{matrix}.{match[3]}" for expert in range(number)]
 
 
@@ -61,3 +102,8 @@ def interleaved_heads(name: str, architecture: str) -> str | None:
     if match is None or architecture not in INTERLEAVED_ARCHITECTURES:
         return None
     return INTERLEAVED.get(match[2])
+
+
+def has_plus_one(name: str, architecture: str) -> bool:
+    """Whether a tensor has the factors 1 + weight of a norm."""
+    return architecture in PLUS_ONE_ARCHITECTURES and name.endswith("norm.weight")

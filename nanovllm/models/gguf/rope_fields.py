@@ -7,7 +7,8 @@ from nanovllm.models.gguf.metadata import Metadata
 from nanovllm.models.gguf.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from nanovllm.utils.checks import shorten
 
-PARTIAL = ("phi3",)  # architectures that may rotate a part of each head
+# Architectures that may rotate a part of each head.
+PARTIAL = ("phi3", "glm4", "gptneox", "phi2", "stablelm", "nemotron")
 # Architectures that do not truncate yarn's ramp, and scale unless a config says otherwise.
 NOT_TRUNCATED = ("gpt-oss",)
 # What Llama 3.1 to 3.3 have in common: their files have only the factors that result.
@@ -50,9 +51,12 @@ def _scaling(metadata: Metadata) -> dict[str, Any] | None:
     if kind not in ("linear", "yarn"):
         raise metadata.wrong("rope.scaling.type", kind, "linear, yarn, or none, or have tensors")
     factor = metadata.number("rope.scaling.factor", 1.0 if old is None else old)
-    metadata.only("rope.scaling.attn_factor", (1.0,))
     if kind == "linear":
+        metadata.only("rope.scaling.attn_factor", (1.0,))
         return {"rope_type": "linear", "factor": factor} if factor != 1.0 else None
+    usual = 0.1 * math.log(max(factor, 1.0)) + 1  # of cosines and sines; some converters write it
+    if not math.isclose(metadata.number("rope.scaling.attn_factor", 1.0), usual, rel_tol=1e-6):
+        metadata.only("rope.scaling.attn_factor", (1.0,))
     metadata.only("rope.scaling.yarn_ext_factor", (1.0,))
     metadata.only("rope.scaling.yarn_attn_factor", (1.0,))
     metadata.only("rope.scaling.yarn_log_multiplier", (0.0,))

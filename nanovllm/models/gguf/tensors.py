@@ -13,7 +13,16 @@ import torch
 
 from nanovllm.models.gguf.file import PLAIN_TYPES, GGUFFile, TensorInfo
 from nanovllm.models.gguf.metadata import Metadata
-from nanovllm.models.gguf.names import NO_WEIGHTS, expert_names, interleaved_heads, usual_name
+from nanovllm.models.gguf.names import (
+    NO_WEIGHTS,
+    ONE_ROW,
+    expert_names,
+    has_plus_one,
+    interleaved_heads,
+    naming,
+    usual_name,
+)
+from nanovllm.models.gguf.plain_fields import numbers
 from nanovllm.models.gguf.split import open_gguf
 
 DTYPES = {
@@ -63,24 +72,30 @@ def read_gguf(path: Path) -> Iterator[dict[str, View]]:
     """Yield the tensors of each file of a model by their usual names. No weights are read."""
     model = open_gguf(path)
     metadata = Metadata(model)
+    small = {name: View(torch.tensor([value]), "F32") for name, value in numbers(metadata).items()}
     for file in model.files:
-        yield dict(_views(file, metadata))
+        yield dict(_views(file, metadata)) | small
+        small = {}
 
 
 def _views(file: GGUFFile, metadata: Metadata) -> Iterator[tuple[str, View]]:
     with warnings.catch_warnings():  # PyTorch warns of memory that cannot be written
         warnings.simplefilter("ignore", UserWarning)
         content = torch.frombuffer(file.data, dtype=torch.uint8)
-    architecture = metadata.architecture
+    architecture = naming(metadata.architecture, metadata.model.tensors)
     for name, info in file.tensors.items():
         if name in NO_WEIGHTS:
             continue
         view = View(_view(content, info), info.kind.name)
-        if experts := expert_names(name, info.shape[0]):
+        if experts := expert_names(name, info.shape[0], architecture):
             yield from ((n, View(view[i], info.kind.name)) for i, n in enumerate(experts))
             continue
         if (heads := interleaved_heads(name, architecture)) is not None:
             view = _in_order(view, name, metadata.number_of_heads(heads))
+        if len(view.get_shape()) == 1 and name.endswith(ONE_ROW):
+            view = View(view.tensor[None], info.kind.name)
+        if has_plus_one(name, architecture):
+            view = View(view.tensor.float() - 1, "F32")
         yield usual_name(name, architecture), view
 
 

@@ -3,16 +3,16 @@
 import asyncio
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from waiting import LIMIT
 
-from nanovllm.engine.ranks.frames import HEAD, Outbox, frame, receive
+from nanovllm.engine.ranks.frames import HEAD, frame, receive
 from nanovllm.engine.remote.connection import TOGETHER, EngineConnection
 from nanovllm.engine.remote.messages import DropRequest, RequestEnd
+from nanovllm.engine.remote.outbox import Outbox
 from nanovllm.engine.requests.measures import RequestTimes
 
 
@@ -131,15 +131,27 @@ def test_other_tasks_run_between_many_ends_of_one_step(ends: Ends) -> None:
     assert ends.run(receive_many()) == [TOGETHER, 2 * TOGETHER, 3 * TOGETHER, 3 * TOGETHER + 1]
 
 
-def test_a_message_larger_than_a_socket_arrives() -> None:
-    """It is sent piece by piece, as there is room, and received so."""
+def test_a_message_larger_than_a_socket_arrives_while_its_sender_does_other_things() -> None:
+    """Messages behind it would wait for the sender, which computes steps of 0.1 s and more."""
     ours, its = socket.socketpair()
     its.settimeout(LIMIT)
     message = bytes(range(256)) * 8192
     sender = Outbox(ours)
-    with ThreadPoolExecutor(1) as pool, ours, its:
-        sender.send(message)
-        receiving = pool.submit(receive, its)
-        while not receiving.done():
-            sender.flush()
-        assert receiving.result() == message
+    with ours, its:
+        for sent in (message, "short", message):
+            sender.send(sent)
+        assert [receive(its) for _ in range(3)] == [message, "short", message]
+        sender.wait(LIMIT)
+        sender.send("at once")
+        assert receive(its) == "at once"
+
+
+def test_an_outbox_without_a_reader_raises() -> None:
+    ours, its = socket.socketpair()
+    sender = Outbox(ours)
+    with ours:
+        sender.send(bytes(1 << 22))
+        its.close()
+        sender.wait(LIMIT)
+        with pytest.raises(OSError, match=r"pipe|reset"):
+            sender.send("more")

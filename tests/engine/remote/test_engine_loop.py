@@ -15,7 +15,7 @@ from waiting import LIMIT
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.errors import EngineFullError, RankError
-from nanovllm.engine.ranks.frames import Outbox, receive
+from nanovllm.engine.ranks.frames import receive
 from nanovllm.engine.remote.loop import EngineLoop
 from nanovllm.engine.remote.messages import (
     Ask,
@@ -29,6 +29,7 @@ from nanovllm.engine.remote.messages import (
     RequestRefused,
     SubmitRequest,
 )
+from nanovllm.engine.remote.outbox import Outbox
 from nanovllm.engine_main import answers_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -20,8 +20,9 @@ from nanovllm.drafting.host_drafting import HostDrafting
 from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.requests.stop_text import TextUntilStop
+from nanovllm.engine.schedule.admission import MOST_PREFILLS, MOST_STARTS
 from nanovllm.engine.schedule.forecast import MIN_ENDED
-from nanovllm.engine.schedule.scheduler import MOST_PREFILLS, Scheduler
+from nanovllm.engine.schedule.scheduler import Scheduler
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
@@ -165,14 +166,27 @@ def test_requests_that_end_with_their_prompt_do_not_stop_decoding(ending: dict[s
     assert len(gaps) == 10 and set(gaps[1:-1]) == {MOST_PREFILLS}, "prompts come first"
 
 
-def test_places_are_filled_before_the_next_decode_step() -> None:
-    """However many steps their prompts take: then a decode step is for all of them."""
+def test_prompts_that_come_together_are_computed_in_a_few_steps() -> None:
+    """Then a decode step is for all that have begun, also for one that waited before."""
     scheduler = make_scheduler(num_blocks=3000, max_num_batched_tokens=100)
-    seqs = [add(scheduler, fresh(100), max_tokens=2)]
-    step(scheduler)
-    seqs += [add(scheduler, fresh(100), max_tokens=2) for _ in range(10 * MOST_PREFILLS)]
-    for seq in seqs[1:]:
+    seqs = [add(scheduler, fresh(100), max_tokens=20)]
+    for _ in range(2):
+        step(scheduler)
+    seqs += [add(scheduler, fresh(100), max_tokens=20) for _ in range(8)]
+    many = MOST_PREFILLS + MOST_STARTS
+    for seq in seqs[1 : 1 + many]:
         assert step(scheduler) == [(seq, 100)]
+    assert step(scheduler) == [(seq, 1) for seq in seqs[: 1 + many]]
+    assert step(scheduler) == [(seqs[1 + many], 100)]
+
+
+def test_chunks_of_a_long_prompt_do_not_count_as_beginnings() -> None:
+    """Many that began together do not wait for many chunks of another prompt."""
+    scheduler = make_scheduler(num_blocks=3000, max_num_batched_tokens=100)
+    seqs = [add(scheduler, fresh(10), max_tokens=20) for _ in range(9)]
+    long = add(scheduler, fresh(500))
+    assert step(scheduler) == [*((seq, 10) for seq in seqs), (long, 10)]
+    assert step(scheduler) == [(long, 100)]
     assert step(scheduler) == [(seq, 1) for seq in seqs]
 
 
@@ -722,9 +736,8 @@ def test_an_interrupted_prefill_is_done_again() -> None:
     assert scheduler.block_manager.num_free_blocks == num_free == 97
     c = add(scheduler, fresh(6))
     assert step(scheduler) == [(a, 4), (b, 5), (c, 3)]
-    step(scheduler)  # a decode step: the interrupted ones count as prefills
     assert step(scheduler) == [(c, 3)]
-    assert [seq.output_token_ids for seq in (a, b, c)] == [[TOKEN, TOKEN]] * 2 + [[TOKEN]]
+    assert [seq.output_token_ids for seq in (a, b, c)] == [[TOKEN]] * 3
     drain(scheduler)
 
 

@@ -52,6 +52,32 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3", dict(rope_parameters=LONGROPE, original_max_position_embeddings=64,
                      max_position_embeddings=512),
     ),
+    "OLMo 2": ("Olmo2", dict(rms_norm_eps=1e-5)),
+    "OLMo 3": (
+        "Olmo3", dict(
+            num_hidden_layers=4, sliding_window=8, rope_parameters={
+                "full_attention": {**YARN, "rope_theta": 500_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+            },
+        ),
+    ),
+    "Granite": (
+        "Granite", dict(embedding_multiplier=3.0, logits_scaling=2.5, residual_multiplier=0.5,
+                        attention_multiplier=0.25),
+    ),
+    "Seed-OSS": ("SeedOss", dict(attention_bias=True, attention_out_bias=True)),
+    "EXAONE 4": ("Exaone4", dict(num_hidden_layers=3, sliding_window=8, sliding_window_pattern=2)),
+    "EXAONE 4, no windows": (
+        "Exaone4", dict(sliding_window=None, layer_types=["full_attention"] * 2,
+                        rope_parameters=LLAMA3, max_position_embeddings=16384),
+    ),
+    "ERNIE 4.5": ("Ernie4_5", dict(use_bias=True, tie_word_embeddings=True)),
+    "GLM 4": ("Glm4", dict(attention_bias=True)),
+    "HunYuan": ("HunYuanDenseV1", dict(head_dim=32)),
+    "Command R+": ("Cohere", dict(use_qk_norm=True, tie_word_embeddings=True, logit_scale=0.5)),
+    "Command R7B": (
+        "Cohere2", dict(num_hidden_layers=4, sliding_window=8, tie_word_embeddings=True)
+    ),
     "SmolLM3": ("SmolLM3", dict(num_hidden_layers=4, no_rope_layer_interval=4)),
 }  # fmt: skip
 

@@ -8,6 +8,8 @@ shapes depend only on those of the arguments, so CUDA graphs can contain the ker
 a row; the rows of other ranks' experts are neither written nor read.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +26,7 @@ from nanovllm.kernels.triton.linear.silu_and_mul import BLOCK, activate
 
 BLOCK_N, BLOCK_K = 64, 64
 Stack = torch.Tensor | ArrangedMatrix  # a matrix for each expert: [E, out, in]
+Activation = Callable[[torch.Tensor], torch.Tensor]  # instead of silu
 
 
 @triton.jit
@@ -195,6 +198,7 @@ def experts(
     expert_ids: torch.Tensor,
     shares: torch.Tensor,
     num_experts: int,
+    activation: Activation | None = None,
 ) -> torch.Tensor:
     """For each row of x [T, hidden], the sum of its K experts' outputs, weighted by `shares`.
 
@@ -203,14 +207,15 @@ def experts(
     many pairs; only the rows of this rank's experts are used.
     """
     if (
-        isinstance(gate_up, torch.Tensor)
+        activation is None
+        and isinstance(gate_up, torch.Tensor)
         and isinstance(down, torch.Tensor)
         and many_pairs.takes(x, down, expert_ids.numel(), num_experts)
     ):
         expert_ids, shares = expert_ids.contiguous(), shares.contiguous()
         parts = many_pairs.multiply(x, gate_up, down, expert_ids, shares, num_experts)
         return _add_up(x, parts, expert_ids, len(down))
-    return adapted_experts(x, gate_up, down, expert_ids, shares, num_experts, None)
+    return adapted_experts(x, gate_up, down, expert_ids, shares, num_experts, None, activation)
 
 
 def adapted_experts(
@@ -221,6 +226,7 @@ def adapted_experts(
     shares: torch.Tensor,
     num_experts: int,
     additions: PairAdditions | None,
+    activation: Activation | None = None,
 ) -> torch.Tensor:
     """As `experts`, with the kernels for any weights, and adapters added to both products."""
     expert_ids, shares = expert_ids.contiguous(), shares.contiguous()
@@ -229,10 +235,13 @@ def adapted_experts(
     gates = grouped_linear(x, gate_up, groups, None, x.dtype)
     if additions:
         additions.add_gates(x, gates)
-    inner = x.new_empty(num_pairs, size)
-    _activate_kernel[(num_pairs, cdiv(size, BLOCK))](
-        gates, inner, expert_ids, num_here, size, BLOCK=BLOCK, num_warps=8
-    )
+    if activation is not None:
+        inner = activation(gates)  # of other ranks' pairs, too, which nothing reads
+    else:
+        inner = x.new_empty(num_pairs, size)
+        _activate_kernel[(num_pairs, cdiv(size, BLOCK))](
+            gates, inner, expert_ids, num_here, size, BLOCK=BLOCK, num_warps=8
+        )
     parts = grouped_linear(inner, down, groups, shares, torch.float32)
     if additions:
         additions.add_outputs(inner, parts, shares.flatten())

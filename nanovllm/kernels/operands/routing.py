@@ -1,0 +1,50 @@
+"""Routing: how a router chooses K of E experts for each token, and their shares. Plain data."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Scores = Literal["softmax", "sigmoid", "softmax of chosen", "sparse mixer"]
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Only experts of the `chosen` best of `number` equal groups can be chosen.
+
+    A group is as good as the sum of its `best` largest scores.
+    """
+
+    number: int
+    chosen: int
+    best: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """The choices of a router that takes the `per_token` largest scores.
+
+    `scores` says what a share is before it is finished: the softmax over all experts, the sigmoid
+    of the expert's own output, or the softmax over the chosen experts alone, which are then chosen
+    by the router's outputs. With `has_bias`, a bias for each expert is added to its score for the
+    choice, and not in its share. With `normalized`, the shares of a token sum to one. They are then
+    multiplied by `scale`. `plain/sparse_mixer.py` defines "sparse mixer" with its `margin`, which
+    goes with none of these.
+    """
+
+    per_token: int
+    normalized: bool
+    scores: Scores = "softmax"
+    has_bias: bool = False
+    groups: ExpertGroups | None = None
+    scale: float = 1.0
+    margin: float = 0.0
+
+    @property
+    def sums_to_one(self) -> bool:
+        """Whether a token's shares sum to one, before they are multiplied by `scale`."""
+        return self.normalized or self.scores == "softmax of chosen"
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether one kernel can compute scores, choice and shares, from `sums_to_one` alone."""
+        plain = not self.has_bias and self.groups is None and self.scale == 1.0
+        return plain and self.scores in ("softmax", "softmax of chosen")

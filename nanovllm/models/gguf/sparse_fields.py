@@ -1,0 +1,95 @@
+"""The fields of families with experts, except Qwen3's, from a GGUF file's metadata.
+
+The files do not say whether the shares of a token's experts add up to 1: each family decides it.
+"""
+
+from collections.abc import Callable
+
+from nanovllm.models.gguf.metadata import Metadata
+from nanovllm.models.gguf.usual_fields import Config, attention_bias
+
+
+def _experts(metadata: Metadata, normalized: bool, name: str = "num_experts") -> Config:
+    """The number of experts, by its `name` in the config, and of those of a token.
+
+    Other routers than a softmax over all experts, or over the chosen, are refused.
+    """
+    for key, allowed in (
+        ("expert_weights_norm", (normalized,)), ("expert_weights_scale", (0.0, 1.0)),
+        ("expert_gating_func", (1,)), ("leading_dense_block_count", (0,)),
+    ):  # fmt: skip
+        metadata.only(key, allowed)
+    return {
+        name: metadata.size("expert_count"),
+        "num_experts_per_tok": metadata.size("expert_used_count"),
+    }
+
+
+def _same_width(metadata: Metadata) -> None:
+    """For families with one intermediate size, and without shared experts."""
+    metadata.only("expert_shared_count", (0,))
+    metadata.only("expert_shared_feed_forward_length", (0,))
+    metadata.only("expert_feed_forward_length", (metadata.size("feed_forward_length"),))
+
+
+def mixtral(metadata: Metadata) -> Config:
+    """Files of Llama's architecture with experts."""
+    _same_width(metadata)
+    names = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    return names | _experts(metadata, True, "num_local_experts")
+
+
+def _qwen2moe(metadata: Metadata) -> Config:
+    """Old files have no sizes of experts: the intermediate size is that of a token's experts."""
+    experts, whole = _experts(metadata, normalized=False), metadata.size("feed_forward_length")
+    per_expert = whole // experts["num_experts_per_tok"]
+    metadata.only("expert_shared_count", (0, 1))
+    metadata.only("attention.sliding_window", (0,))
+    return experts | {
+        "moe_intermediate_size": metadata.size("expert_feed_forward_length", per_expert),
+        "shared_expert_intermediate_size": metadata.size(
+            "expert_shared_feed_forward_length", whole
+        ),
+        "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        "qkv_bias": "blk.0.attn_q.bias" in metadata.model.tensors, "use_sliding_window": False,
+    }  # fmt: skip
+
+
+def _olmoe(metadata: Metadata) -> Config:
+    _same_width(metadata)
+    return {"norm_topk_prob": False, "clip_qkv": None, **_experts(metadata, normalized=False)}
+
+
+def _granitemoe(metadata: Metadata) -> Config:
+    """Factors that a file leaves out change nothing."""
+    _same_width(metadata)
+    usual = metadata.size("attention.key_length", 0) or (
+        metadata.size("embedding_length") // metadata.number_of_heads()
+    )
+    return {
+        **attention_bias(metadata),
+        "attention_multiplier": metadata.number("attention.scale", usual**-0.5),
+        "embedding_multiplier": metadata.number("embedding_scale", 1.0),
+        "residual_multiplier": metadata.number("residual_scale", 1.0),
+        "logits_scaling": metadata.number("logit_scale", 1.0),
+        **_experts(metadata, True, "num_local_experts"),
+    }
+
+
+def _gpt_oss(metadata: Metadata) -> Config:
+    """Windows in every other layer, a softmax over the chosen experts: files do not say it."""
+    metadata.only("expert_gating_func", (3,))
+    metadata.only("attention.sliding_window_pattern", (2,))
+    return {
+        "intermediate_size": metadata.size("expert_feed_forward_length"),
+        "num_local_experts": metadata.size("expert_count"),
+        "num_experts_per_tok": metadata.size("expert_used_count"),
+        "sliding_window": metadata.size("attention.sliding_window"),
+        **attention_bias(metadata),
+    }
+
+
+SPARSE: dict[str, Callable[[Metadata], Config]] = {
+    "qwen2moe": _qwen2moe, "olmoe": _olmoe, "granitemoe": _granitemoe,
+    "gpt-oss": _gpt_oss,
+}  # fmt: skip
