@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.formats.names import is_quantized
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields, check_activation, decoder_fields
@@ -66,7 +67,12 @@ class GptOssConfig(ModelConfig):
 
 
 def read(file: Mapping[str, Any]) -> GptOssConfig:
-    """Without `layer_types`, every other layer has the window, from the first one on."""
+    """Without `layer_types`, every other layer has the window, from the first one on.
+
+    Published configs do not name a type: next to experts in MXFP4, other weights are bfloat16.
+    """
+    if is_quantized(file) and not any(file.get(name) for name in ("dtype", "torch_dtype")):
+        file = {**file, "dtype": "bfloat16"}
     if not any(file.get(name) for name in ("rope_scaling", "rope_parameters")):
         file = {**file, "rope_parameters": YARN}
     fields = Fields(file, DEFAULTS, FIXED)

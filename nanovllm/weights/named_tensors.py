@@ -64,7 +64,8 @@ class KnownTensors:
         param = self.blank.get_parameter(target.param)
         layer = self.blank.get_submodule(layer_name(target))
         assert isinstance(layer, Layer)
-        types = (param.dtype,) if param.dtype in TYPES else FLOATS
+        is_coded = param.dtype in (*TYPES, torch.uint8)
+        types = (param.dtype,) if is_coded else FLOATS
         shape = layer.whole_shape(param, target.shard_id)
         return Known(usual, target, shape, types, can_change(target))
 

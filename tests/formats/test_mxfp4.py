@@ -128,6 +128,13 @@ def test_random_weights_have_the_layout_of_the_files(case: Case) -> None:
         assert len(generate(llm, replace(case, prompts=case.prompts[:2]))) == 2
 
 
+def test_blocks_are_updated_by_their_names(case: Case) -> None:
+    weights = load_file(case.path / "model.safetensors")
+    with make_llm(case.path, load_format="dummy") as llm:
+        llm.update_weights(weights)
+        assert_same(generate(llm, case), case.expected)
+
+
 def test_stacks_that_were_not_turned_are_refused(tmp_path: Path) -> None:
     """[E, 2 * I, hidden], as other families have them."""
     path = write(tmp_path, SAMPLES["gpt-oss"])

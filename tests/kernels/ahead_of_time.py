@@ -166,6 +166,16 @@ def experts(num_experts: int, per_token: int, hidden: int, inside: int, tokens: 
     experts(x, *weights, ids, shares, num_experts)
 
 
+def biased_experts(tokens: int) -> None:
+    from nanovllm.kernels.operands.expert_biases import ExpertBiases
+    from nanovllm.kernels.triton.experts.biased_experts import biased_experts
+
+    ids, shares = torch.zeros(tokens, 4, dtype=torch.long), torch.empty(tokens, 4)
+    weights = bf16(32, 5760, 2880), bf16(32, 2880, 2880)
+    biases = ExpertBiases(bf16(32, 5760), bf16(32, 2880), 1.702, 7.0)
+    biased_experts(bf16(tokens, 2880), *weights, ids, shares, 32, biases)
+
+
 def quantized_experts(form: Format, tokens: int) -> None:
     from nanovllm.kernels.triton.experts.experts import experts
     from nanovllm.kernels.triton.linear.quantized_linear import arrange
@@ -480,6 +490,7 @@ CALLS: dict[str, Callable[[], object]] = {
     },
     **{f"route, {tokens} tokens": partial(route, tokens) for tokens in (ROWS, 32 * TOKENS)},
     "route, float32": partial(route, ROWS, torch.float32),
+    "biased_experts, gpt-oss": partial(biased_experts, 64),
     "route, 256 experts": partial(route, 32 * TOKENS, num_experts=256),
     **{f"few_experts, {rows} rows": partial(few_experts, rows) for rows in (1, 64, 256)},
     "few_experts, e4m3 blocks": partial(few_experts, 64, FORMATS["e4m3 blocks"]),

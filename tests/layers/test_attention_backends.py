@@ -137,6 +137,7 @@ def test_a_missing_flash_attn_is_explained(monkeypatch: pytest.MonkeyPatch) -> N
     [
         (dict(dtype=torch.float32), "needs dtype 'float16' or 'bfloat16', got 'float32'"),
         (dict(dtype=torch.float16, block_size=64), "a multiple of 256, got 64"),
+        (dict(dtype=torch.float16, needs=frozenset({"sinks"})), "attention with sinks; 'triton'"),
     ],
 )
 def test_flash_attn_refuses_what_it_cannot_compute(changes: dict[str, Any], message: str) -> None:
