@@ -24,7 +24,8 @@ ARCHITECTURES = {
     "stablelm": "StableLmForCausalLM", "starcoder2": "Starcoder2ForCausalLM",
     "nemotron": "NemotronForCausalLM", "falcon": "FalconForCausalLM", "arcee": "ArceeForCausalLM",
     "apertus": "ApertusForCausalLM",
-    "gpt-oss": "GptOssForCausalLM",
+    "gpt-oss": "GptOssForCausalLM", "gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }  # fmt: skip
 REQUIRED = object()
 

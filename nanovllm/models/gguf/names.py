@@ -20,6 +20,7 @@ POST_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
+SANDWICH = {**POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "qwen2moe": {
@@ -38,6 +39,7 @@ OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {
         "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm",
     },
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+    "gemma2": SANDWICH, "gemma3": SANDWICH,
     TWO_NORMS: {"attn_norm": "post_attention_layernorm", "attn_norm_2": "input_layernorm"},
 }  # fmt: skip
 ONE_ROW = "ffn_gate_inp_shexp.weight"  # end of the name of a matrix that may be a vector
@@ -57,7 +59,7 @@ INTERLEAVED_ARCHITECTURES = (
 )  # fmt: skip
 
 # The converter adds 1 to the weights of these architectures' norms.
-PLUS_ONE_ARCHITECTURES = ("nemotron",)
+PLUS_ONE_ARCHITECTURES = ("nemotron", "gemma", "gemma2", "gemma3")
 
 
 def naming(architecture: str, tensors: Container[str]) -> str:
