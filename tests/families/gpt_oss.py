@@ -19,7 +19,7 @@ SAMPLES = {
     # Its config's defaults decide windows and rope. The limit is one that many gates reach.
     "gpt-oss": Sample(
         CLASS,
-        dict(SMALL, attention_bias=True, intermediate_size=56, num_hidden_layers=3,
+        dict(SMALL, attention_bias=True, intermediate_size=56,
              swiglu_limit=1.5),
         adjust=spread,
     ),
