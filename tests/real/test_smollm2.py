@@ -44,7 +44,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def file() -> Path:
-    return published_file()
+    return published_file("smollm2", ".venv/.models")
 
 
 @pytest.fixture(scope="module")

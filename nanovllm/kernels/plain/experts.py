@@ -21,8 +21,8 @@ def experts(
     expert_ids: torch.Tensor,
     shares: torch.Tensor,
     num_experts: int,
-    linear: Callable[[torch.Tensor, Any], torch.Tensor] = F.linear,
     activation: Callable[[torch.Tensor], torch.Tensor] = silu_and_mul,
+    linear: Callable[[torch.Tensor, Any], torch.Tensor] = F.linear,
 ) -> torch.Tensor:
     """For each row of x [T, hidden], the sum of its K experts' outputs, weighted by `shares`.
 
@@ -52,8 +52,8 @@ def adapted_experts(
     shares: torch.Tensor,
     num_experts: int,
     additions: PairAdditions,
-    linear: Callable[[torch.Tensor, Any], torch.Tensor] = F.linear,
     activation: Callable[[torch.Tensor], torch.Tensor] = silu_and_mul,
+    linear: Callable[[torch.Tensor, Any], torch.Tensor] = F.linear,
 ) -> torch.Tensor:
     """As `experts`, with adapters added to the outputs of both matrices.
 
