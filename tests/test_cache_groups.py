@@ -3,11 +3,14 @@
 It costs more than 20 seconds: transformers computes the answers, to long prompts.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import make_model
+from families.gemma import PUBLISHED
 from reference import (
     Case,
     assert_same,
@@ -23,7 +26,10 @@ from reference import (
 )
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.cache.divide import divide
 from nanovllm.engine.cache.windows import WindowedBlocks
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.parts import build_model
 
 most_held = WindowedBlocks.most_held
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
@@ -204,3 +210,16 @@ def test_a_pool_with_less_than_a_block_for_each_group_is_refused(tmp_path: Path)
         block_gib = llm.model_runner.shard.caches.kv.block_bytes / 2**30
     with pytest.raises(ValueError, match="the KV pool has 1 block, too few for 6 groups of layers"):
         make_llm(tmp_path, cpu_kvcache_gib=1.5 * block_gib)
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("Gemma 3 ")])
+def test_published_models_with_windows_hold_a_quarter_of_the_kv(name: str, tmp_path: Path) -> None:
+    """Of a sequence of 32,768 tokens, relative to the same layers without windows."""
+    length, size = 32_768, 16
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name].file))
+    with torch.device("meta"):
+        layers = build_model(ModelConfig.from_dir(tmp_path), 16).attentions
+    groups = divide(layers, length)
+    blocks = sum(min(length // size, most_held(window, size)) for window in groups.windows)
+    slots = sum(layer.cache.num_tensors * layer.cache.row_size for layer in layers)
+    assert blocks * groups.num_slots * groups.slot_size <= 0.25 * slots * length // size
