@@ -87,7 +87,7 @@ def _adapted_case(
         own = [index for index, request in enumerate(requests) if request is adapter]
         found |= zip(own, reference_logits(model, [prompts[index] for index in own]), strict=True)
     logits = torch.stack([found[index] for index in range(len(prompts))])
-    kept = decisive(logits)
+    kept = decisive(logits, least=min(50, len(logits)))
     logits = logits[kept]
     return AdaptedCase(
         path,

@@ -74,7 +74,8 @@ def family_of(name: object, reference: str = "") -> Family[Any]:
         found = reference or registered[str(name)]
         return found if isinstance(found, Family) else imported(str(name), found, Family)
     if not isinstance(name, str) or name not in MODELS:
-        known = ", ".join(architectures())
-        raise ValueError(f"architecture {name!r} is not supported; architectures: one of {known}")
+        from nanovllm.models.imported import unknown
+
+        raise unknown(str(name), architectures())
     family: Family[Any] = importlib.import_module(f"{__package__}.{MODELS[name]}").FAMILY
     return family

@@ -1,6 +1,8 @@
 """Import families of models from outside of this package."""
 
+import difflib
 import importlib
+from collections.abc import Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -24,6 +26,15 @@ def imported(name: str, reference: str, kind: type[T]) -> T:
     if not isinstance(family, kind):
         raise TypeError(f"{reference!r} must be a {kind.__name__}, got {family!r}")
     return family
+
+
+def unknown(name: str, known: Sequence[str]) -> ValueError:
+    """The error about an architecture that is none of the known ones."""
+    near = difflib.get_close_matches(name, known, 3, cutoff=0)
+    return ValueError(
+        f"architecture {name!r} is not supported; the most similar of the {len(known)} supported"
+        f" architectures: {', '.join(near)} (docs/models.md lists all)"
+    )
 
 
 def not_importable(name: str) -> ValueError:

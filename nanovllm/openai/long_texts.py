@@ -17,7 +17,7 @@ def decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:
     parts: list[str] = []
     for part in _slices(token_ids, pieces):
         text = tokenizer.decode(part)
-        piece = pieces[part[0]] if parts else None
+        piece = pieces[part[0]] if any(parts) else None
         parts.append(text if piece is None else piece.text + text[piece.num_first :])
     return "".join(parts)
 

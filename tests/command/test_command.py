@@ -513,9 +513,9 @@ def test_a_chat_keeps_its_messages() -> None:
             turns.append([(message["role"], message["content"]) for message in conversations[0]])
             return [Turn({"prompt_token_ids": [1]}, SamplingParams(), AnswerFormat(Reasoning()))]
 
-        def stream(self, prompts: Any, params: Any) -> Iterator[dict[str, str | None]]:
-            yield {"text": "<think>so</think>an ", "finish_reason": None}
-            yield {"text": "answer", "finish_reason": "stop"}
+        def stream(self, prompts: Any, params: Any) -> Iterator[dict[str, Any]]:
+            yield {"text": "<think>so</think>an ", "token_ids": [1], "finish_reason": None}
+            yield {"text": "answer", "token_ids": [2], "finish_reason": "stop"}
 
     turns: list[Any] = []
     talk = Conversation(Recorder(), SamplingParams(), {}, "be brief")  # type: ignore[arg-type]

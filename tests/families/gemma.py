@@ -62,6 +62,7 @@ MODELS = {
             vision_config=SMALL_VISION,
             mm_tokens_per_image=4,
         ),
+        refuses={"adapters": "PEFT's all-linear includes the vision tower, which is left out"},
     ),
 }  # fmt: skip
 SAMPLES = {name: replace(sample, adjust=shift_norms) for name, sample in MODELS.items()}
