@@ -45,6 +45,7 @@ class Admission:
         self.caches, self.lengths = caches, lengths
         self.num_places, self.admission_filter = num_places, admission_filter
         self.refused: Sequence | None = None
+        self.turns = DecodeTurns()
 
     def num_places_left(self, running: Iterable[Sequence]) -> int:
         """How many more sequences may run. Those that end in flight have left their places."""
@@ -163,15 +164,22 @@ class DecodeTurns:
     def __init__(self) -> None:
         self._num_prefills = self._num_starts = self._num_decoding = 0
 
-    def are_due(self, num_decoding: int) -> bool:
+    def are_due(self, running: Iterable[Sequence]) -> bool:
         """Whether the next step must decode. To be asked once before each step."""
-        starts, self._num_decoding = num_decoding > self._num_decoding, num_decoding
-        self._num_starts += starts and self._num_prefills > 0
+        if not self._num_prefills:
+            return False
+        before, self._num_decoding = self._num_decoding, _num_decoding(running)
+        self._num_starts += self._num_decoding > before
         return self._num_prefills >= MOST_PREFILLS + min(self._num_starts, MOST_STARTS)
 
-    def count(self, decodes: bool) -> None:
-        """Count the step."""
-        if decodes or not self._num_decoding:  # nobody waits
-            self._num_prefills = self._num_starts = 0
-        else:
-            self._num_prefills += 1
+    def count(self, decodes: bool, prompts: list[Sequence], running: Iterable[Sequence]) -> None:
+        """Count a step of these `prompts`, or a step that decodes, which costs nothing here."""
+        if not (decodes or self._num_prefills):
+            self._num_decoding = _num_decoding(running) - _num_decoding(prompts)
+            self._num_starts = 0
+        self._num_prefills = 0 if decodes or not self._num_decoding else self._num_prefills + 1
+
+
+def _num_decoding(seqs: Iterable[Sequence]) -> int:
+    """The sequences that a decode step would compute."""
+    return sum(not (seq.is_prefilling or seq.ends_in_flight) for seq in seqs)

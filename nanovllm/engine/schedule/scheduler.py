@@ -9,13 +9,7 @@ from collections.abc import Iterable
 from nanovllm.engine.cache.block_manager import BlockManager
 from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.schedule.admission import (
-    Admission,
-    AdmissionFilter,
-    DecodeTurns,
-    enter,
-    schedule_tokens,
-)
+from nanovllm.engine.schedule.admission import Admission, AdmissionFilter, enter, schedule_tokens
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.schedule.forecast import Lengths
@@ -64,7 +58,6 @@ class Scheduler:
         )  # fmt: skip
         self.drafting.reset()
         # Steps since the last one with decodes, and the fewest sequences that waited for it.
-        self.turns = DecodeTurns()
         self.running: deque[Sequence] = deque()
         self.admission = Admission(
             seqs, self.caches, self.lengths, num_places, self.admission_filter
@@ -103,8 +96,7 @@ class Scheduler:
 
     def _next_batch(self) -> Batch | None:
         before = self.num_preemptions
-        num_decoding = sum(not (s.is_prefilling or s.ends_in_flight) for s in self.running)
-        are_due = self.turns.are_due(num_decoding) or self.mixes
+        are_due = self.mixes or self.admission.turns.are_due(self.running)
         decodes = self._schedule_decode() if are_due else []
         if decodes and not self.mixes:
             return self._batch(decodes, [], [])
@@ -129,7 +121,7 @@ class Scheduler:
             for seq in decodes:
                 seq.num_scheduled_tokens = 0
             return None
-        self.turns.count(bool(decodes))
+        self.admission.turns.count(bool(decodes), prompts, self.running)
         seqs = decodes + prompts if prompts else decodes
         return Batch(seqs, bool(prompts), forks, len(decodes), *drafts)
 
