@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.formats.block_format import EXPONENT, BlockFormat
 from nanovllm.formats.dummy_values import constant, integers
-from nanovllm.formats.format import Dense, Weight
+from nanovllm.formats.format import Dense, Weight, WeightFormat
 from nanovllm.formats.scheme import Scheme
 from nanovllm.formats.stored import (
     COLUMNS,
@@ -32,9 +32,7 @@ def rows_in_turn(part: RankPart) -> Iterator[tuple[int, slice]]:
         yield i, slice(count * rows.start + i, count * rows.stop, count)
 
 
-def load_in_turn(
-    part: RankPart, stored: Stored, target: torch.Tensor, loaded: Loaded, transposed: bool = False
-) -> None:
+def load_in_turn(part: RankPart, stored: Stored, target: torch.Tensor, loaded: Loaded) -> None:
     """Fill `target`, a rank's tensor of all projections, from a tensor that has them in turn."""
     size = part.stored_size(stored)
     shape, parts = stored.shape(size), part.split(stored, target)
@@ -42,7 +40,7 @@ def load_in_turn(
         index = stored.index(slice(0, 0), part.columns, size)
         index = (rows, *index[1:])
         to = parts[i]
-        if transposed:
+        if isinstance(stored, Transposed):
             to, index = to.t(), index[::-1]
         copy_into(to, loaded, shape, index)
 
@@ -54,11 +52,8 @@ class Transposed(Stored):
         return super().shape(size)[::-1]
 
 
-class DenseInTurn(Dense):
-    """Plain weights [in, out] of experts, with the outputs of the projections in turn."""
-
-    def __init__(self) -> None:
-        self._tensors = {"weight": Transposed((ROWS, COLUMNS))}
+class InTurn(WeightFormat):
+    """A format of stacks with the projections in turn."""
 
     def load(
         self,
@@ -69,10 +64,17 @@ class DenseInTurn(Dense):
         tensors: Mapping[str, torch.Tensor],  # noqa: ARG002
     ) -> None:
         assert projection is None
-        load_in_turn(param.rank_part, param.stored, target, loaded, transposed=True)
+        load_in_turn(param.rank_part, param.stored, target, loaded)
 
 
-class MxFormat(BlockFormat):
+class DenseInTurn(InTurn, Dense):
+    """Plain weights [in, out] of experts, with the outputs of the projections in turn."""
+
+    def __init__(self) -> None:
+        self._tensors = {"weight": Transposed((ROWS, COLUMNS))}
+
+
+class MxFormat(InTurn, BlockFormat):
     """MXFP4 of experts: the values [out, in / 32, 16] and the scales [out, in / 32] of blocks.
 
     Rows of the projections are in turn. A block becomes one of GGUF's type, which has its scale
@@ -86,17 +88,6 @@ class MxFormat(BlockFormat):
             "weight_blocks": Stored((ROWS, blocks, num_bytes), torch.uint8, fill=integers),
             "weight_scales": Stored((ROWS, blocks), torch.uint8, fill=constant(EXPONENT)),
         }
-
-    def load(
-        self,
-        param: StoredTensor,
-        target: torch.Tensor,
-        loaded: Loaded,
-        projection: int | None,
-        tensors: Mapping[str, torch.Tensor],  # noqa: ARG002
-    ) -> None:
-        assert projection is None
-        load_in_turn(param.rank_part, param.stored, target, loaded)
 
     def weight(self, tensors: Mapping[str, torch.Tensor], part: RankPart) -> Weight:
         pairs, scales = (tensors[f"weight_{name}"].detach() for name in ("blocks", "scales"))

@@ -1,19 +1,15 @@
 """Falcon 7B, 40B, 180B, and Falcon 2: parallel blocks, few key heads, fused projections."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.formats.names import Names
 from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, decoder_fields
+from nanovllm.models.grouped_heads import grouped_model
 from nanovllm.models.plain import PlainConfig, activation
 from nanovllm.models.spellings import errors_spell, respelt
 from nanovllm.utils.checks import check_int
-
-if TYPE_CHECKING:
-    from nanovllm.layers.layer import Build
-    from nanovllm.layers.mixer import Mixer
-    from nanovllm.models.decoder import CausalLM
 
 DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 65_024, "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71,
@@ -93,20 +89,4 @@ def _num_norms(fields: Fields, is_new: bool, parallel: bool) -> int:
     return number
 
 
-def build(config: PlainConfig, make: "Build") -> "CausalLM":
-    """Files have the fused projections in groups of heads."""
-    from nanovllm.layers.file_attention import GroupedAttention
-    from nanovllm.layers.mixer import SelfAttention
-    from nanovllm.models import plain_parts
-
-    def attention(config: PlainConfig, index: int, make: "Build") -> "Mixer":
-        kind = SelfAttention if config.usual_order else GroupedAttention
-        return kind(
-            make, config.hidden_size, config.heads(index), qkv_bias=config.qkv_bias,
-            o_bias=config.o_bias,
-        )  # fmt: skip
-
-    return plain_parts.build(config, make, attention)
-
-
-FAMILY = Family(read, build, NAMES)
+FAMILY = Family(read, grouped_model, NAMES)

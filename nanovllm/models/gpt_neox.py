@@ -1,18 +1,14 @@
 """GPT-NeoX 20B, Pythia, Dolly 2, RedPajama: parallel blocks of LayerNorms, partly rotated heads."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.formats.buffer_names import BufferNames
 from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, decoder_fields
+from nanovllm.models.grouped_heads import grouped_model
 from nanovllm.models.plain import PlainConfig, activation
 from nanovllm.models.spellings import errors_spell, partly_rotated, respelt
-
-if TYPE_CHECKING:
-    from nanovllm.layers.layer import Build
-    from nanovllm.layers.mixer import Mixer
-    from nanovllm.models.decoder import CausalLM
 
 DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 50_432, "hidden_size": 6144, "intermediate_size": 24_576,
@@ -54,20 +50,4 @@ def read(file: Mapping[str, Any]) -> PlainConfig:
     )
 
 
-def build(config: PlainConfig, make: "Build") -> "CausalLM":
-    """Files have the fused projections in groups of heads."""
-    from nanovllm.layers.file_attention import GroupedAttention
-    from nanovllm.layers.mixer import SelfAttention
-    from nanovllm.models import plain_parts
-
-    def attention(config: PlainConfig, index: int, make: "Build") -> "Mixer":
-        kind = SelfAttention if config.usual_order else GroupedAttention
-        return kind(
-            make, config.hidden_size, config.heads(index), qkv_bias=config.qkv_bias,
-            o_bias=config.o_bias,
-        )  # fmt: skip
-
-    return plain_parts.build(config, make, attention)
-
-
-FAMILY = Family(read, build, NAMES)
+FAMILY = Family(read, grouped_model, NAMES)

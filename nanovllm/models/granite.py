@@ -1,6 +1,6 @@
 """Granite 3 and 4, dense: Llama with factors of embeddings, scores, sums and logits."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +9,7 @@ from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, check_activation, decoder_fields
 
 if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
+    from nanovllm.layers.feed_forward import FeedForward
     from nanovllm.layers.layer import Build
     from nanovllm.models.decoder import CausalLM
 
@@ -31,14 +32,21 @@ class GraniteConfig(ModelConfig):
 
 
 def read(file: Mapping[str, Any]) -> GraniteConfig:
-    """Logits are divided by `logits_scaling`."""
+    """Biases in all of attention, or in all feed-forward layers; no windows."""
     fields = Fields(file, DEFAULTS, NO_WINDOW)
     check_activation(fields)
     return GraniteConfig(
         **decoder_fields(fields),
+        **factors(fields),
         qkv_bias=fields.flag("attention_bias"),
         o_bias=fields.flag("attention_bias"),
         mlp_bias=fields.flag("mlp_bias"),
+    )
+
+
+def factors(fields: Fields) -> dict[str, Any]:
+    """The fields of a `GraniteConfig`. Logits are divided by `logits_scaling`."""
+    return dict(
         embedding_scale=fields.number("embedding_multiplier"),
         attention_scale=fields.number("attention_multiplier"),
         residual_scale=fields.number("residual_multiplier"),
@@ -46,8 +54,11 @@ def read(file: Mapping[str, Any]) -> GraniteConfig:
     )
 
 
-def build(config: GraniteConfig, make: "Build") -> "CausalLM":
-    """Compose the model with its factors."""
+def build(
+    config: GraniteConfig, make: "Build",
+    feed_forward: "Callable[[Any, Build], FeedForward] | None" = None,
+) -> "CausalLM":  # fmt: skip
+    """Compose the model with its factors, and with a gated or another feed-forward part."""
     from nanovllm.layers.block import Block
     from nanovllm.layers.mixer import ROPE
     from nanovllm.models import parts
@@ -56,8 +67,9 @@ def build(config: GraniteConfig, make: "Build") -> "CausalLM":
     def block(index: int, make: "Build") -> Block:
         inside = make.inside("self_attn")
         attention = parts.attention(config, index, inside, scale=config.attention_scale)
-        mlp, scale = parts.mlp(config, make.inside("mlp")), config.residual_scale
-        return Block(make, parts.pre_norms(config), attention, mlp, residual_scale=scale)
+        part = (feed_forward or parts.mlp)(config, make.inside("mlp"))
+        norms, scale = parts.pre_norms(config), config.residual_scale
+        return Block(make, norms, attention, part, residual_scale=scale)
 
     embedding = parts.embedding(config, make, config.embedding_scale)
     blocks, ropes = parts.blocks(config, make, block), {ROPE: parts.rope(config, make)}

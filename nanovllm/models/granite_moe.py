@@ -15,6 +15,8 @@ from nanovllm.models.experts import (
 )
 from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, check_activation, decoder_fields
+from nanovllm.models.granite import GraniteConfig, factors
+from nanovllm.models.granite import build as build_granite
 
 if TYPE_CHECKING:
     from nanovllm.layers.layer import Build
@@ -37,13 +39,8 @@ PIECES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraniteMoeConfig(SparseConfig):
-    """With the factors of embeddings, of scores, of what is added to residuals, and of logits."""
-
-    embedding_scale: float
-    attention_scale: float
-    residual_scale: float
-    logit_scale: float
+class GraniteMoeConfig(GraniteConfig, SparseConfig):
+    """With Granite's factors and experts."""
 
 
 def read(file: Mapping[str, Any]) -> GraniteMoeConfig:
@@ -55,12 +52,9 @@ def read(file: Mapping[str, Any]) -> GraniteMoeConfig:
     routing = Routing(per_token=per_token, normalized=True, scores="softmax of chosen")
     return GraniteMoeConfig(
         **decoder_fields(fields),
+        **factors(fields),
         qkv_bias=fields.flag("attention_bias"),
         o_bias=fields.flag("attention_bias"),
-        embedding_scale=fields.number("embedding_multiplier"),
-        attention_scale=fields.number("attention_multiplier"),
-        residual_scale=fields.number("residual_multiplier"),
-        logit_scale=1.0 / fields.number("logits_scaling"),
         experts=ExpertsConfig(
             num_experts,
             fields.size("intermediate_size"),
@@ -72,27 +66,8 @@ def read(file: Mapping[str, Any]) -> GraniteMoeConfig:
 
 
 def build(config: GraniteMoeConfig, make: "Build") -> "CausalLM":
-    """Compose the model with its factors."""
-    from nanovllm.layers.block import Block
-    from nanovllm.layers.mixer import ROPE, SelfAttention
-    from nanovllm.layers.scaled_embedding import scaled
-    from nanovllm.models import parts
-    from nanovllm.models.decoder import CausalLM, Decoder
-
-    def block(index: int, make: "Build") -> Block:
-        attention = SelfAttention(
-            make.inside("self_attn"), config.hidden_size, config.heads(index),
-            qkv_bias=config.qkv_bias, o_bias=config.o_bias, scale=config.attention_scale,
-        )  # fmt: skip
-        return Block(
-            make, parts.pre_norms(config), attention, sparse_mlp(config, make.inside("mlp")),
-            residual_scale=config.residual_scale,
-        )  # fmt: skip
-
-    embedding = scaled(parts.embedding(config, make), config.embedding_scale)
-    blocks, ropes = parts.blocks(config, make, block), {ROPE: parts.rope(config, make)}
-    decoder = Decoder(make, embedding, blocks, parts.norm(config), ropes)
-    return CausalLM(make, decoder, parts.head(config, make, embedding, scale=config.logit_scale))
+    """Granite with experts."""
+    return build_granite(config, make, sparse_mlp)
 
 
 FAMILY = Family(read, build, Names(pieces=PIECES))
