@@ -28,6 +28,22 @@ MAX_LOGIT_ERROR = 1e-4
 SMALL_POOL: dict[str, Any] = dict(kvcache_block_size=4, num_kvcache_blocks=56)
 HARD: dict[str, Any] = dict(SMALL_POOL, max_num_batched_tokens=16)
 
+DRAFTS = dict(method="ngram", num_speculative_tokens=3)
+# Options with which every family of models gives the same tokens.
+REGIMES: dict[str, dict[str, Any]] = {
+    "plain PyTorch": dict(attention_backend="torch"),
+    "chunks of 7": dict(max_num_batched_tokens=7),
+    "blocks of 1, chunks of 16": dict(max_num_batched_tokens=16, kvcache_block_size=1),
+    "no prefix cache": dict(enable_prefix_caching=False),
+    "small pool": SMALL_POOL,
+    "small pool, chunks of 16": HARD,
+    "small pool, overlap": dict(HARD, overlap=True),
+    "mixed": dict(scheduling="mixed", max_num_batched_tokens=60),
+    "n-grams": dict(speculative_config=DRAFTS),
+    "n-grams, small pool": dict(HARD, speculative_config=DRAFTS),
+    "two ranks": dict(tensor_parallel_size=2, max_num_batched_tokens=64),
+}
+
 
 @dataclass(frozen=True)
 class Case:

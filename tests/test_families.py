@@ -16,6 +16,7 @@ from families.describe import write
 from families.experts import SAMPLES as SPARSE
 from reference import (
     HARD,
+    REGIMES,
     SMALL_POOL,
     Case,
     assert_same,
@@ -40,20 +41,6 @@ from nanovllm.models.parts import build_model
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
-DRAFTS = dict(method="ngram", num_speculative_tokens=3)
-REGIMES: dict[str, dict[str, Any]] = {
-    "plain PyTorch": dict(attention_backend="torch"),
-    "chunks of 7": dict(max_num_batched_tokens=7),
-    "blocks of 1, chunks of 16": dict(max_num_batched_tokens=16, kvcache_block_size=1),
-    "no prefix cache": dict(enable_prefix_caching=False),
-    "small pool": SMALL_POOL,
-    "small pool, chunks of 16": HARD,
-    "small pool, overlap": dict(HARD, overlap=True),
-    "mixed": dict(scheduling="mixed", max_num_batched_tokens=60),
-    "n-grams": dict(speculative_config=DRAFTS),
-    "n-grams, small pool": dict(HARD, speculative_config=DRAFTS),
-    "two ranks": dict(tensor_parallel_size=2, max_num_batched_tokens=64),
-}
 OTHERS = ("hits", "aborts", "samples")  # what else is checked
 
 

@@ -1,12 +1,10 @@
-"""Experts with biases and a clamped gate, and their router, as in gpt-oss."""
+"""Experts with biases and a clamped gate, as in gpt-oss."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from nanovllm.formats.block_format import BlockFormat
 from nanovllm.formats.format import Dense, WeightFormat
@@ -14,10 +12,12 @@ from nanovllm.formats.in_turn import DenseInTurn, MxFormat, load_in_turn
 from nanovllm.formats.quantize import WhileLoading
 from nanovllm.formats.stored import Loaded, StoredTensor
 from nanovllm.kernels.operands.expert_biases import ExpertBiases
+from nanovllm.kernels.operands.routing import Routing
 from nanovllm.layers.experts import MATRICES, Experts
 from nanovllm.layers.feed_forward import FeedForward
-from nanovllm.layers.layer import Build, Layer
+from nanovllm.layers.layer import Build
 from nanovllm.layers.linear import BIAS
+from nanovllm.layers.sparse_mlp import ExpertRouter
 
 
 @dataclass(frozen=True)
@@ -32,27 +32,6 @@ class BiasedSizes:
     intermediate_size: int
     alpha: float
     limit: float
-
-
-class BiasedRouter(Layer):
-    """Selects K of E experts for each row: the softmax over their scores alone is their shares.
-
-    In float32 for every model type: rounding must not decide between experts.
-    """
-
-    initial = 0.0
-
-    def __init__(self, hidden_size: int, num_experts: int, per_token: int) -> None:
-        super().__init__()
-        self.per_token = per_token
-        weight = torch.empty(num_experts, hidden_size, dtype=torch.float32)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = nn.Parameter(torch.zeros_like(weight[:, 0]), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The shares [T, K] and the ids [T, K] of the experts of rows x [T, hidden]."""
-        scores, ids = F.linear(x.float(), self.weight, self.bias).topk(self.per_token, dim=-1)
-        return scores.softmax(dim=-1), ids
 
 
 class BiasedExperts(Experts):
@@ -127,11 +106,14 @@ class BiasedSparseMLP(FeedForward):
 
     def __init__(self, make: Build, hidden_size: int, sizes: BiasedSizes) -> None:
         super().__init__()
-        self.router = BiasedRouter(hidden_size, sizes.num_experts, sizes.per_token)
+        routing = Routing(per_token=sizes.per_token, normalized=True, scores="softmax of chosen")
+        self.router = ExpertRouter(
+            hidden_size, sizes.num_experts, routing, make.formats.in_float32("router"), bias=True
+        )
         self.experts = BiasedExperts(make, hidden_size, sizes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shares, expert_ids = self.router(x)
+        shares, expert_ids = self.router.select(x)
         out: torch.Tensor = self.experts(x, expert_ids, shares)
         return out
 

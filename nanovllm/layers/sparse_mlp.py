@@ -36,8 +36,11 @@ class ExpertRouter(ReplicatedLinear):
         num_experts: int,
         routing: Routing,
         weight_format: WeightFormat = DENSE,
+        bias: bool = False,
     ) -> None:
-        super().__init__(hidden_size, num_experts, weight_format=weight_format)
+        super().__init__(hidden_size, num_experts, bias, weight_format)
+        if self.bias is not None:
+            self.bias.data = self.bias.data.float()
         self.routing = routing
         self.per_token, self.normalized = routing.per_token, routing.sums_to_one
         self.dtype = torch.get_default_dtype()
@@ -50,7 +53,7 @@ class ExpertRouter(ReplicatedLinear):
         if self.kernel is not None or self.matrix is not None:
             return
         weight = self.weight_format.weight(self.stored_tensors(), self.rank_part)
-        if isinstance(weight, torch.Tensor) and self.routing.is_fused:
+        if isinstance(weight, torch.Tensor) and self.bias is None and self.routing.is_fused:
             self.kernel = backend.kernels.router(weight, self.dtype)
         if self.kernel is None:
             super().bind(backend)

@@ -23,6 +23,7 @@ from drafts import drafting_of, make_eager
 from reference import (
     HARD,
     NUM_STEPS,
+    REGIMES,
     SMALL_POOL,
     Case,
     assert_same,
@@ -65,19 +66,7 @@ CONFIG: dict[str, Any] = dict(
 THEIRS, OURS = "model.language_model.", "model."
 SCENARIOS: dict[str, dict[str, Any]] = {
     "all at once": {},
-    "plain PyTorch": dict(attention_backend="torch"),
-    "chunks of 7": dict(max_num_batched_tokens=7),
-    "blocks of 1, chunks of 16": dict(max_num_batched_tokens=16, kvcache_block_size=1),
-    "no prefix cache": dict(enable_prefix_caching=False),
-    "small pool": SMALL_POOL,
-    "small pool, chunks of 16": HARD,
-    "small pool, overlap": dict(HARD, overlap=True),
-    "mixed": dict(scheduling="mixed", max_num_batched_tokens=60),
-    "n-grams": dict(speculative_config=dict(method="ngram", num_speculative_tokens=3)),
-    "n-grams, small pool": dict(
-        HARD, speculative_config=dict(method="ngram", num_speculative_tokens=3)
-    ),
-    "two ranks": dict(tensor_parallel_size=2, max_num_batched_tokens=64),
+    **REGIMES,
     "two ranks, small pool": dict(HARD, tensor_parallel_size=2),
 }
 
