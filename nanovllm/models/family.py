@@ -76,6 +76,6 @@ def family_of(name: object, reference: str = "") -> Family[Any]:
     if not isinstance(name, str) or name not in MODELS:
         from nanovllm.models.imported import unknown
 
-        raise unknown(str(name), architectures())
+        raise unknown(name, architectures())
     family: Family[Any] = importlib.import_module(f"{__package__}.{MODELS[name]}").FAMILY
     return family

@@ -1,11 +1,11 @@
 """Import families of models from outside of this package."""
 
-import difflib
 import importlib
 from collections.abc import Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
+USUAL = "ForCausalLM"  # end of most architectures' names
 
 
 def imported(name: str, reference: str, kind: type[T]) -> T:
@@ -28,12 +28,14 @@ def imported(name: str, reference: str, kind: type[T]) -> T:
     return family
 
 
-def unknown(name: str, known: Sequence[str]) -> ValueError:
-    """The error about an architecture that is none of the known ones."""
-    near = difflib.get_close_matches(name, known, 3, cutoff=0)
+def unknown(name: object, known: Sequence[str]) -> ValueError:
+    """The error about an architecture that is none of the `known` ones, which it lists in short."""
+    usual = [each.removesuffix(USUAL) for each in known if each.endswith(USUAL)]
+    others = [each for each in known if not each.endswith(USUAL)]
+    usual[0] += USUAL
     return ValueError(
-        f"architecture {name!r} is not supported; the most similar of the {len(known)} supported"
-        f" architectures: {', '.join(near)} (docs/models.md lists all)"
+        f"architecture {name!r} is not supported; architectures: {usual[0]}, with the same ending"
+        f" {', '.join(usual[1:])}; and {', '.join(others)}"
     )
 
 
