@@ -14,12 +14,14 @@ def decoded(tokenizer: Any, token_ids: Sequence[int]) -> str:
     if pieces is None or not pieces.are_known:
         text: str = tokenizer.decode(token_ids)
         return text
-    parts: list[str] = []
+    texts: list[str] = []
+    follows = False  # whether a known token comes before the slice
     for part in _slices(token_ids, pieces):
         text = tokenizer.decode(part)
-        piece = pieces[part[0]] if any(parts) else None
-        parts.append(text if piece is None else piece.text + text[piece.num_first :])
-    return "".join(parts)
+        piece = pieces[part[0]] if follows else None
+        texts.append(text if piece is None else piece.text + text[piece.num_first :])
+        follows = follows or any(name is not None for name in tokenizer.convert_ids_to_tokens(part))
+    return "".join(texts)
 
 
 def _slices(token_ids: Sequence[int], pieces: TokenPieces) -> Iterator[Sequence[int]]:

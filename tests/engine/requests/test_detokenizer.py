@@ -205,6 +205,18 @@ def test_slices_of_tokens_join_to_their_text(name: str, monkeypatch: pytest.Monk
     run()
 
 
+def test_a_slice_after_a_token_without_a_text_is_not_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first token's spaces are dropped, and ids of no token count as none."""
+    monkeypatch.setattr(long_texts, "SLICE", 3)
+    tokenizer = make("unigram")
+    spaces, unknown = tokenizer.convert_tokens_to_ids("▁▁▁▁"), len(tokenizer)
+    for ids in ([spaces, unknown, unknown, spaces], [unknown, unknown, unknown, spaces]):
+        assert long_texts.decoded(tokenizer, ids) == tokenizer.decode(ids)
+    assert tokenizer.decode([spaces, unknown, unknown, spaces]) == "    "
+
+
 @pytest.mark.parametrize("name", BYTE_LEVEL + BYTE_FALLBACK)
 def test_pieces_of_any_bytes_join_to_their_text(name: str) -> None:
     """Bytes of characters, which random ids rarely form, whole or cut short."""
