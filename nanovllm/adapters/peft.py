@@ -104,6 +104,8 @@ def _pairs(tensors: Mapping[str, InFile], model: CausalLM, spelt: dict[str, str]
     pairs: Files = defaultdict(dict)
     for key, tensor in tensors.items():
         name = key.removeprefix(BEGINNING)
+        if model.names.is_skipped(name):  # of a part of the model that text does not use
+            continue
         for end, feature in UNSUPPORTED.items():
             if end in name:
                 raise ValueError(f"tensor {key!r} is of {feature}, which is not supported")

@@ -1,6 +1,5 @@
 """Gemma 1 to 3: soft caps, alternating windows, two ropes, a text model inside of a larger one."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,20 +22,26 @@ SMALL_VISION = dict(
 
 @torch.no_grad()
 def shift_norms(model: Any) -> None:
-    """Let the factors of norms, 1 + weight, be those that other families have as weights."""
+    """Let the factors of norms, 1 + weight, be those that other families have as weights.
+
+    With larger ones, the logits of Gemma 1 are so large that float32 rounds them by 1e-4.
+    """
     for name, param in model.named_parameters():
         if name.endswith("norm.weight"):
             param.sub_(1)
 
 
-MODELS = {
-    "Gemma": Sample("GemmaForCausalLM", TIED | dict(head_dim=24, hidden_act="gelu")),
+SAMPLES = {
+    "Gemma": Sample(
+        "GemmaForCausalLM", TIED | dict(head_dim=24, hidden_act="gelu"), adjust=shift_norms
+    ),
     "Gemma biased": Sample(
-        "GemmaForCausalLM", dict(attention_bias=True, num_key_value_heads=1, head_dim=40)
+        "GemmaForCausalLM", dict(attention_bias=True, num_key_value_heads=1, head_dim=40),
+        adjust=shift_norms,
     ),
     "Gemma 2": Sample(
         "Gemma2ForCausalLM",
-        TIED | CAPS | dict(num_hidden_layers=3, query_pre_attn_scalar=7, sliding_window=21),
+        CAPS | dict(num_hidden_layers=3, query_pre_attn_scalar=7, sliding_window=21),
     ),
     "Gemma 2 without caps": Sample(
         "Gemma2ForCausalLM",
@@ -58,14 +63,14 @@ MODELS = {
         "Gemma3ForConditionalGeneration",
         dict.fromkeys(SHAPE)
         | dict(  # the fields of `SHAPE` belong to the text
-            text_config=SHAPE | TIED | dict(sliding_window=15, layer_types=[SLIDING, FULL]),
+            text_config=SHAPE | dict(sliding_window=15, layer_types=[SLIDING, FULL]),
+            tie_word_embeddings=False,
             vision_config=SMALL_VISION,
             mm_tokens_per_image=4,
         ),
         refuses={"adapters": "PEFT's all-linear includes the vision tower, which is left out"},
     ),
 }  # fmt: skip
-SAMPLES = {name: replace(sample, adjust=shift_norms) for name, sample in MODELS.items()}
 
 
 def published(
