@@ -65,6 +65,7 @@ class Kernels:
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
+    gelu_and_mul: Callable[[Tensor], Tensor]
     norm_rope_store: Callable[
         [Tensor, int, "Rope", tuple[Tensor, Tensor] | None, float, "KVLayer", Tensor],
         tuple[Tensor, Tensor, Tensor],
@@ -111,10 +112,8 @@ class Kernels:
         self.name, self.graph_safe = name, graph_safe
         self.reads_plain, self.reads_stacks = reads_plain, reads_stacks
         self._places = places
-        for operation in places.keys() - others.keys():
-            setattr(self, operation, self._first_call_of(operation))
-        for operation, function in others.items():
-            setattr(self, operation, function)
+        first_calls = {name: self._first_call_of(name) for name in places.keys() - others.keys()}
+        vars(self).update(first_calls | others)
 
     def _first_call_of(self, operation: str) -> Callable[..., Any]:
         module, _, name = self._places[operation].partition(":")
@@ -139,7 +138,7 @@ def nothing(*_: Any) -> None:
 OPERATIONS = (
     "rms_norm", "silu_and_mul", "norm_rope_store", "store_kvcache", "mask", "sample", "draw",
     "experts", "biased_experts", "read_table", "guess_ngrams", "guess_inputs", "accept",
-    "block_linear", "block_rows",
+    "block_linear", "block_rows", "gelu_and_mul",
 )  # fmt: skip
 # The module of each operation, and its name there, if that is another one.
 PLAIN_PLACES = {name: f"plain.{name}" for name in OPERATIONS} | {

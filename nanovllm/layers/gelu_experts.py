@@ -1,15 +1,7 @@
 """Experts that gelu gates."""
 
-import torch
-import torch.nn.functional as F
-
+from nanovllm.kernels.plain.gelu_and_mul import gelu_and_mul
 from nanovllm.layers.experts import Experts
-
-
-def gelu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """`gelu(gate) * up` [N, I] of x [N, 2 * I], with tanh in the approximation of gelu."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 class GeluExperts(Experts):

@@ -1,13 +1,14 @@
 """The parts that Gemma's models share, made from the fields of a `ModelConfig`."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from nanovllm.layers.block import Block
 from nanovllm.layers.feed_forward import MLP
 from nanovllm.layers.gelu import GeluTanhAndMul
 from nanovllm.layers.layer import Build
 from nanovllm.layers.norm_places import sandwich_norms
-from nanovllm.layers.plus_one_norm import PlusOneRMSNorm
+from nanovllm.layers.plus_one_norm import PlusOneAttention, PlusOneRMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import parts
 from nanovllm.models.config import ModelConfig
@@ -35,13 +36,11 @@ def sandwich_block(
 
     Scores are divided by the root of `query_scalar`.
     """
-    heads, head_norms = config.heads(index), None
+    others: dict[str, Any] = dict(rope=rope, scale=query_scalar**-0.5, soft_cap=soft_cap)
     if config.qk_norm:
-        head_norms = norm(config, heads.head_dim), norm(config, heads.head_dim)
-    attention = parts.attention(
-        config, index, make.inside("self_attn"), rope=rope, head_norms=head_norms,
-        scale=query_scalar**-0.5, soft_cap=soft_cap,
-    )  # fmt: skip
+        others["kind"] = PlusOneAttention
+        others["head_norms"] = tuple(norm(config, config.head_dim) for _ in range(2))
+    attention = parts.attention(config, index, make.inside("self_attn"), **others)
     norms = sandwich_norms(*(norm(config) for _ in range(4)))
     return Block(make, norms, attention, mlp(config, make.inside("mlp")))
 

@@ -22,7 +22,7 @@ from nanovllm.weights.bound_layers import alias_of, kept, unpacked
 from nanovllm.weights.copies import Copies
 from nanovllm.weights.named_tensors import KnownTensors, layer_name
 from nanovllm.weights.places import Place, Shape, places_of
-from nanovllm.weights.tensors import BOUND, replace_values
+from nanovllm.weights.tensors import BOUND, refresh, replace_values
 
 EMBEDDING = "model.embed_tokens.weight"
 MOST_STAGED = 2  # copies of layers at the same time, unless parts of layers cannot be restored
@@ -104,6 +104,7 @@ class LiveWeights:
             else:
                 stage.waits = True
         self._refresh_head()
+        refresh(self.shard.model)
 
     def drop_staged(self) -> None:
         """Drop the staged layers: an update has failed, or all weights are dropped."""

@@ -10,7 +10,8 @@ from torch import nn
 from nanovllm.layers.layer import Layer
 
 PACKAGE = "nanovllm."
-BOUND = ("matrix", "kernel", "matrices", "operands")  # a layer's attributes that `bind` makes
+# A layer's attributes that `bind` makes.
+BOUND = ("matrix", "kernel", "matrices", "operands", "bound_factors")
 
 
 def children_of(value: Any) -> Iterator[tuple[str, Any]]:
@@ -53,6 +54,13 @@ def weights_of(model: nn.Module) -> list[torch.Tensor]:
         if isinstance(layer, Layer):
             found += tensors_in([getattr(layer, name, None) for name in BOUND])
     return [*{id(tensor): tensor for tensor in found}.values()]
+
+
+def refresh(model: nn.Module) -> None:
+    """Let layers that keep something computed from their weights compute it again."""
+    for layer in model.modules():
+        if compute := getattr(layer, "refresh", None):
+            compute()
 
 
 def slots_of(model: nn.Module) -> list[torch.Tensor]:

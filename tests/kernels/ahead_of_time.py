@@ -56,7 +56,7 @@ HEADS = {
     "head_dim 80": (32, 32, 80),
 }
 ATTENTION_HEADS = HEADS | {
-    "head_dim 64": (32, 8, 64), "head_dim 256": (8, 4, 256), "G 7": (28, 4, 128),
+    "head_dim 64": (32, 8, 64), "head_dim 256": (8, 4, 256), "head_dim 512": (16, 2, 512), "G 7": (28, 4, 128),
     "G 16": (64, 4, 128),
 }  # fmt: skip
 GPT_OSS = (64, 8, 64)
@@ -155,6 +155,12 @@ def silu_and_mul(size: int) -> None:
     from nanovllm.kernels.triton.linear.silu_and_mul import silu_and_mul
 
     silu_and_mul(bf16(TOKENS, 2 * size))
+
+
+def gelu_and_mul(size: int) -> None:
+    from nanovllm.kernels.triton.linear.gelu_and_mul import gelu_and_mul
+
+    gelu_and_mul(bf16(TOKENS, 2 * size))
 
 
 def experts(num_experts: int, per_token: int, hidden: int, inside: int, tokens: int) -> None:
@@ -474,6 +480,7 @@ CALLS: dict[str, Callable[[], object]] = {
         for size, ranks, rows in ((1024, 2, 1), (4096, 2, 64), (8192, 8, 32))
     },
     "silu_and_mul": partial(silu_and_mul, 3072),
+    "gelu_and_mul": partial(gelu_and_mul, 2048),
     **{
         f"norm_rope_store, {name}, {tokens} tokens": partial(norm_rope_store, h, norm, tokens)
         for name, h, norm in (

@@ -24,9 +24,16 @@
     }
 EXPORT(rms_norm)
 EXPORT(silu_and_mul)
+EXPORT(gelu_and_mul)
 EXPORT(norm_rope_store)
 EXPORT(attention)
 EXPORT(sample)
+
+// The same with norms' weights in float32.
+extern "C" {
+void* rms_norm_wide_bfloat16 = (void*)&rms_norm<bf16, float>;
+void* norm_rope_store_wide_bfloat16 = (void*)&norm_rope_store<bf16, float>;
+}
 
 // Functions without a tensor type, and the sizes that Python needs.
 extern "C" {

@@ -10,4 +10,5 @@ void* attention_codes_float32 = (void*)&attention<float, e4m3>;
 void* attention_codes_bfloat16 = (void*)&attention<bf16, e4m3>;
 void* norm_rope_store_codes_float32 = (void*)&norm_rope_store_codes<float>;
 void* norm_rope_store_codes_bfloat16 = (void*)&norm_rope_store_codes<bf16>;
+void* norm_rope_store_codes_wide_bfloat16 = (void*)&norm_rope_store_codes<bf16, float>;
 }

@@ -94,9 +94,9 @@ struct Codes {
 };
 
 // norm_rope_store for a cache of codes. It returns keys and values [tokens, KVH, D] as cached.
-template <typename T>
+template <typename T, typename W = T>
 void norm_rope_store_codes(const T* qkv, int64_t qkv_stride, const float* cos, const float* sin,
-                           int64_t rope_stride, const T* q_weight, const T* k_weight, float eps,
+                           int64_t rope_stride, const W* q_weight, const W* k_weight, float eps,
                            T* q, T* k, T* v, e4m3* k_cache, e4m3* v_cache, bf16* k_scales,
                            bf16* v_scales, float k_fixed, float v_fixed, int64_t block_size,
                            const int64_t* slots, int64_t tokens, int64_t q_heads,
@@ -104,8 +104,9 @@ void norm_rope_store_codes(const T* qkv, int64_t qkv_stride, const float* cos, c
     const int64_t q_size = q_heads * head_dim, kv_size = kv_heads * head_dim;
     const Codes<T> keys{k_cache, k_scales, k_fixed, kv_heads, head_dim, block_size};
     const Codes<T> values{v_cache, v_scales, v_fixed, kv_heads, head_dim, block_size};
-    norm_rope_store<T>(qkv, qkv_stride, cos, sin, rope_stride, q_weight, k_weight, eps, q, k,
-                       nullptr, nullptr, slots, tokens, q_heads, kv_heads, head_dim, half, threads);
+    norm_rope_store<T, W>(qkv, qkv_stride, cos, sin, rope_stride, q_weight, k_weight, eps, q, k,
+                          nullptr, nullptr, slots, tokens, q_heads, kv_heads, head_dim, half,
+                          threads);
     for_each_row(tokens, 2 * kv_size, threads, [&](int64_t token) {
         keys.store(k + token * kv_size, k + token * kv_size, slots[token]);
         values.store(qkv + token * qkv_stride + q_size + kv_size, v + token * kv_size,

@@ -24,7 +24,10 @@ from nanovllm.kernels.plain import noise
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 OTHER_SOURCES = {
-    **dict.fromkeys(("attention_codes", "norm_rope_store_codes"), SOURCE.with_name("kv_codes.cpp")),
+    **dict.fromkeys(
+        ("attention_codes", "norm_rope_store_codes", "norm_rope_store_codes_wide"),
+        SOURCE.with_name("kv_codes.cpp"),
+    ),
     **dict.fromkeys(
         ("tiled_linear", "tile_outputs", "step_inputs", "max_depth", "e4m3_unit"),
         SOURCE.with_name("tiled_linear.cpp"),
@@ -46,8 +49,12 @@ TYPES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 ARGUMENTS = {
     "rms_norm": "pipipppiifi",
     "silu_and_mul": "pipiii",
+    "gelu_and_mul": "pipiii",
     "norm_rope_store": "pippippfpppppiiiiii",
     "norm_rope_store_codes": "pippippfpppppppffipiiiiii",
+    "rms_norm_wide": "pipipppiifi",
+    "norm_rope_store_wide": "pippippfpppppiiiiii",
+    "norm_rope_store_codes_wide": "pippippfpppppppffipiiiiii",
     "attention": "p",
     "attention_codes": "p",
     "mask": "pipiiii",

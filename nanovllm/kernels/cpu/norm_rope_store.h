@@ -13,8 +13,8 @@ namespace {
 
 // Compute one head: the norm, if there is a weight, then a rotation of the pairs (i, i + half).
 // Elements after the first 2 * half are not rotated.
-template <typename T>
-inline void norm_and_rotate(const T* x, const T* weight, float eps, const float* cos,
+template <typename T, typename W>
+inline void norm_and_rotate(const T* x, const W* weight, float eps, const float* cos,
                             const float* sin, int64_t half, int64_t head_dim, T* out) {
     const float scale = weight ? norm_scale(x, head_dim, eps) : 1.0f;
 #pragma omp simd
@@ -31,10 +31,11 @@ inline void norm_and_rotate(const T* x, const T* weight, float eps, const float*
         out[i] = weight ? narrow<T>(widen(x[i]) * scale * widen(weight[i])) : x[i];
 }
 
-// qkv [tokens, heads, D]: the last 2 * kv_heads of the heads are keys and values.
-template <typename T>
+// qkv [tokens, heads, D]: the last 2 * kv_heads of the heads are keys and values. The norms' weights
+// are of the type W.
+template <typename T, typename W = T>
 void norm_rope_store(const T* qkv, int64_t qkv_stride, const float* cos, const float* sin,
-                     int64_t rope_stride, const T* q_weight, const T* k_weight, float eps, T* q,
+                     int64_t rope_stride, const W* q_weight, const W* k_weight, float eps, T* q,
                      T* k, T* k_cache, T* v_cache, const int64_t* slots, int64_t tokens,
                      int64_t q_heads, int64_t kv_heads, int64_t head_dim, int64_t half,
                      int64_t threads) {

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.cpu.library import MAX_HEAD_DIM, address, function
+from nanovllm.kernels.cpu.rms_norm import of_weight
 from nanovllm.kernels.kv_layer import CODES, KVLayer
 from nanovllm.kernels.plain.norm_rope_store import Rope
 
@@ -40,7 +41,7 @@ def norm_rope_store(
     k = qkv.new_empty(num_tokens, num_kv_heads, head_dim)
     v = qkv[:, num_q_heads + num_kv_heads :]
     q_weight, k_weight = norms if norms is not None else (None, None)
-    assert norms is None or norms[0].dtype == norms[1].dtype == qkv.dtype
+    assert norms is None or norms[0].dtype == norms[1].dtype
     name = "norm_rope_store"
     k_address = None if kv.is_empty else k_cache.data_ptr()
     caches: tuple[Any, ...] = (k_address, v_cache.data_ptr())
@@ -48,7 +49,7 @@ def norm_rope_store(
         v = torch.empty_like(k)
         scales = address(kv.k_scales), address(kv.v_scales), *(kv.fixed_scales or (0.0, 0.0))
         name, caches = f"{name}_codes", (v.data_ptr(), *caches, *scales, k_cache.shape[1])
-    function(name, qkv.dtype)(
+    function(of_weight(name, q_weight, qkv), qkv.dtype)(
         qkv.data_ptr(), qkv.stride(0), cos.data_ptr(), sin.data_ptr(), cos.stride(0),
         address(q_weight), address(k_weight), eps, q.data_ptr(), k.data_ptr(), *caches,
         slots.data_ptr(), num_tokens, num_q_heads, num_kv_heads, head_dim, cos.shape[2],

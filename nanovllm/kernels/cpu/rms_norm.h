@@ -18,16 +18,17 @@ inline float norm_scale(const T* x, int64_t size, float eps) {
     return 1.0f / std::sqrt(sum / float(size) + eps);
 }
 
-template <typename T>
-inline void scale_by(const T* x, float scale, const T* weight, int64_t size, T* out) {
+template <typename T, typename W>
+inline void scale_by(const T* x, float scale, const W* weight, int64_t size, T* out) {
 #pragma omp simd
     for (int64_t i = 0; i < size; i++) out[i] = narrow<T>(widen(x[i]) * scale * widen(weight[i]));
 }
 
 // The norm of x [rows, size], or with a residual, of the rounded sum, which is written to `total`.
-template <typename T>
+// Weights are of the type W.
+template <typename T, typename W = T>
 void rms_norm(const T* x, int64_t x_stride, const T* residual, int64_t residual_stride,
-              const T* weight, T* out, T* total, int64_t rows, int64_t size, float eps,
+              const W* weight, T* out, T* total, int64_t rows, int64_t size, float eps,
               int64_t threads) {
     for_each_row(rows, size, threads, [&](int64_t row) {
         const T* in = x + row * x_stride;

@@ -5,8 +5,11 @@ import torch.nn.functional as F
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm over the last dimension of x, in float32 inside."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+    """Root-mean-square norm over the last dimension of x, in float32 inside.
+
+    The weight may be float32 with any x.
+    """
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
 def add_rms_norm(
