@@ -56,8 +56,8 @@ HEADS = {
     "head_dim 80": (32, 32, 80),
 }
 ATTENTION_HEADS = HEADS | {
-    "head_dim 64": (32, 8, 64), "head_dim 256": (8, 4, 256), "head_dim 512": (16, 2, 512), "G 7": (28, 4, 128),
-    "G 16": (64, 4, 128),
+    "head_dim 64": (32, 8, 64), "head_dim 256": (8, 4, 256), "head_dim 512": (16, 2, 512),
+    "G 7": (28, 4, 128), "G 16": (64, 4, 128),
 }  # fmt: skip
 GPT_OSS = (64, 8, 64)
 BLOCKS, BLOCK_SIZE, TOKENS, ROWS, EPS = 64, 16, 512, 64, 1e-6
@@ -459,7 +459,7 @@ CALLS: dict[str, Callable[[], object]] = {
         f"{call.__name__}, {name}, codes, block size {size}": partial(
             call, ATTENTION_HEADS[name], size, codes=True
         )
-        for name in (*HEADS, "head_dim 64", "head_dim 256", "G 16")
+        for name in (*HEADS, "head_dim 64", "head_dim 256", "head_dim 512", "G 16")
         for call in (decode_attention, prefill_attention)
         for size in (16, 64)
     },
@@ -681,7 +681,7 @@ SPILLS = {
     "decode_attention, Qwen3-8B, 5 queries": 48,
     "decode_attention, G 7, 8 queries": 160,
     "draw": 32,
-    **{f"decode_attention, {name}, codes": 16 for name in ("head_dim 256", "G 16")},
+    **{f"decode_attention, {name}, codes": 16 for name in ("head_dim 256", "head_dim 512", "G 16")},
     # Where products are of one warp, prefill holds a tile of codes in registers, as float16.
     **{f"prefill_attention, {name}, codes": 224 for name in (*HEADS, "Mistral's window")},
     "prefill_attention, head_dim 256, codes": 512,
@@ -699,7 +699,7 @@ def max_spill(name: str) -> int:
 
 
 # Attention takes the longest to compile: these cases of it are for all GPUs.
-COMMON_ATTENTION = ("Qwen3-8B", "head_dim 256", "window")
+COMMON_ATTENTION = ("Qwen3-8B", "head_dim 256", "head_dim 512", "window")
 # Of quantized layers these are for one GPU: all have 1 and 64 rows, and float16.
 RARER_ROWS = (" 16 rows", " 32 rows", "float32")
 
