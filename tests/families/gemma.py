@@ -68,7 +68,6 @@ SAMPLES = {
             vision_config=SMALL_VISION,
             mm_tokens_per_image=4,
         ),
-        refuses={"adapters": "PEFT's all-linear includes the vision tower, which is left out"},
     ),
 }  # fmt: skip
 
