@@ -41,6 +41,9 @@ class Rounding(Protocol):
 class Kernels:
     """One function for each operation; that of PLAIN defines the signature and the result.
 
+    PLAIN_PLACES lists all operations. Here are those whose types are known, and do not only return
+    a tensor.
+
     `arrange` copies a quantized weight into the layout that `arranged_linear`, `experts` and
     `few_rows` read, and `arrange_blocks` a BlockMatrix for `block_linear` and `block_rows`.
     `arrange_plain` does this for a plain weight, if it makes products faster, and `plain_of`
@@ -75,18 +78,15 @@ class Kernels:
     sample: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
     sample_masked: Callable[[Tensor, Tensor | None, Tensor | None, Tensor, Tensor, Tensor], None]
     draw: Callable[[Tensor, Tensor, Tensor, "Cuts"], Tensor]
-    experts: Callable[..., Tensor]
-    adapted_experts: Callable[..., Tensor]
-    biased_experts: Callable[..., Tensor]
     read_table: Callable[["TableState", int, int, int, int], "Decoding"]
     guess_ngrams: Callable[["TableState", int, int, int, int], None]
     guess_inputs: Callable[["TableState", "Kept | None", int, int, int], "GuessInputs"]
     accept: Callable[["TableState", "Decoding", Tensor, int], Tensor]
     arrange: Callable[["QuantizedMatrix"], Any]
+    arrange_blocks: Callable[[Any], Any]
     arrange_plain: Callable[[Tensor], Any | None]
     plain_of: Callable[[Any], Tensor | None]
     arranged_linear: Callable[[Any, Any, Tensor | None], Tensor]
-    arrange_blocks: Callable[[Any], Any]
     block_linear: Callable[[Tensor, Any, Tensor | None], Tensor]
     block_rows: Callable[[Any, Tensor, dtype], Tensor]
     group_rows: Callable[[Tensor, int], Any]
@@ -112,10 +112,11 @@ class Kernels:
         self.name, self.graph_safe = name, graph_safe
         self.reads_plain, self.reads_stacks = reads_plain, reads_stacks
         self._places = places
-        first_calls = {name: self._first_call_of(name) for name in places.keys() - others.keys()}
-        vars(self).update(first_calls | others)
+        vars(self).update(others)
 
-    def _first_call_of(self, operation: str) -> Callable[..., Any]:
+    def __getattr__(self, operation: str) -> Callable[..., Tensor]:
+        if operation not in self._places:
+            raise AttributeError(f"there is no operation {operation!r}")
         module, _, name = self._places[operation].partition(":")
 
         def first_call(*args: Any, **options: Any) -> Any:
@@ -138,7 +139,8 @@ def nothing(*_: Any) -> None:
 OPERATIONS = (
     "rms_norm", "silu_and_mul", "norm_rope_store", "store_kvcache", "mask", "sample", "draw",
     "experts", "biased_experts", "read_table", "guess_ngrams", "guess_inputs", "accept",
-    "block_linear", "block_rows", "gelu_and_mul",
+    "block_linear", "block_rows", "gelu_and_mul", "causal_conv", "gated_delta",
+    "state_space", "gated_norm",
 )  # fmt: skip
 # The module of each operation, and its name there, if that is another one.
 PLAIN_PLACES = {name: f"plain.{name}" for name in OPERATIONS} | {

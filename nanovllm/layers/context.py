@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from nanovllm.kernels.operands.state_step import StateStep
     from nanovllm.layers.lora import AdapterRows
-    from nanovllm.layers.state_step import StateStep
 
 
 @dataclass(slots=True)

@@ -10,10 +10,10 @@ from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.run.transfer import Array, upload_ahead
 from nanovllm.engine.schedule.batch import NO_COPIES, Batch, Size
+from nanovllm.kernels.operands.state_step import StateStep
 from nanovllm.kernels.plain.read_groups import read_slots
 from nanovllm.kernels.plain.read_table import Decoding
 from nanovllm.layers.context import STATES
-from nanovllm.layers.state_step import StateStep
 
 
 class StatePart(StepPart):

@@ -18,11 +18,11 @@ from nanovllm.engine.run.device_table import DeviceTable, TableLayout
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.scheduler import caches_for
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
+from nanovllm.kernels.operands.state_step import StateStep
 from nanovllm.kernels.plain.read_groups import read_slots
 from nanovllm.kernels.plain.read_table import read_table
 from nanovllm.layers.cache_spec import State, StateTensor
 from nanovllm.layers.state_mixer import StateMixer
-from nanovllm.layers.state_step import StateStep
 from nanovllm.sampling_params import SamplingParams
 
 SIZE, INTERVAL = 4, 8

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 
@@ -47,15 +46,17 @@ class StateStep:
         return self._batches
 
     def _prefill_batches(self) -> list[StateBatch]:
-        lengths = np.diff(self.ends)
-        members = [np.flatnonzero(lengths == length) for length in np.unique(lengths)]
-        rows = [self.ends[alike, None] + np.arange(lengths[alike[0]]) for alike in members]
+        ends = torch.as_tensor(self.ends, dtype=torch.int64)
+        lengths = ends.diff()
+        members = [
+            (lengths == length).nonzero().flatten() for length in sorted({*lengths.tolist()})
+        ]
+        rows = [ends[alike, None] + torch.arange(int(lengths[alike[0]])) for alike in members]
         # All numbers travel to the device together.
-        numbers = np.concatenate([part.ravel() for part in (*members, *rows)], dtype=np.int64)
-        parts = torch.from_numpy(numbers).to(self.after.device)
-        indices = torch.split(parts[: len(lengths)], [len(alike) for alike in members])
-        places = torch.split(parts[len(lengths) :], [each.size for each in rows])
-        tables = [place.view(each.shape) for place, each in zip(places, rows, strict=True)]
+        numbers = torch.cat([*members, *(part.flatten() for part in rows)]).to(self.after.device)
+        indices = torch.split(numbers[: len(lengths)], [len(alike) for alike in members])
+        places = torch.split(numbers[len(lengths) :], [part.numel() for part in rows])
+        tables = [place.view(part.shape) for place, part in zip(places, rows, strict=True)]
         return [
             StateBatch(table, self.before[index], self.after[table])
             for index, table in zip(indices, tables, strict=True)
