@@ -1,8 +1,8 @@
 """The C++ library of this folder: its functions, which take tensors' addresses, and its constants.
 
 The first call compiles it, or raises a RuntimeError that says why this is not possible. Functions
-for a quantized KV cache, for linear layers, for weights in blocks and for adapters are in libraries
-of their own.
+for a quantized KV cache, for linear layers, for weights in blocks, for adapters and for layers with
+states are in libraries of their own.
 
 All libraries share a pool of threads if our kernels multiply all matrices. If oneDNN multiplies
 some, in PyTorch's threads, these threads do everything, because two pools would compete for the
@@ -40,6 +40,10 @@ OTHER_SOURCES = {
          "weights_of_rows", "outputs_of_tile"),
         SOURCE.with_name("block_linear.cpp"),
     ),
+    **dict.fromkeys(
+        ("causal_conv", "gated_delta", "gated_norm", "state_space", "most_taps"),
+        SOURCE.with_name("states.cpp"),
+    ),
 }  # fmt: skip
 MAX_HEAD_DIM = 512  # MAX_HEAD_DIM of vector.h
 DTYPES = (torch.float32, torch.bfloat16)
@@ -69,6 +73,10 @@ ARGUMENTS = {
     "block_linear": "ppippii",
     "many_rows_of_blocks": "ppippii",
     "weights_of_rows": "ppipi",
+    "causal_conv": "pippppipppiiiiii",
+    "gated_delta": "pipipippfppipppiiiiiii",
+    "gated_norm": "pipipipiiifii",
+    "state_space": "pipipppffppipppiiiiiii",
 }
 
 # The constants of the random numbers have one source: `noise`.

@@ -22,6 +22,10 @@ CPU_PLACES = PLAIN_PLACES | {
     "group_rows": "cpu.lora",
     "lora_down": "cpu.lora",
     "lora_up": "cpu.lora",
+    "causal_conv": "cpu.causal_conv",
+    "gated_delta": "cpu.gated_delta",
+    "gated_norm": "cpu.gated_norm",
+    "state_space": "cpu.state_space",
 }
 
 

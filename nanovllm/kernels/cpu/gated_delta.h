@@ -1,0 +1,219 @@
+// The gated delta rule. A head's memory S [Dk, Dv] changes with each token, by its key k, value v,
+// query q and gates g (forget) and beta (learn):
+//
+//     change = beta * (v - g * (k S));  out = g * (q S) + (q k) * change;  S <- g * S + k change
+//
+// One pass over the memory updates it by a token, and multiplies it by the next token's key and
+// query. Each product k S or q S adds up the rows of S from the first to the last, for each column
+// alone. So all columns of a group of COLUMNS go through the tokens while they stay in the L1
+// cache. Keys, queries and gates are computed for SOME_TOKENS at a time.
+
+#pragma once
+
+#include "state_rows.h"
+
+namespace {
+
+constexpr int WIDE = 4;  // vectors of columns that are computed together
+constexpr int64_t COLUMNS = WIDE * LANES;
+constexpr int64_t SOME_TOKENS = 32;
+constexpr float UNIT_EPS = 1e-6f;  // added to a squared length
+
+// What a pass does with each row of the memory.
+enum class Pass { UPDATE = 1, READ = 2, BOTH = 3 };
+
+// The columns of a memory: where they are, and the distance between rows.
+template <typename S>
+struct Columns {
+    S* first;
+    int64_t stride;
+};
+
+// Write g * from + key * change to `to`, and add its products with next_key and query; or only one
+// of both.
+template <int V, Pass PASS>
+inline void go_over(Columns<const float> from, Columns<float> to, int64_t rows, float g,
+                    const float* key, const float* change, const float* next_key,
+                    const float* query, float* known, float* read) {
+    constexpr bool UPDATES = int(PASS) & int(Pass::UPDATE), READS = int(PASS) & int(Pass::READ);
+    Vec changes[V], knowns[V] = {}, reads[V] = {};
+    if (UPDATES)
+        for (int v = 0; v < V; v++) changes[v] = load(change + v * LANES);
+    for (int64_t row = 0; row < rows; row++) {
+#pragma GCC unroll 8
+        for (int v = 0; v < V; v++) {
+            Vec memory = load(from.first + row * from.stride + v * LANES);
+            if (UPDATES) {
+                memory = memory * g + changes[v] * key[row];
+                vec(to.first + row * to.stride + v * LANES) = memory;
+            }
+            if (READS) {
+                knowns[v] += memory * next_key[row];
+                reads[v] += memory * query[row];
+            }
+        }
+    }
+    if (READS)
+        for (int v = 0; v < V; v++)
+            vec(known + v * LANES) = knowns[v], vec(read + v * LANES) = reads[v];
+}
+
+template <typename T>
+struct DeltaLayer {
+    const T *qkv, *a, *b;
+    int64_t qkv_stride, a_stride, b_stride;
+    const float *log_rate, *bias;
+    float most;
+    T* out;
+    Slots<float> slots;
+    StateRows rows;
+    int64_t key_heads, heads, key_size, value_size;
+};
+
+// One head of one sequence, and the columns [first, end) of its memory.
+template <typename T>
+class DeltaHead {
+public:
+    DeltaHead(const DeltaLayer<T>& layer, int64_t sequence, int64_t head, int64_t first,
+              int64_t end)
+        : layer(layer), head(head), first(first), end(end), start(layer.rows.start(sequence)),
+          length(layer.rows.start(sequence + 1) - start),
+          slots{layer.slots.states + head * layer.key_size * layer.value_size, layer.slots.stride},
+          before(slots.at(layer.rows.before[sequence])), rate(std::exp(layer.log_rate[head])) {
+        const int64_t some = std::min(length, SOME_TOKENS) + 1;
+        const int64_t vectors = round_up(some * layer.key_size, LANES);
+        const int64_t padded = round_up(end - first, LANES);
+        keys = scratch(2 * vectors + (layer.key_size + 1) * padded);
+        queries = keys + vectors;
+        changes = queries + vectors;
+        memory = changes + padded;
+    }
+
+    void run() {
+        for (int64_t token = 0; token < length; token += SOME_TOKENS) {
+            const int64_t some = std::min(SOME_TOKENS, length - token);
+            for (int64_t i = 0; i < some; i++) prepare(token + i, i + 1);
+            int64_t column = first;
+            for (; column + COLUMNS <= end; column += COLUMNS) go<WIDE>(column, token, some);
+            for (; column < end; column += LANES) go<1>(column, token, some);
+            std::copy_n(keys + some * layer.key_size, layer.key_size, keys);
+            forget[0] = forget[some];
+        }
+    }
+
+private:
+    // Compute the key, the query and the gates of a token, at place i. Place 0 has those of the
+    // token before the first one of `some`.
+    void prepare(int64_t token, int64_t i) {
+        const int64_t size = layer.key_size, row = start + token;
+        const T* q = layer.qkv + row * layer.qkv_stride;
+        q += head / (layer.heads / layer.key_heads) * size;
+        float *key = keys + i * size, *query = queries + i * size;
+        unit(q, 1 / std::sqrt(float(size)), query);
+        unit(q + layer.key_heads * size, 1, key);
+        float product = 0;
+#pragma omp simd reduction(+ : product)
+        for (int64_t j = 0; j < size; j++) product += key[j] * query[j];
+        products[i] = product;
+        const float a = widen(layer.a[row * layer.a_stride + head]) + layer.bias[head];
+        forget[i] = std::exp(-rate * softplus(a));
+        learn[i] = layer.most / (1 + std::exp(-widen(layer.b[row * layer.b_stride + head])));
+    }
+
+    // Write x with the length `length`.
+    void unit(const T* x, float length, float* to) const {
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t j = 0; j < layer.key_size; j++) sum += widen(x[j]) * widen(x[j]);
+        const float factor = length / std::sqrt(sum + UNIT_EPS);
+#pragma omp simd
+        for (int64_t j = 0; j < layer.key_size; j++) to[j] = widen(x[j]) * factor;
+    }
+
+    // Let `some` tokens from `token` on go through V vectors of columns.
+    template <int V>
+    void go(int64_t column, int64_t token, int64_t some) {
+        const int64_t width = std::min<int64_t>(V * LANES, end - column), size = layer.key_size;
+        const bool is_whole = width == V * LANES;
+        const Columns<float> here{memory + (column - first) * size, V * LANES};
+        float* change = changes + (column - first);
+        // Where the columns are after a token, or before the first one.
+        const auto place = [&](int64_t token) {
+            float* kept = !is_whole ? nullptr : token < 0 ? before : after(token);
+            return kept ? Columns<float>{kept + column, layer.value_size} : here;
+        };
+        const auto keep_part = [&](int64_t token) {
+            if (float* kept = is_whole ? nullptr : after(token))
+                copy_rows(here.first, LANES, kept + column, layer.value_size, size, width);
+        };
+        if (token == 0 && !is_whole) {
+            std::fill_n(here.first, size * LANES, 0.0f);
+            copy_rows(before + column, layer.value_size, here.first, LANES, size, width);
+        }
+        alignas(CACHE_LINE) float known[V * LANES], read[V * LANES];
+        const auto pass = [&](auto kind, int64_t token, int64_t i) {
+            constexpr Pass PASS = decltype(kind)::value;
+            constexpr bool updates = PASS != Pass::READ;
+            const auto from = place(token - 1 - updates), to = place(token - 1);
+            go_over<V, PASS>({from.first, from.stride}, to, size, forget[i - 1],
+                             keys + (i - 1) * size, change, keys + i * size, queries + i * size,
+                             known, read);
+            if (updates) keep_part(token - 1);
+        };
+        for (int64_t i = 1; i <= some; i++, token++) {
+            if (token == 0)
+                pass(std::integral_constant<Pass, Pass::READ>(), token, i);
+            else
+                pass(std::integral_constant<Pass, Pass::BOTH>(), token, i);
+            answer(token, i, column, width, known, read, change);
+        }
+        if (token == length && after(token - 1))
+            pass(std::integral_constant<Pass, Pass::UPDATE>(), token, some + 1);
+    }
+
+    // Write a token's change of the memory, and its outputs.
+    void answer(int64_t token, int64_t i, int64_t column, int64_t width, const float* known,
+                const float* read, float* change) const {
+        const int64_t row = start + token, at = head * layer.value_size + column;
+        const T* value = layer.qkv + row * layer.qkv_stride;
+        value += 2 * layer.key_heads * layer.key_size + at;
+        T* out = layer.out + row * layer.heads * layer.value_size + at;
+        const float g = forget[i], beta = learn[i], product = products[i];
+#pragma omp simd
+        for (int64_t j = 0; j < width; j++) {
+            change[j] = (widen(value[j]) - g * known[j]) * beta;
+            out[j] = narrow<T>(g * read[j] + product * change[j]);
+        }
+        std::fill(change + width, change + round_up(width, LANES), 0.0f);
+    }
+
+    float* after(int64_t token) const { return slots.at(layer.rows.after[start + token]); }
+
+    const DeltaLayer<T>& layer;
+    const int64_t head, first, end, start, length;
+    const Slots<float> slots;  // of this head
+    float* const before;
+    const float rate;
+    float *keys, *queries;  // [SOME_TOKENS + 1, Dk]
+    float* changes;         // of the last token, for each column
+    float* memory;          // of each group of columns, all rows
+    float forget[SOME_TOKENS + 1], learn[SOME_TOKENS + 1], products[SOME_TOKENS + 1];
+};
+
+template <typename T>
+void gated_delta(const T* qkv, int64_t qkv_stride, const T* a, int64_t a_stride, const T* b,
+                 int64_t b_stride, const float* log_rate, const float* bias, float most, T* out,
+                 float* states, int64_t slot_stride, const int64_t* before, const int64_t* after,
+                 const int64_t* ends, int64_t count, int64_t num_queries, int64_t key_heads,
+                 int64_t heads, int64_t key_size, int64_t value_size, int64_t threads) {
+    const DeltaLayer<T> layer{
+        qkv, a, b, qkv_stride, a_stride, b_stride, log_rate, bias, most, out,
+        {states, slot_stride}, {before, after, ends, count, num_queries},
+        key_heads, heads, key_size, value_size};
+    for_each_head(layer.rows, heads, value_size, COLUMNS, key_size * value_size, threads,
+                  [&](int64_t sequence, int64_t head, int64_t first, int64_t end) {
+                      DeltaHead<T>(layer, sequence, head, first, end).run();
+                  });
+}
+
+}  // namespace
