@@ -1,4 +1,4 @@
-"""What `nanovllm chat` shows of an answer: no markers; reasoning, if at all, apart from the rest."""
+"""What `nanovllm chat` shows of an answer: no markers, and reasoning apart from the rest."""
 
 import io
 import sys
