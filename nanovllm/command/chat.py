@@ -1,10 +1,12 @@
 """Chat with a model through its chat template; answers are streamed.
 
-Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists the commands.
+Ctrl-C stops an answer, Ctrl-D ends the chat, /help lists the commands. On a terminal the model's
+reasoning is shown, dim; elsewhere only the answer is written.
 """
 
 import argparse
 import contextlib
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ from nanovllm.command.options import (
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from nanovllm.chat.chat_format import Turn
     from nanovllm.llm import LLM
 
 NAME = "chat"
@@ -33,6 +36,8 @@ HELP = """\
 /quit           end the chat, as Ctrl-D does
 /help           show this list
 Ctrl-C stops an answer."""
+DIM, USUAL = "\x1b[2m", "\x1b[0m"  # a terminal's codes
+GAP = "\n\n"  # between reasoning and content
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,24 +120,11 @@ class Conversation:
     def answer(self, text: str) -> None:
         """Write the model's answer. If Ctrl-C stops it, the conversation keeps the part so far."""
         messages = [*self.messages, {"role": "user", "content": text}]
-        answer, token_ids, failure = "", list[int](), None
         try:
             (turn,) = self.llm.chat_turns(
                 [messages], self.params, chat_template_kwargs=self.chat_template_kwargs
             )
-            with contextlib.closing(self.llm.stream([turn.prompt], turn.params)) as events:  # type: ignore[type-var]
-                for event in events:
-                    answer += event["text"]
-                    token_ids += event["token_ids"]
-                    sys.stdout.write(event["text"])
-                    sys.stdout.flush()
-                    if event["finish_reason"] == "error":
-                        failure = event["stop_reason"]
-            print()
-            if failure is not None:
-                print(f"the answer breaks off: {failure}", file=sys.stderr)
-        except KeyboardInterrupt:
-            print(" ...", flush=True)
+            answer, token_ids = self._write_answer(turn)
         except ValueError as error:  # the conversation is too long, or the template fails
             if "structured_outputs: " in str(error):  # no conversation would work
                 raise
@@ -141,3 +133,55 @@ class Conversation:
         # Without reasoning in its content: templates drop it.
         message = turn.answer.message(answer, token_ids)
         self.messages = [*messages, {**message, "content": message["content"] or ""}]
+
+    def _write_answer(self, turn: "Turn") -> tuple[str, list[int]]:
+        """Write an answer as it comes; return its text and tokens, as far as Ctrl-C let it come."""
+        answer, token_ids, failure = "", list[int](), None
+        reader, writer = turn.answer.reader(), AnswerWriter()
+        try:
+            with contextlib.closing(self.llm.stream([turn.prompt], turn.params)) as events:  # type: ignore[type-var]
+                for event in events:
+                    answer += event["text"]
+                    token_ids += event["token_ids"]
+                    ended = event["finish_reason"] is not None
+                    writer.write(reader.feed(event["text"], ended, event["token_ids"]))
+                    if event["finish_reason"] == "error":
+                        failure = event["stop_reason"]
+            writer.end("\n")
+            if failure is not None:
+                print(f"the answer breaks off: {failure}", file=sys.stderr)
+        except KeyboardInterrupt:
+            writer.end(" ...\n")
+        return answer, token_ids
+
+
+class AnswerWriter:
+    """Writes the deltas of an answer to stdout: the content, and on a terminal the reasoning."""
+
+    def __init__(self) -> None:
+        self._shows_reasoning = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self._is_dim = False
+
+    def write(self, delta: dict[str, Any]) -> None:
+        """Write what is new."""
+        reasoning, content = delta.get("reasoning_content"), delta.get("content")
+        if reasoning and self._shows_reasoning:
+            self._set_dim(True)
+            sys.stdout.write(reasoning)
+        if content:
+            if self._is_dim:
+                self._set_dim(False)
+                sys.stdout.write(GAP)
+            sys.stdout.write(content)
+        sys.stdout.flush()
+
+    def end(self, text: str) -> None:
+        """Write a last text, as usual."""
+        self._set_dim(False)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def _set_dim(self, is_dim: bool) -> None:
+        if is_dim != self._is_dim:
+            sys.stdout.write(DIM if is_dim else USUAL)
+            self._is_dim = is_dim

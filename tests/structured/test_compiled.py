@@ -15,7 +15,7 @@ from nanovllm.structured.compiled import (
     SHARING,
     CompiledGrammars,
 )
-from nanovllm.structured.grammars import _read
+from nanovllm.structured.vocabulary import read_vocabulary
 from tests.grammar_words import accepts, words_grammars
 
 
@@ -70,9 +70,9 @@ def test_the_tokenizer_is_read_before_the_first_grammar_is_compiled(
     def read(*args: Any) -> Any:
         nonlocal now
         now += 2 * CHEAP
-        return _read(*args)
+        return read_vocabulary(*args)
 
-    monkeypatch.setattr(grammars, "_read", read)
+    monkeypatch.setattr(grammars, "read_vocabulary", read)
     monkeypatch.setattr(time, "thread_time", lambda: now)
     found = words_grammars()
     constraint = found.constraint(StructuredOutputs(regex="a"))

@@ -22,7 +22,8 @@ from waiting import little_work
 
 from nanovllm import StructuredOutputs
 from nanovllm.structured.compiled import CompiledGrammars
-from nanovllm.structured.grammars import Grammars, _described
+from nanovllm.structured.grammars import Grammars
+from nanovllm.structured.vocabulary import described_tokenizer
 from tests.grammar_words import (
     BYTES,
     CALL,
@@ -624,7 +625,7 @@ def test_tokens_keep_their_ids_when_no_text_contains_them(kind: str) -> None:
     tokenizer = Tokenizer(model)
     tokenizer.add_special_tokens(["<unk>", "<s>"])
     tokenizer.add_tokens([AddedToken(text, special=False) for text in ("<in>", "</s>", "<new>")])
-    described = _described(tokenizer, [9])
+    described = described_tokenizer(tokenizer, [9])
     hidden = Tokenizer.from_str(json.dumps(described))
     assert {text.strip("\ufdd0"): i for text, i in hidden.get_vocab().items()} == (
         tokenizer.get_vocab()
