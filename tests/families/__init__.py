@@ -9,6 +9,7 @@ from families import (
     gemma4,
     gpt_oss,
     layer_norms,
+    lfm2,
     usual,
 )
 from families.describe import Published, Sample
@@ -22,6 +23,7 @@ SAMPLES: dict[str, Sample] = {
     **gemma3n.SAMPLES,
     **gemma4.SAMPLES,
     **gpt_oss.SAMPLES,
+    **lfm2.SAMPLES,
 }
 PUBLISHED: dict[str, Published] = {
     **usual.PUBLISHED,
@@ -32,4 +34,5 @@ PUBLISHED: dict[str, Published] = {
     **gemma3n.PUBLISHED,
     **gemma4.PUBLISHED,
     **gpt_oss.PUBLISHED,
+    **lfm2.PUBLISHED,
 }
