@@ -10,6 +10,7 @@ from families import (
     gpt_oss,
     hybrids,
     layer_norms,
+    lfm2,
     usual,
 )
 from families.describe import Published, Sample
@@ -24,6 +25,7 @@ SAMPLES: dict[str, Sample] = {
     **gemma4.SAMPLES,
     **gpt_oss.SAMPLES,
     **hybrids.SAMPLES,
+    **lfm2.SAMPLES,
 }
 PUBLISHED: dict[str, Published] = {
     **usual.PUBLISHED,
@@ -35,4 +37,5 @@ PUBLISHED: dict[str, Published] = {
     **gemma4.PUBLISHED,
     **gpt_oss.PUBLISHED,
     **hybrids.PUBLISHED,
+    **lfm2.PUBLISHED,
 }

@@ -25,8 +25,9 @@ class Routing:
     `scores` says what a share is before it is finished: the softmax over all experts, the sigmoid
     of the expert's own output, or the softmax over the chosen experts alone, which are then chosen
     by the router's outputs. With `has_bias`, a bias for each expert is added to its score for the
-    choice, and not in its share. With `normalized`, the shares of a token sum to one. They are then
-    multiplied by `scale`. `plain/sparse_mixer.py` defines "sparse mixer" with its `margin`, which
+    choice, and not in its share. With `normalized`, the shares of a token sum to one: they are
+    divided by their sum, to which `tiny` is added, as all may be zero. They are then multiplied by
+    `scale`. `plain/sparse_mixer.py` defines "sparse mixer" with its `margin`, which
     goes with none of these.
     """
 
@@ -37,6 +38,7 @@ class Routing:
     groups: ExpertGroups | None = None
     scale: float = 1.0
     margin: float = 0.0
+    tiny: float = 1e-20
 
     @property
     def sums_to_one(self) -> bool:

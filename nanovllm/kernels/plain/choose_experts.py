@@ -4,8 +4,6 @@ import torch
 
 from nanovllm.kernels.operands.routing import ExpertGroups, Routing
 
-TINY = 1e-20  # added to a sum of scores, which may all be zero
-
 
 def choose_experts(
     outputs: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
@@ -29,7 +27,7 @@ def choose_experts(
     if routing.scores == "softmax of chosen":
         shares = shares.softmax(dim=-1)
     elif routing.normalized:
-        shares = shares / (shares.sum(dim=-1, keepdim=True) + TINY)
+        shares = shares / (shares.sum(dim=-1, keepdim=True) + routing.tiny)
     return shares if routing.scale == 1.0 else shares * routing.scale, ids
 
 
