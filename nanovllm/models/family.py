@@ -51,6 +51,7 @@ MODELS: Mapping[str, str] = {
     "Gemma3nForCausalLM": "gemma3n", "Gemma3nForConditionalGeneration": "gemma3n_conditional",
     "Gemma4ForCausalLM": "gemma4", "Gemma4ForConditionalGeneration": "gemma4_conditional",
     "GptOssForCausalLM": "gpt_oss", "GemmaForCausalLM": "gemma", "Gemma2ForCausalLM": "gemma2",
+    "Mamba2ForCausalLM": "mamba2",
     "Gemma3ForCausalLM": "gemma3", "Gemma3ForConditionalGeneration": "gemma3_conditional",
 }  # fmt: skip
 # Families from outside of this package, which `outside.py` registers. A family that another process

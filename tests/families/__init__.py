@@ -9,6 +9,7 @@ from families import (
     gemma4,
     gpt_oss,
     layer_norms,
+    spaces,
     usual,
 )
 from families.describe import Published, Sample
@@ -22,6 +23,7 @@ SAMPLES: dict[str, Sample] = {
     **gemma3n.SAMPLES,
     **gemma4.SAMPLES,
     **gpt_oss.SAMPLES,
+    **spaces.SAMPLES,
 }
 PUBLISHED: dict[str, Published] = {
     **usual.PUBLISHED,
@@ -32,4 +34,5 @@ PUBLISHED: dict[str, Published] = {
     **gemma3n.PUBLISHED,
     **gemma4.PUBLISHED,
     **gpt_oss.PUBLISHED,
+    **spaces.PUBLISHED,
 }
