@@ -55,7 +55,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 def case(name: str, cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> Case:
     if name not in cases:
         path = write(tmp_path_factory.mktemp("family"), SAMPLES[name])
-        cases[name] = make_case(path, make_prompts())
+        cases[name] = make_case(path, make_prompts(), padded=SAMPLES[name].padded)
     return cases[name]
 
 
@@ -123,7 +123,7 @@ def test_weights_are_updated_by_the_names_of_the_files(name: str, case: Case) ->
 def test_adapters_of_all_linear_layers_equal_peft(name: str, case: Case, tmp_path: Path) -> None:
     if reason := SAMPLES[name].refuses.get("adapters"):
         pytest.skip(reason)
-    adapted = with_adapters(case.path, tmp_path, 4, ["all"])
+    adapted = with_adapters(case.path, tmp_path, 4, [SAMPLES[name].adapters])
     with make_llm(case.path, **WITH_ADAPTERS, **HARD) as llm:
         assert_same(adapted.generate(llm), adapted.expected)
         audit_slots(llm)
