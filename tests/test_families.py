@@ -14,6 +14,7 @@ from adapted import audit_slots, with_adapters
 from families import PUBLISHED, SAMPLES
 from families.describe import write
 from families.experts import SAMPLES as SPARSE
+from families.spaces import SPARSE as SPARSE_HYBRIDS
 from reference import (
     HARD,
     REGIMES,
@@ -155,7 +156,7 @@ def test_published_models_have_their_number_of_parameters(name: str, tmp_path: P
 
 @pytest.mark.sampled(share=0.35)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("name", [*SPARSE, *SPARSE_HYBRIDS])
 def test_two_ranks_with_whole_experts_equal_transformers(name: str, case: Case) -> None:
     options = dict(tensor_parallel_size=2, enable_expert_parallel=True, max_num_batched_tokens=64)
     with make_llm(case.path, **options) as llm:

@@ -52,7 +52,7 @@ MODELS: Mapping[str, str] = {
     "Gemma4ForCausalLM": "gemma4", "Gemma4ForConditionalGeneration": "gemma4_conditional",
     "GptOssForCausalLM": "gpt_oss", "GemmaForCausalLM": "gemma", "Gemma2ForCausalLM": "gemma2",
     "Mamba2ForCausalLM": "mamba2", "GraniteMoeHybridForCausalLM": "granite_hybrid",
-    "FalconH1ForCausalLM": "falcon_h1",
+    "FalconH1ForCausalLM": "falcon_h1", "NemotronHForCausalLM": "nemotron_h",
     "Gemma3ForCausalLM": "gemma3", "Gemma3ForConditionalGeneration": "gemma3_conditional",
 }  # fmt: skip
 # Families from outside of this package, which `outside.py` registers. A family that another process
