@@ -53,6 +53,8 @@ MODELS: Mapping[str, str] = {
     "GptOssForCausalLM": "gpt_oss", "GemmaForCausalLM": "gemma", "Gemma2ForCausalLM": "gemma2",
     "Lfm2ForCausalLM": "lfm2", "Lfm2MoeForCausalLM": "lfm2_moe",
     "Mamba2ForCausalLM": "mamba2",
+    "Mamba2ForCausalLM": "mamba2", "GraniteMoeHybridForCausalLM": "granite_hybrid",
+    "FalconH1ForCausalLM": "falcon_h1", "NemotronHForCausalLM": "nemotron_h",
     "Gemma3ForCausalLM": "gemma3", "Gemma3ForConditionalGeneration": "gemma3_conditional",
     "Qwen3_5ForCausalLM": "qwen3_5", "Qwen3_5ForConditionalGeneration": "qwen3_5_conditional",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",

@@ -14,7 +14,7 @@ class Split:
     def __init__(self, layers: Iterable[LayerShape], whole_experts: bool) -> None:
         kinds = sorted(layers, key=lambda layer: layer.experts is None)  # experts come first
         self.whole_experts = whole_experts
-        self.caches = [*dict.fromkeys(kind.cache for kind in kinds)]
+        self.caches = [*dict.fromkeys(cache for kind in kinds for cache in kind.cache.each)]
         self.num_experts = min((kind.experts.total for kind in kinds if kind.experts), default=0)
         self.widths: dict[str, int] = {}
         for kind in kinds:
