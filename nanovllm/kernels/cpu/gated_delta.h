@@ -40,16 +40,20 @@ inline void go_over(Columns<const float> from, Columns<float> to, int64_t rows, 
     if (UPDATES)
         for (int v = 0; v < V; v++) changes[v] = load(change + v * LANES);
     for (int64_t row = 0; row < rows; row++) {
+        // As vectors, because the compiler would read them again after each store.
+        Vec k, next, q;
+        if (UPDATES) k = all_lanes(key[row]);
+        if (READS) next = all_lanes(next_key[row]), q = all_lanes(query[row]);
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             Vec memory = load(from.first + row * from.stride + v * LANES);
             if (UPDATES) {
-                memory = memory * g + changes[v] * key[row];
+                memory = add_product(memory * g, changes[v], k);
                 vec(to.first + row * to.stride + v * LANES) = memory;
             }
             if (READS) {
-                knowns[v] += memory * next_key[row];
-                reads[v] += memory * query[row];
+                knowns[v] = add_product(knowns[v], memory, next);
+                reads[v] = add_product(reads[v], memory, q);
             }
         }
     }
@@ -76,17 +80,17 @@ class DeltaHead {
 public:
     DeltaHead(const DeltaLayer<T>& layer, int64_t sequence, int64_t head, int64_t first,
               int64_t end)
-        : layer(layer), head(head), first(first), end(end), start(layer.rows.start(sequence)),
+        : layer(layer), head(head), first(first), end(end),
+          padded(round_up(layer.key_size, LANES)), start(layer.rows.start(sequence)),
           length(layer.rows.start(sequence + 1) - start),
           slots{layer.slots.states + head * layer.key_size * layer.value_size, layer.slots.stride},
           before(slots.at(layer.rows.before[sequence])), rate(std::exp(layer.log_rate[head])) {
-        const int64_t some = std::min(length, SOME_TOKENS) + 1;
-        const int64_t vectors = round_up(some * layer.key_size, LANES);
-        const int64_t padded = round_up(end - first, LANES);
-        keys = scratch(2 * vectors + (layer.key_size + 1) * padded);
+        const int64_t vectors = (std::min(length, SOME_TOKENS) + 1) * padded;
+        const int64_t columns = round_up(end - first, LANES);
+        keys = scratch(2 * vectors + (layer.key_size + 1) * columns);
         queries = keys + vectors;
         changes = queries + vectors;
-        memory = changes + padded;
+        memory = changes + columns;
     }
 
     void run() {
@@ -96,7 +100,7 @@ public:
             int64_t column = first;
             for (; column + COLUMNS <= end; column += COLUMNS) go<WIDE>(column, token, some);
             for (; column < end; column += LANES) go<1>(column, token, some);
-            std::copy_n(keys + some * layer.key_size, layer.key_size, keys);
+            std::copy_n(keys + some * padded, padded, keys);
             forget[0] = forget[some];
         }
     }
@@ -108,26 +112,27 @@ private:
         const int64_t size = layer.key_size, row = start + token;
         const T* q = layer.qkv + row * layer.qkv_stride;
         q += head / (layer.heads / layer.key_heads) * size;
-        float *key = keys + i * size, *query = queries + i * size;
+        float *key = keys + i * padded, *query = queries + i * padded;
         unit(q, 1 / std::sqrt(float(size)), query);
         unit(q + layer.key_heads * size, 1, key);
-        float product = 0;
-#pragma omp simd reduction(+ : product)
-        for (int64_t j = 0; j < size; j++) product += key[j] * query[j];
-        products[i] = product;
+        products[i] = dot(key, query);
         const float a = widen(layer.a[row * layer.a_stride + head]) + layer.bias[head];
         forget[i] = std::exp(-rate * softplus(a));
         learn[i] = layer.most / (1 + std::exp(-widen(layer.b[row * layer.b_stride + head])));
     }
 
-    // Write x with the length `length`.
+    // Write x with the length `length`, and zeros after it.
     void unit(const T* x, float length, float* to) const {
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t j = 0; j < layer.key_size; j++) sum += widen(x[j]) * widen(x[j]);
-        const float factor = length / std::sqrt(sum + UNIT_EPS);
-#pragma omp simd
-        for (int64_t j = 0; j < layer.key_size; j++) to[j] = widen(x[j]) * factor;
+        widen_all(x, layer.key_size, to, padded);
+        const float factor = length / std::sqrt(dot(to, to) + UNIT_EPS);
+        for (int64_t j = 0; j < padded; j += LANES) vec(to + j) *= factor;
+    }
+
+    float dot(const float* x, const float* y) const {
+        Vec sum = {};
+        for (int64_t j = 0; j < padded; j += LANES)
+            sum = add_product(sum, load(x + j), load(y + j));
+        return sum_of(sum);
     }
 
     // Let `some` tokens from `token` on go through V vectors of columns.
@@ -156,7 +161,8 @@ private:
             constexpr bool updates = PASS != Pass::READ;
             const auto from = place(token - 1 - updates), to = place(token - 1);
             go_over<V, PASS>({from.first, from.stride}, to, size, forget[i - 1],
-                             keys + (i - 1) * size, change, keys + i * size, queries + i * size,
+                             keys + (i - 1) * padded, change, keys + i * padded,
+                             queries + i * padded,
                              known, read);
             if (updates) keep_part(token - 1);
         };
@@ -190,11 +196,11 @@ private:
     float* after(int64_t token) const { return slots.at(layer.rows.after[start + token]); }
 
     const DeltaLayer<T>& layer;
-    const int64_t head, first, end, start, length;
+    const int64_t head, first, end, padded, start, length;
     const Slots<float> slots;  // of this head
     float* const before;
     const float rate;
-    float *keys, *queries;  // [SOME_TOKENS + 1, Dk]
+    float *keys, *queries;  // [SOME_TOKENS + 1, padded]: Dk numbers, then zeros
     float* changes;         // of the last token, for each column
     float* memory;          // of each group of columns, all rows
     float forget[SOME_TOKENS + 1], learn[SOME_TOKENS + 1], products[SOME_TOKENS + 1];

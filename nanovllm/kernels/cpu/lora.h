@@ -6,15 +6,12 @@
 
 #pragma once
 
-#ifdef __FMA__
-#include <immintrin.h>
-#endif
-
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
 #include <vector>
 
+#include "add_product.h"
 #include "parallel.h"
 #include "scalar.h"
 #include "vector.h"
@@ -83,19 +80,6 @@ inline void with_constant(int number, const Work& work) {
     if (number == 2) work(std::integral_constant<int, 2>());
     if (number == 3) work(std::integral_constant<int, 3>());
     if (number == 4) work(std::integral_constant<int, 4>());
-}
-
-inline Vec all_lanes(float x) { return x - Vec{}; }
-
-// sum + x * y, rounded once. In loops with one sum, GCC also rounds x * y for some processors.
-inline Vec add_product(Vec sum, Vec x, Vec y) {
-#if defined(__AVX512F__)
-    return (Vec)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
-#elif defined(__FMA__)
-    return (Vec)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
-#else
-    return sum + x * y;
-#endif
 }
 
 // Load the first `count` numbers of a vector, and zeros after them.

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "add_product.h"
 #include "parallel.h"
 #include "scalar.h"
 #include "vector.h"

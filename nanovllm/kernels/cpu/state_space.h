@@ -13,35 +13,57 @@
 
 namespace {
 
-// The sums of the lanes of LANES vectors: bits as from `sum_of`, but a third of the work.
-inline Vec sums_of(Vec* x) {
-#pragma GCC unroll 4
-    for (int half = LANES / 2; half; half /= 2) {
-        IntVec own, other;
+constexpr int SOME_ROWS = 4;  // that are computed together
+
+// Lanes of two vectors: of both, those whose numbers differ in the bit HALF, and the ones to add.
+template <int HALF>
+struct Pairs {
+    alignas(CACHE_LINE) int32_t own[LANES] = {}, other[LANES] = {};
+
+    constexpr Pairs() {
         for (int i = 0; i < LANES; i++) {
-            own[i] = i & half ? LANES + i : i;
-            other[i] = own[i] ^ half;
+            own[i] = i & HALF ? LANES + i : i;
+            other[i] = own[i] ^ HALF;
         }
-#pragma GCC unroll 8
-        for (int i = 0; i < half; i++)
-            x[i] = __builtin_shuffle(x[i], x[i + half], own) +
-                   __builtin_shuffle(x[i], x[i + half], other);
     }
+};
+
+// The sums of the lanes of 2 * HALF vectors, as `sum_of` has them, with a third of its work.
+template <int HALF = LANES / 2>
+inline Vec sums_of(Vec* x) {
+    static constexpr Pairs<HALF> pairs;
+    const IntVec own = *(const IntVec*)pairs.own, other = *(const IntVec*)pairs.other;
+    for (int i = 0; i < HALF; i++)
+        x[i] = __builtin_shuffle(x[i], x[i + HALF], own) +
+               __builtin_shuffle(x[i], x[i + HALF], other);
+    if constexpr (HALF > 1) return sums_of<HALF / 2>(x);
     return x[0];
 }
 
-// Change R rows of a state, by the inputs x; returns the vectors whose lanes add up to S C.
+// Rows of a state, and the distance between them.
+template <typename S>
+struct Rows {
+    S* first;
+    int64_t stride;
+
+    S* at(int64_t row) const { return first + row * stride; }
+};
+
+// Change R rows from row p on, by the inputs x; returns the vectors whose lanes add up to S C.
 template <int R>
-inline void change_rows(const float* from, float* to, int64_t size, float g, const float* x,
-                        const float* b, const float* c, Vec* sums) {
-    Vec sum[R] = {};
-    for (int64_t n = 0; n < size; n += LANES) {
+inline void change_rows(int64_t p, Rows<const float> from, Rows<float> to, int64_t size, float g,
+                        const float* x, const float* b, const float* c, Vec* sums) {
+    Vec sum[R] = {}, inputs[R];
+    for (int r = 0; r < R; r++) inputs[r] = all_lanes(x[p + r]);
+    const float* old = from.at(p);
+    float* changed = to.at(p);
+    for (int64_t n = 0; n < size; n += LANES, old += LANES, changed += LANES) {
         const Vec in = load(b + n), out = load(c + n);
-#pragma GCC unroll 16
+#pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
-            const Vec state = load(from + r * size + n) * g + in * x[r];
-            vec(to + r * size + n) = state;
-            sum[r] += state * out;
+            const Vec state = add_product(load(old + r * from.stride) * g, in, inputs[r]);
+            vec(changed + r * to.stride) = state;
+            sum[r] = add_product(sum[r], state, out);
         }
     }
     std::copy_n(sum, R, sums);
@@ -66,34 +88,35 @@ public:
     SpaceHead(const SpaceLayer<T>& layer, int64_t sequence, int64_t head, int64_t first,
               int64_t end)
         : layer(layer), head(head), first(first), count(end - first),
-          padded(round_up(layer.size, LANES)), start(layer.rows.start(sequence)),
+          padded(round_up(layer.size, LANES)), stride(padded + LANES), start(layer.rows.start(sequence)),
           length(layer.rows.start(sequence + 1) - start),
           slots{layer.slots.states + (head * layer.dim + first) * layer.size, layer.slots.stride},
           before(slots.at(layer.rows.before[sequence])), rate(std::exp(layer.log_rate[head])) {
         const int64_t dims = round_up(count, LANES);
-        b = scratch(2 * padded + 2 * dims + count * padded);
+        b = scratch(2 * padded + 2 * dims + count * stride);
         c = b + padded, x = c + padded, read = x + dims, state = read + dims;
     }
 
-    // A row of N numbers that are not whole vectors is padded in `state`.
+    // Rows of N numbers that are not whole vectors are padded, in `state`.
     void run() {
         const bool is_whole = padded == layer.size;
+        const Rows<float> here{state, stride};
         if (!is_whole) {
-            std::fill_n(state, count * padded, 0.0f);
-            copy_rows(before, layer.size, state, padded, count, layer.size);
+            std::fill_n(state, count * stride, 0.0f);
+            copy_rows(before, layer.size, state, stride, count, layer.size);
         }
-        const float* from = is_whole ? before : state;
+        Rows<const float> from{is_whole ? before : state, is_whole ? layer.size : stride};
         for (int64_t token = 0; token < length; token++) {
             float* kept = slots.at(layer.rows.after[start + token]);
-            float* to = is_whole && kept ? kept : state;
+            const Rows<float> to = is_whole && kept ? Rows<float>{kept, layer.size} : here;
             change(start + token, from, to);
-            if (!is_whole && kept) copy_rows(state, padded, kept, layer.size, count, layer.size);
-            from = to;
+            if (!is_whole && kept) copy_rows(state, stride, kept, layer.size, count, layer.size);
+            from = {to.first, to.stride};
         }
     }
 
 private:
-    void change(int64_t row, const float* from, float* to) {
+    void change(int64_t row, Rows<const float> from, Rows<float> to) {
         const T* in = layer.xbc + row * layer.xbc_stride;
         const T* group = in + layer.heads * layer.dim;
         group += head / (layer.heads / layer.groups) * layer.size;
@@ -107,12 +130,13 @@ private:
         int64_t p = 0;
         for (; p + LANES <= count; p += LANES) {
             Vec sums[LANES];
-            change_rows<LANES>(from + p * padded, to + p * padded, padded, g, x + p, b, c, sums);
+            for (int r = 0; r < LANES; r += SOME_ROWS)
+                change_rows<SOME_ROWS>(p + r, from, to, padded, g, x, b, c, sums + r);
             vec(read + p) = sums_of(sums);
         }
         for (; p < count; p++) {
             Vec sum;
-            change_rows<1>(from + p * padded, to + p * padded, padded, g, x + p, b, c, &sum);
+            change_rows<1>(p, from, to, padded, g, x, b, c, &sum);
             read[p] = sum_of(sum);
         }
         T* out = layer.out + (row * layer.heads + head) * layer.dim + first;
@@ -121,7 +145,9 @@ private:
     }
 
     const SpaceLayer<T>& layer;
-    const int64_t head, first, count, padded, start, length;
+    const int64_t head, first, count, padded;
+    const int64_t stride;  // of rows in `state`: no multiple of 4096 bytes is between some of them
+    const int64_t start, length;
     const Slots<float> slots;  // of this head's rows from `first` on
     float* const before;
     const float rate;
