@@ -29,6 +29,9 @@ from nanovllm.kernels.triton.state.gates import (
     learn_rate, log_forget, multiply, products_in, softplus, value_block,
 )  # fmt: skip
 
+PREPARE_WARPS=int(__import__("os").environ.get("PW","4"))
+WALK_WARPS=int(__import__("os").environ.get("WW","4"))
+
 
 @triton.jit
 def inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -45,6 +48,13 @@ def inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no
         quarter = tl.where(below, a, 0.0)
         found -= multiply(found, multiply(quarter, found, PRECISION), PRECISION)
     return found
+
+
+@triton.jit
+def inverse_length(x, EPS):  # type: ignore[no-untyped-def]
+    """For each row."""
+    x = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, axis=1) + EPS)
 
 
 @triton.jit
@@ -67,30 +77,26 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     logs = tl.cumsum(logs, axis=0)
     learn = tl.where(real, learn_rate(b, most), 0.0)
     k_at, v_at = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)[None, :]
-    q_at = qkv_ptr + row[:, None] * qkv_stride + head // (H // KH) * DK + k_at
-    inside = real[:, None] & (k_at < DK)
+    row_ptr, place = qkv_ptr + row[:, None] * qkv_stride, row * H + head
+    q_at = row_ptr + head // (H // KH) * DK + k_at
+    inside, v_inside = real[:, None] & (k_at < DK), real[:, None] & (v_at < DV)
     dtype = w_ptr.dtype.element_ty
     k = tl.load(q_at + KH * DK, mask=inside, other=0.0).to(dtype)
-    wide = k.to(tl.float32)
-    k_unit = tl.rsqrt(tl.sum(wide * wide, axis=1) + EPS)
-    is_before = token[:, None] > other
-    decay = tl.exp(tl.where(token[:, None] >= other, logs[:, None] - logs[None, :], 0.0))
-    products = multiply(k, tl.trans(k), PRECISION) * k_unit[None, :] * decay
-    products *= (learn * k_unit)[:, None]
+    q = tl.load(q_at, mask=inside, other=0.0).to(dtype)
+    k_unit, q_unit = inverse_length(k, EPS), inverse_length(q, EPS) * (DK**-0.5)
+    is_seen, is_before = token[:, None] >= other, token[:, None] > other
+    decay = tl.exp(tl.where(is_seen, logs[:, None] - logs[None, :], 0.0)) * k_unit[None, :]
+    scores = multiply(q, tl.trans(k), PRECISION) * decay * q_unit[:, None]
+    scores_at = scores_ptr + place[:, None] * CHUNK + other
+    tl.store(scores_at, tl.where(is_seen, scores, 0.0).to(dtype), mask=real[:, None])
+    products = multiply(k, tl.trans(k), PRECISION) * decay * (learn * k_unit)[:, None]
     solved = inverse(tl.where(is_before, products, 0.0), CHUNK, PRECISION)
     # The numbers of a token are those of a column: they multiply there, and k and v stay exact.
+    # The keys are read again, as there are too few registers to keep them.
+    k = tl.load(q_at + KH * DK, mask=inside, other=0.0).to(dtype)
     w = multiply((solved * (learn * k_unit * tl.exp(logs))[None, :]).to(dtype), k, PRECISION)
-    place = row * H + head
     tl.store(w_ptr + place[:, None] * DK + k_at, w.to(dtype), mask=inside)
-    q = tl.load(q_at, mask=inside, other=0.0).to(dtype)
-    wide = q.to(tl.float32)
-    q_unit = tl.rsqrt(tl.sum(wide * wide, axis=1) + EPS) * (DK**-0.5)
-    scores = multiply(q, tl.trans(k), PRECISION) * q_unit[:, None] * k_unit[None, :] * decay
-    scores = tl.where(token[:, None] >= other, scores, 0.0)
-    tl.store(scores_ptr + place[:, None] * CHUNK + other, scores.to(dtype), mask=real[:, None])
-    v_inside = real[:, None] & (v_at < DV)
-    v_ptr = qkv_ptr + row[:, None] * qkv_stride + 2 * KH * DK + head * DV + v_at
-    v = tl.load(v_ptr, mask=v_inside, other=0.0).to(dtype)
+    v = tl.load(row_ptr + 2 * KH * DK + head * DV + v_at, mask=v_inside, other=0.0).to(dtype)
     u = multiply((solved * learn[None, :]).to(dtype), v, PRECISION)
     tl.store(u_ptr + place[:, None] * DV + v_at, u.to(dtype), mask=v_inside)
     # Factors: of a query's product with the memory, of a key's addition to it, and of the memory.
@@ -175,11 +181,11 @@ def compute_chunks(
     _prepare_kernel[(chunks.num_long_chunks * num_heads,)](
         qkv, a, b, rates.log_rate, rates.bias, rates.most, chunks.chunks, w, u, scores, factors,
         qkv.stride(0), a.stride(0), b.stride(0), EPS,
-        **fixed, BLOCK_V=max(16, next_power_of_2(value_size)), num_warps=4,
+        **fixed, BLOCK_V=max(16, next_power_of_2(value_size)), num_warps=PREPARE_WARPS,
     )  # fmt: skip
     block_v = value_block(num_heads, value_size)
     _walk_kernel[(chunks.num_long * num_heads * cdiv(value_size, block_v),)](
         qkv, w, u, scores, factors, states, step.before, step.after, chunks.long, chunks.chunks,
         out, qkv.stride(0), states.stride(0),
-        **fixed, BLOCK_V=block_v, num_warps=4,
+        **fixed, BLOCK_V=block_v, num_warps=WALK_WARPS,
     )  # fmt: skip

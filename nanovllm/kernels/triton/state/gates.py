@@ -36,9 +36,12 @@ def tokens_of(parts_ptr, place, QUERIES: tl.constexpr):  # type: ignore[no-untyp
     a prefill's table of parts.
     """
     if QUERIES > 0:
-        return place, place.to(tl.int64) * QUERIES, QUERIES
-    part_ptr = parts_ptr + place * 8
-    return tl.load(part_ptr), tl.load(part_ptr + 1).to(tl.int64), tl.load(part_ptr + 2)
+        sequence, first, count = place, place.to(tl.int64) * QUERIES, QUERIES
+    else:
+        part_ptr = parts_ptr + place * 8
+        sequence, first = tl.load(part_ptr), tl.load(part_ptr + 1).to(tl.int64)
+        count = tl.load(part_ptr + 2)
+    return sequence, first, count
 
 
 @triton.jit
@@ -58,7 +61,7 @@ def products_in(dtype: torch.dtype) -> tuple[torch.dtype, str]:
     """
     if dtype == torch.bfloat16:
         return dtype, "tf32"
-    return torch.float32, "ieee" if dtype == torch.float32 else "tf32"
+    return torch.float32, "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def value_block(num_heads: int, value_size: int) -> int:
