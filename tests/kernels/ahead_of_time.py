@@ -11,6 +11,7 @@ JSON for each kernel: `python tests/kernels/ahead_of_time.py [part of a case's n
 """
 
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -445,6 +446,65 @@ def adapted_few_rows(hidden: int, inner: int, rows: int, max_rank: int, one: boo
         few.add(bf16(rows, inner), down, None, x, norm, EPS)
 
 
+def state_step(queries: int) -> Any:
+    """A decode step with `queries` of each sequence, or with 0 a prefill, long and short."""
+    from nanovllm.kernels.operands.state_step import StateStep
+
+    sequences, longs = 5, partial(torch.zeros, dtype=torch.long)
+    if queries:
+        return StateStep(longs(sequences), longs(sequences * queries), num_queries=queries)
+    ends = torch.tensor([0, 3, 203])
+    return StateStep(longs(2), longs(203), ends.numpy())
+
+
+def states_of(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """States in slots with those of other layers."""
+    return torch.empty(8, 1 << 21, dtype=dtype)[:, : math.prod(shape)].view(8, *shape)
+
+
+def causal_conv(queries: int, channels: int, width: int, bias: bool = False) -> None:
+    from nanovllm.kernels.triton.state.causal_conv import causal_conv
+
+    step, states = state_step(queries), states_of((width - 1, channels), torch.bfloat16)
+    x, weight = bf16(len(step.after), channels), bf16(channels, width)
+    causal_conv(x, weight, bf16(channels) if bias else None, states, step, True)
+
+
+def gated_delta(
+    queries: int, key_heads: int, heads: int, size: int, dtype: torch.dtype = torch.bfloat16,
+    value_size: int | None = None,
+) -> None:  # fmt: skip
+    from nanovllm.kernels.operands.rates import DeltaRates
+    from nanovllm.kernels.triton.state.gated_delta import gated_delta
+
+    value_size = value_size or size
+    step, states = state_step(queries), states_of((heads, size, value_size), torch.float32)
+    tokens, rates = len(step.after), DeltaRates(torch.empty(heads), torch.empty(heads))
+    qkv = torch.empty(tokens, 2 * key_heads * size + heads * value_size, dtype=dtype)
+    b, a = torch.empty(tokens, 2 * heads, dtype=dtype).chunk(2, dim=1)
+    gated_delta(qkv, a, b, rates, states, step)
+
+
+def state_space(
+    queries: int, groups: int, heads: int, head_dim: int, size: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:  # fmt: skip
+    from nanovllm.kernels.operands.rates import SpaceRates
+    from nanovllm.kernels.triton.state.state_space import state_space
+
+    step, states = state_step(queries), states_of((heads, head_dim, size), torch.float32)
+    tokens, rates = len(step.after), SpaceRates(*(torch.empty(heads) for _ in range(3)))
+    xbc = torch.empty(tokens, heads * head_dim + 2 * groups * size, dtype=dtype)
+    state_space(xbc, torch.empty(tokens, heads, dtype=dtype), rates, states, step)
+
+
+def gated_norm(groups: int, size: int, gate_first: bool) -> None:
+    from nanovllm.kernels.triton.state.gated_norm import gated_norm
+
+    x, gate = bf16(TOKENS, groups, size), bf16(TOKENS, groups, size)
+    gated_norm(x, gate, bf16(size), EPS, gate_first)
+
+
 # A case for each binary: sizes that make no new one are left out.
 CALLS: dict[str, Callable[[], object]] = {
     **{f"store_kvcache, {name}": partial(store_kvcache, h) for name, h in HEADS.items()},
@@ -662,6 +722,31 @@ CALLS: dict[str, Callable[[], object]] = {
     "lora, max_rank 8": partial(lora, 16, max_rank=8),
     **{f"lora, float32, {rows} rows": partial(lora, rows, torch.float32) for rows in (1, 256)},
     **{f"draw, {dtype}": partial(draw, dtype) for dtype in (torch.bfloat16, torch.float32)},
+    **{
+        f"{name}, {kind}": partial(call, queries, *sizes)
+        for name, call, *sizes in (
+            ("causal_conv, Qwen3-Next", causal_conv, 8192, 4),
+            ("causal_conv, biases", causal_conv, 4352, 4, True),
+            ("causal_conv, width 3", causal_conv, 2048, 3),
+            ("gated_delta, Qwen3-Next", gated_delta, 16, 32, 128),
+            ("gated_delta, few heads of 64", gated_delta, 4, 4, 64),
+            ("gated_delta, keys of 96", gated_delta, 30, 30, 96, torch.bfloat16, 192),
+            ("gated_delta, float32", gated_delta, 16, 32, 128, torch.float32),
+            ("gated_delta, float16", gated_delta, 16, 32, 128, torch.float16),
+            ("state_space, Mamba-2", state_space, 1, 80, 64, 128),
+            ("state_space, states of 256", state_space, 1, 48, 64, 256),
+            ("state_space, float32", state_space, 8, 128, 64, 128, torch.float32),
+            ("state_space, float16", state_space, 8, 128, 64, 128, torch.float16),
+        )
+        for kind, queries in (("prefill", 0), ("decode", 1), ("3 queries", 3))
+        if kind != "3 queries" or "Qwen3-Next" in name or "Mamba" in name
+    },
+    **{
+        f"gated_norm, {size}, {'gate first' if first else 'gate last'}": partial(
+            gated_norm, 4096 // size, size, first
+        )
+        for size, first in ((128, False), (4096, True))
+    },
 }
 # Prefill holds a large accumulator. In addition to 1,020 bytes in registers, a thread may keep
 # numbers in memory: up to 112 bytes, and 224 for head_dim 256, by Triton's version. Decode with

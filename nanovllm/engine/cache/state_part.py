@@ -56,7 +56,8 @@ class StatePart(StepPart):
         before = inputs.arrays.get("states_before", np.zeros(len(ends) - 1, np.int64))
         after = inputs.arrays.get("states_after", np.full(int(ends[-1]), -1))
         slots = upload_ahead(self._pool.device, before, after)
-        return StateStep(slots[0], slots[1], ends)
+        starts = inputs.arrays.get("states_starts")
+        return StateStep(slots[0], slots[1], ends, starts=starts, kept=after)
 
     def in_decode(self, table: DeviceTable, size: Size, decoding: Decoding) -> Any:
         """Where the queries of a decode step find and leave states."""
@@ -65,7 +66,7 @@ class StatePart(StepPart):
 
 
 def states_before_and_after(batch: Batch, q_ends: Array) -> dict[str, Array]:
-    """The slots in which a prefill finds states, and leaves them.
+    """The slots in which a prefill finds states, and leaves them, and its sequences' first positions.
 
     It leaves the states after the last scheduled token, after each draft, and at checkpoints.
     """
@@ -82,4 +83,5 @@ def states_before_and_after(batch: Batch, q_ends: Array) -> dict[str, Array]:
         for length, slot in seq.checkpoints.items():
             if start < length <= first:
                 after[q_end - end + length - 1] = slot
-    return {"states_before": before, "states_after": after}
+    starts = np.array([seq.num_cached_tokens for seq in batch.seqs], np.int64)
+    return {"states_before": before, "states_after": after, "states_starts": starts}

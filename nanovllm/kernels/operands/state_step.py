@@ -1,9 +1,12 @@
 """StateStep: the slots of states that the sequences of a step read and write."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.operands.state_chunks import StateChunks
 
 
 class StateBatch(NamedTuple):
@@ -25,13 +28,18 @@ class StateStep:
     states of zeros, for a sequence that begins. `after` [T] has the slots for the states after each
     token; -1, the last slot, for states that are not kept. Sequence b's tokens are the rows
     `ends[b]:ends[b + 1]`, where `ends` is on the host; in a decode step each has `num_queries`.
+    A prefill may have two more arrays on the host: the position of each sequence's first token,
+    and a copy of `after`.
     """
 
     before: torch.Tensor
     after: torch.Tensor
     ends: Any = None  # a NumPy array; None in a decode step
     num_queries: int = 1
+    starts: Any = None  # a NumPy array [B]; None: all are 0
+    kept: Any = None  # a NumPy array [T]; None: `chunks` waits for the device
     _batches: list[StateBatch] | None = None
+    _chunks: "StateChunks | None" = None
 
     @property
     def batches(self) -> list[StateBatch]:
@@ -44,6 +52,16 @@ class StateStep:
             else:
                 self._batches = self._prefill_batches()
         return self._batches
+
+    @property
+    def chunks(self) -> "StateChunks":
+        """The chunks of a prefill; made at the first call."""
+        if self._chunks is None:
+            from nanovllm.kernels.operands.state_chunks import divide
+
+            kept = self.after.cpu() if self.kept is None else self.kept
+            self._chunks = divide(self.ends, self.starts, kept, self.after.device)
+        return self._chunks
 
     def _prefill_batches(self) -> list[StateBatch]:
         ends = torch.as_tensor(self.ends, dtype=torch.int64)

@@ -31,6 +31,10 @@ TRITON_PLACES = {
     "group_rows": "triton.lora.row_groups",
     "lora_down": "triton.lora.lora",
     "lora_up": "triton.lora.lora",
+    "causal_conv": "triton.state.causal_conv",
+    "gated_delta": "triton.state.gated_delta",
+    "state_space": "triton.state.state_space",
+    "gated_norm": "triton.state.gated_norm",
     "peers": "triton.ranks.all_reduce:PeerKernels",
 }
 

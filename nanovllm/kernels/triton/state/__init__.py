@@ -1,0 +1,1 @@
+"""Layers with states: short convolutions, recurrences, and the norms after them."""
