@@ -100,11 +100,12 @@ def test_checkpoints_are_at_intervals_and_at_the_last_full_block(
     assert num_restored(caches, [*range(7), 97, 96]) == 0, "no checkpoint, if there is KV or not"
 
 
-def test_a_prompt_of_full_blocks_has_its_checkpoint_where_an_equal_one_can_use_it() -> None:
+def test_a_prompt_of_full_blocks_has_checkpoints_for_an_equal_one_and_for_the_next_turn() -> None:
     caches = make_caches()
     run_and_free(caches, range(12))
     assert num_restored(caches, range(12)) == 8
-    assert caches.states is not None and len(caches.states.checkpoints) == 1
+    assert caches.states is not None and len(caches.states.checkpoints) == 2
+    assert num_restored(caches, range(15)) == 12
 
 
 def test_a_step_writes_checkpoints_on_its_way_and_copies_the_one_at_its_end() -> None:
@@ -244,7 +245,7 @@ def test_a_sequence_waits_for_a_checkpoint_that_another_computes(
     in_progress = {*caches.in_progress(seq)}
     assert len(in_progress) == 3
     assert not caches.admit(make_seq([*range(9), 99]), in_progress)
-    other = make_seq([*range(7), 99])
+    other = make_seq([*range(3), 99])
     assert caches.admit(other, in_progress), "it would gain nothing"
     end(caches, step(caches, seq, 9), other)
     third = make_seq([*range(9), 99])
