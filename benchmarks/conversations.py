@@ -7,8 +7,9 @@ random order, with all that was said before. Requests run through the scheduler,
 overlap as on a GPU; answers are drawn beforehand.
 
 The least possible: each request begins at the last block boundary up to which its tokens were
-computed by a request before it. `ratio` is the number of computed tokens divided by that; steps that
-overlap also compute the last token of each answer. A model of kind "hybrid" has states and KV, "alone" only states, "kv" only KV. The pool has room for all KV.
+computed by a request before it. `ratio` is the number of computed tokens divided by that; steps
+that overlap also compute the last token of each answer. A model of kind "hybrid" has states and KV,
+"alone" only states, "kv" only KV. The pool has room for all KV.
 """
 
 import argparse

@@ -22,7 +22,8 @@ class Checkpoints(dict[int, Prefix]):
     3. shared: several sequences have begun with it, as with a system prompt
 
     So many conversations do not drop the prompt that they share. But if most are shared, the least
-    recently used one of these goes first, as it may be shared no longer.
+    recently used one of these goes first, as it may be shared no longer. So does one that cannot be
+    restored, as its KV has left the cache.
     """
 
     def __init__(self) -> None:
@@ -81,7 +82,9 @@ class Checkpoints(dict[int, Prefix]):
 
     def next_to_drop(self) -> int:
         """The slot of the checkpoint that is dropped first."""
-        too_many = len(self._shared) > MOST_SHARED * len(self)
         queues = (self._superseded, self._single, self._shared)
-        queue = self._shared if too_many else next(queue for queue in queues if queue)
-        return next(iter(queue))
+        oldest = [next(iter(queue)) for queue in queues if queue]
+        if len(self._shared) > MOST_SHARED * len(self):
+            return oldest[-1]
+        without_kv = (slot for slot in oldest if not all(self[slot].blocks))
+        return next(without_kv, oldest[0])
