@@ -7,9 +7,8 @@ random order, with all that was said before. Requests run through the scheduler,
 overlap as on a GPU; answers are drawn beforehand.
 
 The least possible: each request begins at the last block boundary up to which its tokens were
-computed by a request before it. `ratio` is the number of computed tokens divided by that; steps
-that overlap also compute the last token of each answer. A model of kind "hybrid" has states and KV,
-"alone" only states, "kv" only KV. The pool has room for all KV.
+computed by a request before it. `ratio` is the number of computed tokens divided by that. A model
+of kind "hybrid" has states and KV, "alone" only states, "kv" only KV. The pool has room for all KV.
 """
 
 import argparse
@@ -75,8 +74,8 @@ class Least:
         self._known: set[int] = set()  # hashes of beginnings that end with a block
 
     def add(self, prompt: list[int], answer: list[int]) -> None:
-        """Count a request's tokens. The last one of an answer is not computed."""
-        tokens = prompt + answer[:-1]
+        """Count a request's tokens. Steps that overlap also compute the last one of an answer."""
+        tokens = prompt + answer
         ends = range(self.block_size, len(tokens) + 1, self.block_size)
         hashes = [hash(tuple(tokens[:end])) for end in ends]
         skippable = hashes[: (len(prompt) - 1) // self.block_size]
@@ -153,15 +152,18 @@ def main() -> None:
     parser.add_argument("--num-checkpoints", type=int, nargs="+", default=[400, 140, 70])
     parser.add_argument("--interval", type=int, default=Engine().interval)
     parser.add_argument("--block-size", type=int, default=Engine().block_size)
+    parser.add_argument("--num-conversations", type=int, default=100)
+    parser.add_argument("--num-turns", type=int, default=10)
     args = parser.parse_args()
+    workload = Workload(args.num_conversations, args.num_turns)
     results = []
     for kind in args.kinds:
         for number in args.num_checkpoints if kind != "kv" else [0]:
             engine = Engine(kind, number, args.interval, args.block_size)
-            figures = compare(Workload(), engine)
+            figures = compare(workload, engine)
             results.append({"kind": kind, "num_checkpoints": number, **figures})
             print("  ".join(f"{name} {value}" for name, value in results[-1].items()), flush=True)
-    asked = {"benchmark": "conversations", **Workload()._asdict(), "interval": args.interval}
+    asked = {"benchmark": "conversations", **workload._asdict(), "interval": args.interval}
     print(json.dumps(asked | {"block_size": args.block_size, "results": results}))
 
 

@@ -111,8 +111,10 @@ class StateSlots:
 
     def _plan_all(self, batch: Batch) -> None:
         """Plan those of a step of known tokens and drafts. Most sequences end no block."""
-        size, drafts = self.block_size, batch.drafts
-        for seq in batch.seqs:
+        size, drafts, seqs = self.block_size, batch.drafts, batch.seqs
+        if not (batch.is_prefill or drafts):
+            seqs = [seq for seq in seqs if (seq.num_cached_tokens + 1) % size == 0]
+        for seq in seqs:
             start = seq.num_cached_tokens
             end = start + seq.num_scheduled_tokens
             num_drafts = len(drafts.get(seq, ())) if drafts else 0
