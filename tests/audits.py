@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 from nanovllm.engine.cache.block_pool import BlockPool
 from nanovllm.engine.cache.caches import Caches
+from nanovllm.engine.cache.checkpoints import Checkpoints
 from nanovllm.engine.cache.prefixes import Prefixes
+from nanovllm.engine.cache.state_prefixes import PrefixesAlone
 from nanovllm.engine.cache.state_slots import StateSlots
 from nanovllm.engine.schedule.admission import order
 from nanovllm.engine.schedule.scheduler import Scheduler
@@ -53,7 +55,8 @@ def audit_caches(caches: Caches, running: list[Sequence]) -> None:
     uses: Counter[int] = Counter()
     if caches.states is not None:
         audit_slots(caches.states, running)
-        tips = (prefix for prefix, _ in caches.states._tips.values())
+        prefixes = caches.states.prefixes
+        tips = [p for p, _ in prefixes.tips.values()] if isinstance(prefixes, PrefixesAlone) else []
         uses = Counter(map(id, [*caches.states.checkpoints.values(), *tips]))
     audit_blocks(caches.blocks, [seq.held_blocks for seq in running], uses)
 
@@ -112,14 +115,27 @@ def audit_prefixes(prefixes: Prefixes, others: Counter[int]) -> None:
 def audit_slots(states: StateSlots, running: list[Sequence]) -> None:
     """Each slot for states has one owner."""
     owned = [slot for seq in running for slot in (*seq.state_slots, *seq.checkpoints.values())]
-    owned += [*states.checkpoints, *states.free_slots]
+    guessed = [slot for entries in states.guessed.values() for _, _, slot in entries]
+    owned += [*states.checkpoints, *states.free_slots, *guessed]
     assert sorted(owned) == [*range(1, states.num_slots + 1)], owned
-    assert states.num_planned == sum(len(seq.checkpoints) for seq in running)
+    assert states.num_planned == sum(len(seq.checkpoints) for seq in running) + len(guessed)
     for slot, prefix in states.checkpoints.items():
         assert prefix.checkpoint == slot
+    audit_order(states.checkpoints)
+    known = {seq.seq_id for seq in running}
+    for by_sequence in (states.guessed, states.last, states.branches.lengths):
+        assert {*by_sequence} <= known, "of a sequence that does not run"
     number = states.layout.slots_per_sequence
     for seq in running:
         assert seq.ends_in_flight or len(seq.state_slots) == number, seq
+
+
+def audit_order(checkpoints: Checkpoints) -> None:
+    """Each checkpoint waits in one queue to be dropped."""
+    queues = [checkpoints._superseded, checkpoints._single, checkpoints._shared]
+    assert sorted(slot for queue in queues for slot in queue) == sorted(checkpoints)
+    assert checkpoints._begun | checkpoints._passing <= {*checkpoints}
+    assert {*checkpoints._shared} <= checkpoints._begun
 
 
 def audit_adapters(table: "AdapterSlotTable", running: Iterable[Sequence]) -> None:

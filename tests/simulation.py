@@ -50,6 +50,7 @@ MOST_DRAFTS = 5
 
 SALTS = salt_number("a"), salt_number("b")
 EMPTY = -1  # the number of the prefix without tokens
+UNWRITTEN = -(1 << 70)  # the states in a slot that no step has computed: those of no prefix
 
 Slot = tuple[int, int]
 
@@ -457,7 +458,7 @@ class Simulation:
 
     def copy_states(self, pairs: list[tuple[int, int]]) -> None:
         for source, target in pairs:
-            self.states[target] = self.states[source]
+            self.states[target] = self.states.get(source, UNWRITTEN)
 
     def compute_states(
         self, batch: Batch, of_seqs: list[tuple[Sequence, list[int], list[int]]]

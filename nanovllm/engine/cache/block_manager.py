@@ -76,7 +76,7 @@ class BlockManager(BlockPool):
         if not self.free_queue and self.num_groups:  # at least the last token's block is new
             return False
         most_hits = seq.num_skippable_tokens // self.block_size
-        path = self._restorable(self._path(seq, most_hits))
+        path = self.restorable(seq, most_hits)
         num_hits = len(path)
         if in_progress and self._is_in_progress(seq, num_hits, most_hits, in_progress):
             return False
@@ -230,6 +230,10 @@ class BlockManager(BlockPool):
         """The cached prefix of the first `num_tokens` of `seq`; None if there is none."""
         path = self._path(seq, num_tokens // self.block_size)
         return path[-1] if path else None
+
+    def restorable(self, seq: Sequence, num_blocks: int) -> list[Prefix]:
+        """The cached prefixes of `seq`, of up to `num_blocks`, up to one that can be restored."""
+        return self._restorable(self._path(seq, num_blocks))
 
     def _num_passed(self, num_cached_tokens: int) -> list[int]:  # noqa: ARG002
         """For each group, how many blocks end before the window of the first uncached token."""

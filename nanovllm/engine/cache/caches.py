@@ -9,6 +9,8 @@ from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.sequence import Sequence
 
 if TYPE_CHECKING:
+    from collections import deque
+
     from nanovllm.engine.cache.state_slots import StateLayout, StateSlots
 
 
@@ -47,10 +49,11 @@ class Caches:
         seq: Sequence,
         in_progress: Set[int] = frozenset(),
         admits: Callable[[Sequence, int], bool] | None = None,
+        waiting: "deque[Sequence] | None" = None,  # noqa: ARG002
     ) -> bool:
         """Give `seq` room for all its tokens, with a cached prefix; if False, nothing has changed.
 
-        See `BlockManager.allocate`.
+        See `BlockManager.allocate`. `waiting` has later sequences, which may share the prefix.
         """
         return self.blocks.allocate(seq, in_progress, admits)
 

@@ -1,5 +1,6 @@
 """CachesWithStates: the blocks and the states of sequences, for models that keep states."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Set
 
 from nanovllm.engine.cache.caches import CacheLayout, Caches
@@ -34,11 +35,15 @@ class CachesWithStates(Caches):
         seq: Sequence,
         in_progress: Set[int] = frozenset(),
         admits: Callable[[Sequence, int], bool] | None = None,
+        waiting: deque[Sequence] | None = None,
     ) -> bool:
-        """Give `seq` blocks and slots for states; if False, nothing has changed."""
-        if not super().admit(seq, in_progress, admits):
+        """Give `seq` blocks and slots for states; if False, it has got nothing.
+
+        False also if a prompt in progress will leave a checkpoint where `seq` can begin.
+        """
+        if self.states.branches.joins_later(seq) or not super().admit(seq, in_progress, admits):
             return False
-        self.states.begin(seq)
+        self.states.begin(seq, waiting)
         return True
 
     def in_progress(self, seq: Sequence) -> list[int]:
@@ -79,7 +84,9 @@ class CachesWithStates(Caches):
                 self.states.release(seq)
 
     def free(self, seq: Sequence) -> None:
-        """Free all that `seq` has."""
+        """Free all that `seq` has, and keep what steps in flight compute of its known tokens."""
+        if seq.checkpoints:
+            self.publish(seq, min(seq.num_cached_tokens, seq.num_known_tokens))
         self.states.free(seq)
         super().free(seq)
 

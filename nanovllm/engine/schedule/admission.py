@@ -82,7 +82,7 @@ class Admission:
             seq = next(candidates, None)
             if seq is None or seq is self.refused:
                 break
-            if not caches.admit(seq, in_progress, forecast.admits):
+            if not caches.admit(seq, in_progress, forecast.admits, self.waiting):
                 self.refused = None if prompts else seq
                 break
             in_progress.update(caches.in_progress(seq))

@@ -1,13 +1,24 @@
 """States: who has which slot, where checkpoints are made, and which one goes first."""
 
-from collections.abc import Sequence as List
-
 import numpy as np
 import pytest
 import torch
 from audits import audit_caches
+from state_caches import (
+    ALONE,
+    SIZE,
+    WITH_KV,
+    admit,
+    end,
+    make_caches,
+    make_seq,
+    num_restored,
+    run,
+    run_and_free,
+    step,
+)
 
-from nanovllm.engine.cache.caches import CacheLayout, Caches
+from nanovllm.engine.cache.caches import Caches
 from nanovllm.engine.cache.groups import CacheGroups
 from nanovllm.engine.cache.pools import KVPool
 from nanovllm.engine.cache.pools_with_states import PoolsWithStates
@@ -16,74 +27,12 @@ from nanovllm.engine.cache.state_pool import KV_PER_CHECKPOINT_BYTE, StatePool
 from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.run.device_table import DeviceTable, TableLayout
 from nanovllm.engine.schedule.batch import Batch
-from nanovllm.engine.schedule.scheduler import caches_for
-from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.kernels.operands.state_step import StateStep
 from nanovllm.kernels.plain.read_groups import read_slots
 from nanovllm.kernels.plain.read_table import read_table
 from nanovllm.layers.cache_spec import State, StateTensor
 from nanovllm.layers.state_mixer import StateMixer
-from nanovllm.sampling_params import SamplingParams
-
-SIZE, INTERVAL = 4, 8
-WITH_KV, ALONE = (None,), ()
-
-
-def make_caches(
-    windows: tuple[int | None, ...] = WITH_KV, slots_per_sequence: int = 1, num_checkpoints: int = 4
-) -> Caches:
-    states = StateLayout(slots_per_sequence, num_checkpoints, INTERVAL)
-    return caches_for(CacheLayout(windows, states), 50, SIZE, 3, num_checkpoints > 0)
-
-
-def make_seq(tokens: List[int]) -> Sequence:
-    return Sequence([*tokens], SamplingParams(max_tokens=99))
-
-
-def admit(caches: Caches, tokens: List[int]) -> Sequence:
-    seq = make_seq(tokens)
-    assert caches.admit(seq)
-    seq.status = SequenceStatus.RUNNING
-    return seq
-
-
-def step(caches: Caches, seq: Sequence, num_tokens: int | None = None) -> Batch:
-    """Compute tokens of `seq`: all that are left, or so many."""
-    seq.num_scheduled_tokens = num_tokens or seq.num_uncached_tokens
-    assert caches.grow(seq, seq.num_cached_tokens + seq.num_scheduled_tokens)
-    batch = Batch([seq], is_prefill=True)
-    caches.plan(batch)
-    return batch
-
-
-def end(caches: Caches, batch: Batch, *others: Sequence) -> None:
-    for seq in batch.seqs:
-        seq.num_cached_tokens += seq.num_scheduled_tokens
-        seq.num_scheduled_tokens = 0
-        caches.publish(seq, seq.num_cached_tokens)
-        audit_caches(caches, [seq, *others])
-
-
-def run(caches: Caches, tokens: List[int], *chunks: int) -> Sequence:
-    """A sequence that is computed in chunks, the last of all that is left."""
-    seq = admit(caches, tokens)
-    for num_tokens in (*chunks, None):
-        end(caches, step(caches, seq, num_tokens))
-    return seq
-
-
-def run_and_free(caches: Caches, tokens: List[int], *chunks: int) -> None:
-    caches.free(run(caches, tokens, *chunks))
-    audit_caches(caches, [])
-
-
-def num_restored(caches: Caches, tokens: List[int]) -> int:
-    """How many tokens a sequence begins with; it is computed, and freed."""
-    seq = admit(caches, tokens)
-    found = seq.num_cached_tokens
-    end(caches, step(caches, seq))
-    caches.free(seq)
-    return found
 
 
 @pytest.mark.parametrize("windows", [WITH_KV, ALONE, (None, 3)])
@@ -100,11 +49,12 @@ def test_checkpoints_are_at_intervals_and_at_the_last_full_block(
     assert num_restored(caches, [*range(7), 97, 96]) == 0, "no checkpoint, if there is KV or not"
 
 
-def test_a_prompt_of_full_blocks_has_its_checkpoint_where_an_equal_one_can_use_it() -> None:
+def test_a_prompt_of_full_blocks_has_checkpoints_for_an_equal_one_and_for_the_next_turn() -> None:
     caches = make_caches()
     run_and_free(caches, range(12))
     assert num_restored(caches, range(12)) == 8
-    assert caches.states is not None and len(caches.states.checkpoints) == 1
+    assert caches.states is not None and len(caches.states.checkpoints) == 2
+    assert num_restored(caches, range(15)) == 12
 
 
 def test_a_step_writes_checkpoints_on_its_way_and_copies_the_one_at_its_end() -> None:
@@ -244,7 +194,7 @@ def test_a_sequence_waits_for_a_checkpoint_that_another_computes(
     in_progress = {*caches.in_progress(seq)}
     assert len(in_progress) == 3
     assert not caches.admit(make_seq([*range(9), 99]), in_progress)
-    other = make_seq([*range(7), 99])
+    other = make_seq([*range(3), 99])
     assert caches.admit(other, in_progress), "it would gain nothing"
     end(caches, step(caches, seq, 9), other)
     third = make_seq([*range(9), 99])
