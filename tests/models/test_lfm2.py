@@ -1,4 +1,4 @@
-"""LFM2: its states in chunks, after prefixes, forks, preemptions and drafts; its config's fields."""
+"""LFM2: its states in chunks, after prefixes, forks, preemption and drafts; its config's fields."""
 
 import random
 from pathlib import Path
