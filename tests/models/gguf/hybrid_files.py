@@ -72,6 +72,8 @@ def _lfm2_metadata(config: Config) -> Config:
 def _lfm2_tensors(name: str, tensor: torch.Tensor, config: Config) -> Tensors:
     if "conv.conv" in name:
         return {name: tensor.squeeze(1)}
+    if "experts" in name:
+        name = name.removeprefix("model.")
     return {name.replace(".expert_bias", ".expert_bias.bias"): tensor}
 
 
