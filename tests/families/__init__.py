@@ -8,6 +8,7 @@ from families import (
     gemma3n,
     gemma4,
     gpt_oss,
+    hybrids,
     layer_norms,
     lfm2,
     usual,
@@ -24,6 +25,7 @@ SAMPLES: dict[str, Sample] = {
     **gemma4.SAMPLES,
     **gpt_oss.SAMPLES,
     **lfm2.SAMPLES,
+    **hybrids.SAMPLES,
 }
 PUBLISHED: dict[str, Published] = {
     **usual.PUBLISHED,
@@ -35,4 +37,5 @@ PUBLISHED: dict[str, Published] = {
     **gemma4.PUBLISHED,
     **gpt_oss.PUBLISHED,
     **lfm2.PUBLISHED,
+    **hybrids.PUBLISHED,
 }
