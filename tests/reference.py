@@ -5,6 +5,7 @@ closer than `MIN_MARGIN` somewhere decides nothing (two right programs may diffe
 out; five of six always remain.
 """
 
+import inspect
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -132,12 +133,15 @@ def reference_logits(
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     cache: Any = Fp8Cache(config=model.config) if fp8 else None
-    steps = []
+    steps, name = [], "past_key_values"
+    own = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft's
+    if "cache_params" in inspect.signature(own.forward).parameters:
+        name = "cache_params"  # of models that keep only states
     for _ in range(NUM_STEPS):
         out = model(
-            ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            ids, attention_mask=mask, position_ids=positions, use_cache=True, **{name: cache}
         )
-        cache = out.past_key_values
+        cache = out[name]
         steps.append(narrow(out.logits[:, -1]))
         ids = steps[-1].argmax(-1, keepdim=True)
         mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
@@ -145,9 +149,16 @@ def reference_logits(
     return torch.stack(steps, dim=1)
 
 
-def make_case(path: Path, prompts: list[list[int]], fp8: bool = False) -> Case:
-    """Compute the reference of a model directory, and keep the prompts that decide something."""
-    logits = reference_logits(load_reference(path), prompts, fp8)
+def make_case(path: Path, prompts: list[list[int]], fp8: bool = False, padded: bool = True) -> Case:
+    """Compute the reference of a model directory, and keep the prompts that decide something.
+
+    Unless `padded`, each prompt is a batch of its own.
+    """
+    model = load_reference(path)
+    if padded:
+        logits = reference_logits(model, prompts, fp8)
+    else:
+        logits = torch.cat([reference_logits(model, [prompt], fp8) for prompt in prompts])
     kept = decisive(logits)
     assert len(kept) >= 50
     logits = logits[kept]

@@ -13,7 +13,12 @@ from adapted import OPTIONS as WITH_ADAPTERS
 from adapted import audit_slots, with_adapters
 from families import PUBLISHED, SAMPLES
 from families.describe import write
+<<<<<<< HEAD
 from families.experts import SAMPLES as EXPERTS
+=======
+from families.experts import SAMPLES as SPARSE
+from families.spaces import SPARSE as SPARSE_HYBRIDS
+>>>>>>> h-space
 from reference import (
     HARD,
     REGIMES,
@@ -55,7 +60,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 def case(name: str, cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> Case:
     if name not in cases:
         path = write(tmp_path_factory.mktemp("family"), SAMPLES[name])
-        cases[name] = make_case(path, make_prompts())
+        cases[name] = make_case(path, make_prompts(), padded=SAMPLES[name].padded)
     return cases[name]
 
 
@@ -123,7 +128,7 @@ def test_weights_are_updated_by_the_names_of_the_files(name: str, case: Case) ->
 def test_adapters_of_all_linear_layers_equal_peft(name: str, case: Case, tmp_path: Path) -> None:
     if reason := SAMPLES[name].refuses.get("adapters"):
         pytest.skip(reason)
-    adapted = with_adapters(case.path, tmp_path, 4, ["all"])
+    adapted = with_adapters(case.path, tmp_path, 4, [SAMPLES[name].adapters])
     with make_llm(case.path, **WITH_ADAPTERS, **HARD) as llm:
         assert_same(adapted.generate(llm), adapted.expected)
         audit_slots(llm)
@@ -156,7 +161,7 @@ def test_published_models_have_their_number_of_parameters(name: str, tmp_path: P
 
 @pytest.mark.sampled(share=0.35)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("name", [*SPARSE, *SPARSE_HYBRIDS])
 def test_two_ranks_with_whole_experts_equal_transformers(name: str, case: Case) -> None:
     options = dict(tensor_parallel_size=2, enable_expert_parallel=True, max_num_batched_tokens=64)
     with make_llm(case.path, **options) as llm:

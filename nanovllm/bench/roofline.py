@@ -56,7 +56,7 @@ class Floor:
 
 def _attentions(config: ModelConfig) -> list[TokenCache]:
     """The cache specs of the layers that keep rows for each token."""
-    caches = [layer.cache for layer in config.layers]
+    caches = [cache for layer in config.layers for cache in layer.cache.each]
     return [cache for cache in caches if isinstance(cache, TokenCache)]
 
 
@@ -65,8 +65,9 @@ def state_bytes(config: ModelConfig, itemsize: int) -> int:
     return sum(
         math.prod(shape) * (4 if in_float32 else itemsize)
         for layer in config.layers
-        if isinstance(layer.cache, State)
-        for shape, in_float32 in layer.cache.tensors
+        for cache in layer.cache.each
+        if isinstance(cache, State)
+        for shape, in_float32 in cache.tensors
     )
 
 
@@ -88,15 +89,15 @@ def prefill_flops(config: ModelConfig, input_lens: Sequence[int]) -> float:
     not_sampled = sum(input_lens) - len(input_lens)
     linear = decoder_params(config) * sum(input_lens)
     attention = 0
-    for index, layer in enumerate(config.layers):
-        is_last, cache = index == len(config.layers) - 1, layer.cache
-        if not isinstance(cache, TokenCache):
-            continue
+    kept_by = [(index, cache) for index, layer in enumerate(config.layers)
+               for cache in layer.cache.each if isinstance(cache, TokenCache)]  # fmt: skip
+    for index, cache in kept_by:
+        is_last, layer = index == len(config.layers) - 1, config.layers[index]
         pairs = sum(seen_keys(n - 1 if is_last else 0, 1 if is_last else n, cache.window)
                     for n in input_lens)  # fmt: skip
         num_heads, _, head_dim = cache.heads
         attention += 4 * num_heads * head_dim * pairs
-        if is_last:
+        if is_last and cache is layer.cache:  # alone: what has a state, too, computes it for all
             kept = config.hidden_size * cache.num_tensors * cache.row_size
             linear -= (layer_params(layer) - kept) * not_sampled
     return attention + 2 * linear + 2 * head_params(config) * len(input_lens)

@@ -49,7 +49,8 @@ class DraftModelGuesser(ModelGuesser):
     def __init__(
         self, model: CausalLM, config: ModelConfig, placement: Placement, vocab_size: int
     ) -> None:
-        if any(isinstance(layer.cache, State) for layer in config.layers):
+        caches = (cache for layer in config.layers for cache in layer.cache.each)
+        if any(isinstance(cache, State) for cache in caches):
             raise ValueError("speculative_config: a draft model that keeps states is not supported")
         super().__init__(model.attentions, placement)
         self.models = ((config, model),)

@@ -83,7 +83,7 @@ def find_source(config: Config, model_config: ModelConfig, tokenizer: Any) -> So
 
 def _check_layers(draft: ModelConfig) -> None:
     """Raise a ValueError unless all layers can share one block table."""
-    caches = [layer.cache for layer in draft.layers]
+    caches = [cache for layer in draft.layers for cache in layer.cache.each]
     kept = (c for c in caches if isinstance(c, TokenCache) and c.num_tensors)
     heads = {(c.num_tensors, c.heads) for c in kept}
     if len(heads) > 1:

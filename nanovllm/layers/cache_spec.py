@@ -10,6 +10,11 @@ Heads = tuple[int, int, int]  # of queries, of keys, and the size of each
 class CacheSpec:
     """What a mixer keeps on this rank. A subclass for each kind."""
 
+    @property
+    def each(self) -> tuple["CacheSpec", ...]:
+        """What each mixer of a layer keeps: this, or one of `SeveralCaches`."""
+        return (self,)
+
 
 class TokenCache(CacheSpec):
     """`num_tensors` rows of equal size for each token, or for the last `window` tokens."""

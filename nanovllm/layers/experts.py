@@ -57,6 +57,7 @@ class Experts(Layer):
     kernels: Kernels = PLAIN
     activation: Callable[[torch.Tensor], torch.Tensor] | None = None  # of gate and up; None: silu
     takes_adapters = True
+    num_inner = 2  # the projections before the activation: gate and up
 
     def __init__(
         self,
@@ -81,7 +82,10 @@ class Experts(Layer):
         everything = slice(0, hidden_size)
         parts = {
             "gate_up_proj": RankPart(
-                (intermediate_size, intermediate_size), (inner, inner), hidden_size, everything
+                (intermediate_size,) * self.num_inner,
+                (inner,) * self.num_inner,
+                hidden_size,
+                everything,
             ),
             "down_proj": RankPart((hidden_size,), (everything,), intermediate_size, inner),
         }

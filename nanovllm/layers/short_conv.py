@@ -1,5 +1,7 @@
 """ShortConv: a causal convolution of a few tokens, with a filter for each channel."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -16,7 +18,8 @@ class ShortConv(Layer):
     """A filter of `width` tokens for each channel, and silu of its results unless `silu` is off.
 
     The channels have several parts, with `sizes`. The ranks divide each part, but have a part in
-    `whole` each. Checkpoints have all filters as one tensor [C, 1, width].
+    `whole` each; or `parts` says what this rank has of each. Checkpoints have all filters as one
+    tensor [C, 1, width].
     """
 
     kernels: Kernels = PLAIN
@@ -25,13 +28,17 @@ class ShortConv(Layer):
     def __init__(
         self, sizes: tuple[int, ...], width: int, ranks: Ranks, *, bias: bool = False,
         silu: bool = True, whole: frozenset[int] = frozenset(),
+        parts: Sequence[slice] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.width, self.silu, self.num_channels = width, silu, sum(sizes)
         self.own: list[slice] = []  # this rank's channels, in the checkpoint's tensor
         start = 0
         for number, size in enumerate(sizes):
-            part = slice(0, size) if number in whole else ranks.equal_slice(size)
+            if parts is not None:
+                part = parts[number]
+            else:
+                part = slice(0, size) if number in whole else ranks.equal_slice(size)
             self.own.append(slice(start + part.start, start + part.stop))
             start += size
         here = sum(part.stop - part.start for part in self.own)

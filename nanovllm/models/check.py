@@ -13,8 +13,9 @@ def check_model(config: ModelConfig, model: object, ranks: Ranks) -> None:
     """
     if not isinstance(model, CausalLM):
         raise TypeError(f"the family of {config.architecture} must build a CausalLM, got {model!r}")
-    for index, (layer, mixer) in enumerate(zip(config.layers, model.mixers, strict=True)):
-        said, kept = layer.cache, mixer.cache
+    shapes = [(i, cache) for i, layer in enumerate(config.layers) for cache in layer.cache.each]
+    for (index, said), mixer in zip(shapes, model.mixers, strict=True):
+        kept = mixer.cache
         if isinstance(said, TokenCache):
             said = said.part(ranks.size)
         # A part of a state is as the family makes it: ranks split each tensor in a way of its own.

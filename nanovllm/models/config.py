@@ -143,7 +143,7 @@ class ModelConfig:
 
         It is 0 if no layer keeps keys and values of tokens.
         """
-        caches = (layer.cache for layer in self.layers)
+        caches = (cache for layer in self.layers for cache in layer.cache.each)
         windows = [cache.window for cache in caches if isinstance(cache, TokenCache)]
         if None in windows:
             return None
@@ -181,7 +181,7 @@ class ModelConfig:
 
     def _check_caches(self) -> None:
         """Raise a ValueError if the engine has no cache for what a layer keeps."""
-        for cache in {layer.cache for layer in self.layers}:
+        for cache in {cache for layer in self.layers for cache in layer.cache.each}:
             if not isinstance(cache, (TokenCache, State)):
                 raise ValueError(f"layers that keep {type(cache).__name__} are not supported")
 

@@ -52,6 +52,8 @@ MODELS: Mapping[str, str] = {
     "Gemma4ForCausalLM": "gemma4", "Gemma4ForConditionalGeneration": "gemma4_conditional",
     "GptOssForCausalLM": "gpt_oss", "GemmaForCausalLM": "gemma", "Gemma2ForCausalLM": "gemma2",
     "Lfm2ForCausalLM": "lfm2", "Lfm2MoeForCausalLM": "lfm2_moe",
+    "Mamba2ForCausalLM": "mamba2", "GraniteMoeHybridForCausalLM": "granite_hybrid",
+    "FalconH1ForCausalLM": "falcon_h1", "NemotronHForCausalLM": "nemotron_h",
     "Gemma3ForCausalLM": "gemma3", "Gemma3ForConditionalGeneration": "gemma3_conditional",
     "Qwen3_5ForCausalLM": "qwen3_5",
 }  # fmt: skip

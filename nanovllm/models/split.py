@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from nanovllm.config import MAX_RANKS
 from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues, TokenCache
+from nanovllm.layers.state_space import GroupedState
 from nanovllm.models.shapes import LayerShape
 
 
@@ -13,7 +14,7 @@ class Split:
     def __init__(self, layers: Iterable[LayerShape], whole_experts: bool) -> None:
         kinds = sorted(layers, key=lambda layer: layer.experts is None)  # experts come first
         self.whole_experts = whole_experts
-        self.caches = [*dict.fromkeys(kind.cache for kind in kinds)]
+        self.caches = [*dict.fromkeys(cache for kind in kinds for cache in kind.cache.each)]
         self.num_experts = min((kind.experts.total for kind in kinds if kind.experts), default=0)
         self.widths: dict[str, int] = {}
         for kind in kinds:
@@ -31,8 +32,8 @@ class Split:
         """The heads and widths, and the number of experts if the ranks divide that."""
         names = self.widths | ({"num_experts": self.num_experts} if self.whole_experts else {})
         sizes = [f"{name}={size}" for name, size in names.items()]
-        caches = (cache for cache in self.caches if isinstance(cache, TokenCache))
-        return " and ".join([*dict.fromkeys(map(_heads, caches)), *sizes])
+        kept = [cache for cache in self.caches if isinstance(cache, TokenCache | GroupedState)]
+        return " and ".join([*dict.fromkeys(map(_heads, kept)), *sizes])
 
 
 def check_split(layers: Iterable[LayerShape], size: int, whole_experts: bool) -> None:
@@ -50,8 +51,10 @@ def check_split(layers: Iterable[LayerShape], size: int, whole_experts: bool) ->
     raise ValueError(f"tensor_parallel_size={size} cannot split {split.names}; {fit} can{hint}")
 
 
-def _heads(cache: TokenCache) -> str:
-    """The heads of a layer's attention that ranks split, by the names in a config."""
+def _heads(cache: TokenCache | GroupedState) -> str:
+    """The heads of attention that ranks split, by the names in a config; or the groups of heads."""
+    if isinstance(cache, GroupedState):
+        return f"groups={cache.num_groups}"
     num_heads, num_kv_heads, _ = cache.heads
     heads = f"num_attention_heads={num_heads}"
     has_keys = isinstance(cache, KeysAndValues)
@@ -59,7 +62,12 @@ def _heads(cache: TokenCache) -> str:
 
 
 def _splits(cache: CacheSpec, size: int) -> bool:
-    """Whether ranks can split what a layer keeps. Fewer key heads than ranks are replicated."""
+    """Whether ranks can split what a layer keeps.
+
+    Fewer key heads, or groups of a state, than ranks are replicated.
+    """
+    if isinstance(cache, GroupedState):
+        return cache.num_groups % size == 0 or size % cache.num_groups == 0
     if not isinstance(cache, TokenCache):
         return True
     num_heads, kv_heads, _ = cache.heads

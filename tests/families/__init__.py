@@ -11,6 +11,7 @@ from families import (
     hybrids,
     layer_norms,
     lfm2,
+    spaces,
     usual,
 )
 from families.describe import Published, Sample
@@ -26,6 +27,7 @@ SAMPLES: dict[str, Sample] = {
     **gpt_oss.SAMPLES,
     **lfm2.SAMPLES,
     **hybrids.SAMPLES,
+    **spaces.SAMPLES,
 }
 PUBLISHED: dict[str, Published] = {
     **usual.PUBLISHED,
@@ -38,4 +40,5 @@ PUBLISHED: dict[str, Published] = {
     **gpt_oss.PUBLISHED,
     **lfm2.PUBLISHED,
     **hybrids.PUBLISHED,
+    **spaces.PUBLISHED,
 }

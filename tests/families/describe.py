@@ -15,7 +15,8 @@ class Sample:
     """A small model: its class in transformers, and the fields of its config besides `SHAPE`.
 
     None leaves out a field of `SHAPE`. `adjust` changes the random values of the model. Models that
-    `refuses` the names of regimes are not run in them: a reason for each.
+    `refuses` the names of regimes are not run in them: a reason for each. Prompts are not `padded`
+    if that changes what transformers computes. `adapters` names one of `adapted.ADAPTERS`.
     """
 
     architecture: str
@@ -23,6 +24,8 @@ class Sample:
     seed: int = 1
     adjust: Callable[[Any], None] | None = None
     refuses: dict[str, str] = field(default_factory=dict)
+    padded: bool = True
+    adapters: str = "all"
 
 
 @dataclass(frozen=True)

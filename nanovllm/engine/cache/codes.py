@@ -8,7 +8,7 @@ from nanovllm.models.config import ModelConfig
 
 def check_codes(model_config: ModelConfig) -> None:
     """Raise a ValueError if some layers do not keep keys and values."""
-    kinds = {type(layer.cache) for layer in model_config.layers}
+    kinds = {type(cache) for layer in model_config.layers for cache in layer.cache.each}
     if Latent in kinds or KeysAndValues not in kinds:
         kept = "latent rows" if Latent in kinds else "states"
         raise ValueError(

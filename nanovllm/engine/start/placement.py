@@ -94,9 +94,10 @@ def attention_specs(
 ) -> list[AttentionSpec]:  # fmt: skip
     """The requirements on attention on a rank: one item for each kind of layers."""
     kinds = [
-        (layer.cache.part(num_ranks).heads, layer.needs)
+        (cache.part(num_ranks).heads, layer.needs)
         for layer in model_config.layers
-        if isinstance(layer.cache, TokenCache)
+        for cache in layer.cache.each
+        if isinstance(cache, TokenCache)
     ]
     return [
         AttentionSpec(
