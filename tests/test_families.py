@@ -13,12 +13,8 @@ from adapted import OPTIONS as WITH_ADAPTERS
 from adapted import audit_slots, with_adapters
 from families import PUBLISHED, SAMPLES
 from families.describe import write
-<<<<<<< HEAD
 from families.experts import SAMPLES as EXPERTS
-=======
-from families.experts import SAMPLES as SPARSE
 from families.spaces import SPARSE as SPARSE_HYBRIDS
->>>>>>> h-space
 from reference import (
     HARD,
     REGIMES,
@@ -46,7 +42,7 @@ from nanovllm.models.parts import build_model
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
-SPARSE = [*EXPERTS, *(name for name in SAMPLES if name.startswith("LFM2-MoE"))]
+SPARSE = [*EXPERTS, *SPARSE_HYBRIDS, *(name for name in SAMPLES if name.startswith("LFM2-MoE"))]
 OTHERS = ("hits", "aborts", "samples")  # what else is checked
 
 
@@ -161,7 +157,7 @@ def test_published_models_have_their_number_of_parameters(name: str, tmp_path: P
 
 @pytest.mark.sampled(share=0.35)
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*SPARSE, *SPARSE_HYBRIDS])
+@pytest.mark.parametrize("name", SPARSE)
 def test_two_ranks_with_whole_experts_equal_transformers(name: str, case: Case) -> None:
     options = dict(tensor_parallel_size=2, enable_expert_parallel=True, max_num_batched_tokens=64)
     with make_llm(case.path, **options) as llm:
