@@ -55,7 +55,10 @@ MODELS: Mapping[str, str] = {
     "Mamba2ForCausalLM": "mamba2", "GraniteMoeHybridForCausalLM": "granite_hybrid",
     "FalconH1ForCausalLM": "falcon_h1", "NemotronHForCausalLM": "nemotron_h",
     "Gemma3ForCausalLM": "gemma3", "Gemma3ForConditionalGeneration": "gemma3_conditional",
-    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5ForCausalLM": "qwen3_5", "Qwen3_5ForConditionalGeneration": "qwen3_5_conditional",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_conditional",
+    "Qwen3NextForCausalLM": "qwen3_next", "OlmoHybridForCausalLM": "olmo_hybrid",
 }  # fmt: skip
 # Families from outside of this package, which `outside.py` registers. A family that another process
 # has registered and that cannot be imported here is an empty string.
