@@ -41,7 +41,7 @@ LLAMA3 = Way(_words(r"\p{N}{1,3}"), whole_tokens=True, adds_bos=True)
 WAYS = {
     "gpt-2": Way(),
     "smollm": Way(single_digits=True),
-    "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3,
+    "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3, "lfm2": LLAMA3,
     "smaug-bpe": Way(LLAMA3.regex, whole_tokens=True),
     "dbrx": Way(LLAMA3.regex),
     "qwen2": Way(_words(r"\p{N}"), composes=True),

@@ -10,6 +10,7 @@ from nanovllm.formats.names import HEAD as USUAL_HEAD
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES
 from nanovllm.models.gguf.dense_fields import DENSE
 from nanovllm.models.gguf.gemma_fields import GEMMA
+from nanovllm.models.gguf.hybrid_fields import HYBRIDS
 from nanovllm.models.gguf.metadata import ARCHITECTURES, Metadata
 from nanovllm.models.gguf.names import expert_names, usual_name
 from nanovllm.models.gguf.plain_fields import PLAIN_FAMILIES
@@ -161,5 +162,5 @@ def _smollm3(metadata: Metadata) -> Config:
 
 FAMILIES: dict[str, Callable[[Metadata], Config]] = {
     "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3moe": _qwen3moe, "phi3": _phi3,
-    "smollm3": _smollm3, **DENSE, **GEMMA, **SPARSE, **PLAIN_FAMILIES,
+    "smollm3": _smollm3, **DENSE, **GEMMA, **SPARSE, **PLAIN_FAMILIES, **HYBRIDS,
 }  # fmt: skip

@@ -6,6 +6,7 @@ What nobody has read may change the computation, so that `refuse_unread` refuses
 from collections.abc import Container
 from typing import Any
 
+from nanovllm.models.gguf.hybrid_names import HYBRID_LAYERS
 from nanovllm.models.gguf.reader import Array
 from nanovllm.models.gguf.split import GGUFModel
 from nanovllm.utils.checks import shorten
@@ -26,8 +27,11 @@ ARCHITECTURES = {
     "apertus": "ApertusForCausalLM",
     "gpt-oss": "GptOssForCausalLM", "gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM", "lfm2moe": "Lfm2MoeForCausalLM",
 }  # fmt: skip
 REQUIRED = object()
+# Of these, hybrid models have 0 in layers of another kind.
+OF_SOME_LAYERS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 
 
 class Metadata:
@@ -58,6 +62,8 @@ class Metadata:
         value = self._raw.get(full := f"{self.architecture}.{key}")
         if isinstance(value, Array):
             values = {*value.values()}
+            if key in OF_SOME_LAYERS and self.architecture in HYBRID_LAYERS:
+                values -= {0}
             if len(values) != 1:
                 raise ValueError(
                     f"layers with different {full} {shorten([*values])} are not supported"
@@ -71,9 +77,18 @@ class Metadata:
         """The numbers of all layers; a ValueError unless there is one for each."""
         self._read.add(key)
         value, count = self._raw.get(f"{self.architecture}.{key}"), self.size("block_count")
-        numbers = value.values() if isinstance(value, Array) else []
+        numbers: list[Any] = value.values() if isinstance(value, Array) else []
         if len(numbers) != count or not all(type(number) is float for number in numbers):
             raise self.wrong(key, numbers or value, f"a list of {count} numbers")
+        return numbers
+
+    def of_each(self, key: str) -> list[int]:
+        """The whole numbers of all layers, from an array or from one number for all."""
+        self._read.add(key)
+        value, count = self._raw.get(f"{self.architecture}.{key}"), self.size("block_count")
+        numbers: list[Any] = value.values() if isinstance(value, Array) else [value] * count
+        if len(numbers) != count or not all(type(each) is int and each >= 0 for each in numbers):
+            raise self.wrong(key, value, f"a whole number, or a list of {count} of them")
         return numbers
 
     def flags(self, key: str) -> list[bool] | None:

@@ -3,9 +3,12 @@
 import re
 from collections.abc import Container, Mapping
 
+from nanovllm.models.gguf.hybrid_names import HYBRID_LAYERS
+
+OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-       "position_embd": "model.embed_positions"}  # fmt: skip
+       "position_embd": "model.embed_positions", "token_embd_norm": "model.norm"}  # fmt: skip
 LAYERS = {
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
@@ -73,6 +76,9 @@ def usual_name(name: str, architecture: str) -> str:
     stem, _, leaf = name.rpartition(".")
     if stem in TOP:
         return f"{TOP[stem]}.{leaf}"
+    inside = HYBRID_LAYERS.get(architecture, {})
+    if (match := OF_LAYER.fullmatch(name)) is not None and match[2] in inside:
+        return f"model.layers.{match[1]}.{inside[match[2]]}"
     match = IN_LAYER.fullmatch(name)
     if match is None:
         return name

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from nanovllm.models.gguf.file import PLAIN_TYPES, GGUFFile, TensorInfo
+from nanovllm.models.gguf.hybrid_names import HYBRID_LAYERS
+from nanovllm.models.gguf.hybrid_tensors import restored
 from nanovllm.models.gguf.metadata import Metadata
 from nanovllm.models.gguf.names import (
     NO_WEIGHTS,
@@ -90,6 +92,11 @@ def _views(file: GGUFFile, metadata: Metadata) -> Iterator[tuple[str, View]]:
         if experts := expert_names(name, info.shape[0], architecture):
             yield from ((n, View(view[i], info.kind.name)) for i, n in enumerate(experts))
             continue
+        if (
+            architecture in HYBRID_LAYERS
+            and (tensor := restored(name, view.tensor)) is not view.tensor
+        ):
+            view = View(tensor, "F32" if tensor.dtype == torch.float32 else info.kind.name)
         if (heads := interleaved_heads(name, architecture)) is not None:
             view = _in_order(view, name, metadata.number_of_heads(heads))
         if len(view.get_shape()) == 1 and name.endswith(ONE_ROW):
