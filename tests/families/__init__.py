@@ -27,7 +27,6 @@ SAMPLES: dict[str, Sample] = {
     **gpt_oss.SAMPLES,
     **hybrids.SAMPLES,
     **lfm2.SAMPLES,
-    **hybrids.SAMPLES,
     **spaces.SAMPLES,
 }
 PUBLISHED: dict[str, Published] = {
@@ -41,6 +40,5 @@ PUBLISHED: dict[str, Published] = {
     **gpt_oss.PUBLISHED,
     **hybrids.PUBLISHED,
     **lfm2.PUBLISHED,
-    **hybrids.PUBLISHED,
     **spaces.PUBLISHED,
 }

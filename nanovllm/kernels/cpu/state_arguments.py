@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from nanovllm.kernels.operands.state_step import StateStep
@@ -20,11 +19,9 @@ def state_arguments(states: torch.Tensor, step: StateStep, num_rows: int) -> tup
     if ends is None:
         assert len(before) * step.num_queries == num_rows
     else:
-        ends = np.asarray(ends)
-        if ends.dtype != np.int64:
-            step.ends = ends = ends.astype(np.int64)  # for the next layers too
-        assert ends.flags.c_contiguous and len(ends) == len(before) + 1 and ends[-1] == num_rows
+        step.ends = ends = torch.as_tensor(ends, dtype=torch.int64)  # for the next layers too
+        assert len(ends) == len(before) + 1 and int(ends[-1]) == num_rows
     return (
         states.data_ptr(), states.stride(0), before.data_ptr(), after.data_ptr(),
-        None if ends is None else ends.ctypes.data, len(before), step.num_queries,
+        None if ends is None else ends.data_ptr(), len(before), step.num_queries,
     )  # fmt: skip
