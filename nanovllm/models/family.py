@@ -1,11 +1,13 @@
-"""Family: how models of one or several architectures are read and built. `MODELS` lists them.
+"""Family: how models of one or several architectures are read and built. families.json lists them.
 
 A family's module is imported when a checkpoint names its architecture. No PyTorch here.
 """
 
 import importlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from nanovllm.formats.names import USUAL_NAMES, Names
@@ -32,34 +34,8 @@ class Family(Generic[ConfigT]):
     names: Names = USUAL_NAMES
 
 
-# The modules of this package's families. Each has a `FAMILY`.
-MODELS: Mapping[str, str] = {
-    "Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3_moe",
-    "MixtralForCausalLM": "mixtral", "Qwen2MoeForCausalLM": "qwen2_moe",
-    "GraniteMoeForCausalLM": "granite_moe", "OlmoeForCausalLM": "olmoe",
-    "PhimoeForCausalLM": "phimoe", "PhiMoEForCausalLM": "phimoe", "Qwen2ForCausalLM": "qwen2",
-    "LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "SmolLM3ForCausalLM": "smollm3",
-    "Phi3ForCausalLM": "phi3", "Olmo2ForCausalLM": "olmo2", "Olmo3ForCausalLM": "olmo3",
-    "GraniteForCausalLM": "granite", "SeedOssForCausalLM": "seed_oss",
-    "Ministral3ForCausalLM": "ministral3", "HunYuanDenseV1ForCausalLM": "hunyuan_dense",
-    "Exaone4ForCausalLM": "exaone4", "Ernie4_5ForCausalLM": "ernie4_5", "Glm4ForCausalLM": "glm4",
-    "HeliumForCausalLM": "helium", "NanoChatForCausalLM": "nanochat", "CohereForCausalLM": "cohere",
-    "Cohere2ForCausalLM": "cohere2", "GPTNeoXForCausalLM": "gpt_neox", "GPT2LMHeadModel": "gpt2",
-    "PhiForCausalLM": "phi", "StableLmForCausalLM": "stablelm",
-    "Starcoder2ForCausalLM": "starcoder2", "NemotronForCausalLM": "nemotron",
-    "FalconForCausalLM": "falcon", "ArceeForCausalLM": "arcee", "ApertusForCausalLM": "apertus",
-    "Gemma3nForCausalLM": "gemma3n", "Gemma3nForConditionalGeneration": "gemma3n_conditional",
-    "Gemma4ForCausalLM": "gemma4", "Gemma4ForConditionalGeneration": "gemma4_conditional",
-    "GptOssForCausalLM": "gpt_oss", "GemmaForCausalLM": "gemma", "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3", "Gemma3ForConditionalGeneration": "gemma3_conditional",
-    "Lfm2ForCausalLM": "lfm2", "Lfm2MoeForCausalLM": "lfm2_moe", "Mamba2ForCausalLM": "mamba2",
-    "GraniteMoeHybridForCausalLM": "granite_hybrid", "FalconH1ForCausalLM": "falcon_h1",
-    "NemotronHForCausalLM": "nemotron_h", "OlmoHybridForCausalLM": "olmo_hybrid",
-    "Qwen3NextForCausalLM": "qwen3_next", "Qwen3_5ForCausalLM": "qwen3_5",
-    "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
-    "Qwen3_5ForConditionalGeneration": "qwen3_5_conditional",
-    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_conditional",
-}  # fmt: skip
+# The modules of this package's families, by architecture. Each has a `FAMILY`.
+MODELS: Mapping[str, str] = json.loads(Path(__file__).with_name("families.json").read_text("utf-8"))
 # Families from outside of this package, which `outside.py` registers. A family that another process
 # has registered and that cannot be imported here is an empty string.
 registered: dict[str, str | Family[Any]] = {}

@@ -46,8 +46,8 @@ def test_the_page_has_the_familys_file_and_its_line() -> None:
     file, _ = blocks_of_page()
     assert file == (ROOT / "models" / "granite.py").read_text(encoding="utf-8")
     page = PAGE.read_text(encoding="utf-8")
-    line = f'"{GRANITE}": "{families.MODELS[GRANITE]}",'
-    assert line in page and line in (ROOT / "models" / "family.py").read_text(encoding="utf-8")
+    line = f'"{GRANITE}": "{families.MODELS[GRANITE]}"'
+    assert line in page and line in (ROOT / "models" / "families.json").read_text(encoding="utf-8")
     assert page[: page.index("## Composing a model")].count("\n") < 150
 
 
