@@ -128,7 +128,7 @@ SAMPLES = {
             mamba_num_heads=4, mamba_head_dim=8, n_groups=2, use_conv_bias=False, n_group=2,
             topk_group=1, moe_latent_size=20, mlp_bias=True, norm_topk_prob=False, **EXPERTS,
         ),
-        adjust=remember, adapters=ADAPTERS,
+        adjust=remember, adapters="latent",
     ),
     "Falcon-H1, gate first": Sample(
         FALCON,
