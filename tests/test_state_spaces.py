@@ -5,20 +5,24 @@ of one prompt, wrong drafts, preemptions on two ranks. It costs more than 20 sec
 combinations.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from drafts import Adversary, speculate
 from families import spaces
 from families.describe import write
 from reference import (
     HARD,
+    MIN_MARGIN,
     SMALL_POOL,
     Case,
     assert_same,
     audit_at_rest,
     generate,
+    load_reference,
     make_case,
     make_llm,
     make_prompts,
@@ -122,6 +126,34 @@ def test_drafts_right_and_wrong_leave_no_state(
         stats = llm.stats()
         assert 20 < stats.accepted_tokens < 0.9 * stats.drafted_tokens
         audit_at_rest(llm)
+
+
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        ("Mamba 2", dict(time_step_limit=[0.4, 0.9])),
+        ("Granite 4, dense", dict(time_step_limit=[0.4, 0.9])),
+        ("Nemotron-H", dict(time_step_min=0.5)),
+    ],
+)
+def test_time_steps_have_limits(name: str, limits: dict[str, Any], tmp_path: Path) -> None:
+    """As in transformers' pass over a whole text. Its steps of one token leave the limits out."""
+    sample = spaces.SAMPLES[name]
+    path = write(tmp_path, replace(sample, fields={**sample.fields, **limits}))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = [prompt for prompt in make_prompts() if 4 < len(prompt) < 70][:12]
+    with make_llm(path) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    model = load_reference(path)
+    for prompt, out in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *out.token_ids]])).logits[
+                0, len(prompt) - 1 : -1
+            ]
+        best = logits.topk(2).values
+        is_decisive = best[:, 0] - best[:, 1] > MIN_MARGIN
+        wrong = logits.argmax(-1) != torch.tensor(out.token_ids)
+        assert not bool((wrong & is_decisive).any())
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from families.spaces import PUBLISHED
 
 from nanovllm.layers.cache_spec import KeysAndValues, State
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.family import family_of
 
 MAMBA2, GRANITE = "Codestral Mamba 7B", "granite-4.0-h-tiny"
 FALCON, NEMOTRON, NANO = "Falcon-H1-0.5B", "Nemotron-H-8B", "Nemotron-3-Nano-30B-A3B"
@@ -66,6 +67,18 @@ def test_layers_have_the_kinds_of_the_pattern() -> None:
     assert kept[2] == [KeysAndValues] and listed.longest_window is None
     both = [type(cache) for cache in read(FALCON).layers[0].cache.each]
     assert both[0] is KeysAndValues and issubclass(both[1], State)
+
+
+def test_rules_of_quantized_files_name_fused_layers_of_granite() -> None:
+    names = family_of("GraniteMoeHybridForCausalLM").names
+    for ours, theirs in {
+        "mlp.shared_expert.gate_proj": "shared_mlp.input_linear",
+        "mlp.shared_expert.up_proj": "shared_mlp.input_linear",
+        "mlp.shared_expert.down_proj": "shared_mlp.output_linear",
+        "mamba.in_proj": "mamba.in_proj", "self_attn.q_proj": "self_attn.q_proj",
+    }.items():  # fmt: skip
+        assert names.theirs(f"model.layers.0.{ours}") == f"model.layers.0.{theirs}"
+    assert names.theirs("lm_head") == "lm_head"
 
 
 @pytest.mark.parametrize(
