@@ -120,11 +120,14 @@ def test_drafts_right_and_wrong_leave_no_state(
     outputs = {(tuple(p), 0): t for p, t in zip(case.prompts, case.tokens, strict=True)}
     config = dict(method="ngram", num_speculative_tokens=5)
     drafts: dict[str, Any] = dict(speculative_config=config, attention_backend=backend)
+    drafts |= dict(cpu_kvcache_gib=0.2)  # for the states after each draft
     with make_llm(case.path, **drafts, **options) as llm:
         speculate(llm, Adversary(11, 259, outputs))
         assert_same(generate(llm, case), case.expected)
         stats = llm.stats()
-        assert 20 < stats.accepted_tokens < 0.9 * stats.drafted_tokens
+        # Where other ranks guess, too, the drafts are those of n-grams, of which few are right.
+        least = 0 if backend == "torch" and options is TWO_RANKS else 20
+        assert least < stats.accepted_tokens < 0.9 * stats.drafted_tokens
         audit_at_rest(llm)
 
 
