@@ -179,4 +179,15 @@ def _feed_forward(config: GraniteHybridConfig, make: "Build") -> "FeedForward":
     return SharedSparseMLP(make, *sizes, config.routing, shared_size=shared_size, name=SHARED)
 
 
-FAMILY = Family(read, build, Names(pieces=PIECES))
+class GraniteNames(Names):
+    """The files have one layer for the gate and the rest of the part that all tokens use."""
+
+    def theirs(self, name: str) -> str:
+        """The name in files, and in rules of quantized files, for our module `name`."""
+        name = super().theirs(name)
+        above, _, last = name.rpartition(".")
+        is_fused = above.endswith(".shared_mlp") and last in ("gate_proj", "up_proj")
+        return f"{above}.input_linear" if is_fused else name
+
+
+FAMILY = Family(read, build, GraniteNames(pieces=PIECES))
