@@ -11,7 +11,7 @@
 namespace {
 
 constexpr int MOST_TAPS = 8;
-constexpr int64_t SOME_CHANNELS = 128;
+constexpr int64_t SOME_CHANNELS = 256;
 
 template <typename T>
 struct ConvLayer {
@@ -59,6 +59,8 @@ inline void filter_channels(const ConvLayer<T>& layer, int64_t first, int64_t co
                 inputs[tap] = token < 0 ? history[token + W - 1]
                                         : layer.x + (start + token) * layer.x_stride + first;
             }
+            if (row + ROWS_AHEAD < end)
+                fetch(layer.x + (row + ROWS_AHEAD) * layer.x_stride + first, count);
             T* out = layer.out + row * size + first;
             if (layer.silu)
                 filter<T, W, true>(inputs, weights, biases, count, out);

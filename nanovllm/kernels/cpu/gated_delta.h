@@ -106,12 +106,28 @@ public:
     }
 
 private:
+    const T* query_at(int64_t row) const {
+        return layer.qkv + row * layer.qkv_stride +
+               head / (layer.heads / layer.key_heads) * layer.key_size;
+    }
+    const T* value_at(int64_t row) const {
+        return layer.qkv + row * layer.qkv_stride + 2 * layer.key_heads * layer.key_size +
+               head * layer.value_size;
+    }
+
+    void fetch_inputs(int64_t token) const {
+        const int64_t row = start + token;
+        const T* query = query_at(row);
+        fetch(query, layer.key_size);
+        fetch(query + layer.key_heads * layer.key_size, layer.key_size);
+        fetch(value_at(row) + first, end - first);
+    }
+
     // Compute the key, the query and the gates of a token, at place i. Place 0 has those of the
     // token before the first one of `some`.
     void prepare(int64_t token, int64_t i) {
         const int64_t size = layer.key_size, row = start + token;
-        const T* q = layer.qkv + row * layer.qkv_stride;
-        q += head / (layer.heads / layer.key_heads) * size;
+        const T* q = query_at(row);
         float *key = keys + i * padded, *query = queries + i * padded;
         unit(q, 1 / std::sqrt(float(size)), query);
         unit(q + layer.key_heads * size, 1, key);
@@ -167,6 +183,7 @@ private:
             if (updates) keep_part(token - 1);
         };
         for (int64_t i = 1; i <= some; i++, token++) {
+            if (column == first && token + SOME_TOKENS < length) fetch_inputs(token + SOME_TOKENS);
             if (token == 0)
                 pass(std::integral_constant<Pass, Pass::READ>(), token, i);
             else
@@ -180,10 +197,9 @@ private:
     // Write a token's change of the memory, and its outputs.
     void answer(int64_t token, int64_t i, int64_t column, int64_t width, const float* known,
                 const float* read, float* change) const {
-        const int64_t row = start + token, at = head * layer.value_size + column;
-        const T* value = layer.qkv + row * layer.qkv_stride;
-        value += 2 * layer.key_heads * layer.key_size + at;
-        T* out = layer.out + row * layer.heads * layer.value_size + at;
+        const int64_t row = start + token;
+        const T* value = value_at(row) + column;
+        T* out = layer.out + (row * layer.heads + head) * layer.value_size + column;
         const float g = forget[i], beta = learn[i], product = products[i];
 #pragma omp simd
         for (int64_t j = 0; j < width; j++) {

@@ -60,6 +60,14 @@ inline void widen_all(const T* from, int64_t size, float* to, int64_t padded) {
     std::fill(to + size, to + padded, 0.0f);
 }
 
+constexpr int64_t ROWS_AHEAD = 4;  // that are read from memory while a row is computed
+
+// Start to read `size` numbers. Rows are too far apart for the hardware to predict the next one.
+template <typename T>
+inline void fetch(const T* from, int64_t size) {
+    for (int64_t i = 0; i < size; i += CACHE_LINE / sizeof(T)) __builtin_prefetch(from + i, 0, 2);
+}
+
 inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
 // Call work(sequence, head, first, end) for all heads of all sequences, on some threads. A head has

@@ -126,6 +126,7 @@ private:
         const float time = std::min(std::max(softplus(given), layer.low), layer.high);
         const float g = std::exp(-rate * time);
         in += head * layer.dim + first;
+        if (row + ROWS_AHEAD < start + length) fetch(in + ROWS_AHEAD * layer.xbc_stride, count);
         for (int64_t p = 0; p < count; p++) x[p] = widen(in[p]) * time;
         int64_t p = 0;
         for (; p + LANES <= count; p += LANES) {
