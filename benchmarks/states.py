@@ -5,10 +5,10 @@
 
 The floor is the time of the bytes that a call must move, at the rate of a large copy: inputs and
 outputs once, and in a decode step each state once in each direction. Times are the device's:
-launches come from a CUDA graph, whose calls use different states in turn, and the same inputs, which
-may stay in a cache if they are few. Small points are first
-compared with plain PyTorch. If flash-linear-attention is installed, `fla` is the time of its
-kernels for the gated delta rule, without normalized heads or gates, which are made before.
+launches come from a CUDA graph. Its calls use different states in turn, and the same inputs, which
+may stay in a cache if they are few. Small points are first compared with plain PyTorch. If
+flash-linear-attention is installed, `fla` is the time of its kernels for the gated delta rule,
+whose heads are normalized, and whose gates are made, before.
 """
 
 import argparse
