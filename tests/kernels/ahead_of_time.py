@@ -774,6 +774,11 @@ SPILLS = {
     "experts, int4": 160,
     "lora, 64 rows": 16,  # on an RTX 50
     "few_adapted_rows, 1024, 64 rows": 16,
+    # States of chunks: less on Hopper, where products read from shared memory.
+    "gated_delta, Qwen3-Next, prefill": 224,
+    "gated_delta, float16": 208,
+    "state_space, Mamba-2, prefill": 96,
+    "state_space, states of 256, prefill": 96,
     "quantized_rows": 96,  # those with 32 rows and more, and a few numbers of float32
 }
 
@@ -797,6 +802,8 @@ def capabilities(name: str) -> tuple[int, ...]:
     )  # fmt: skip
     alone = any(part in name for part in parts)
     alone |= "attention" in name and not any(part in name for part in COMMON_ATTENTION)
+    states = name.startswith(("gated_delta", "state_space"))
+    alone |= states and "Qwen3-Next" not in name and "Mamba-2" not in name
     alone |= name.startswith("quantized_rows") and name.endswith(RARER_ROWS)
     if name.startswith("rounded_linear, e4m3"):
         return tuple(n for n in CAPABILITIES if n >= 89)

@@ -385,6 +385,38 @@ def test_weights_go_from_memory_to_the_tensor_cores_in_registers(
         assert before.rfind("st.shared") < before.index("mma.sync")  # of sums of squares, if any
 
 
+RECURRENT = "_recurrent_kernel"
+
+
+@pytest.mark.parametrize(
+    "name", [f"{name}, decode" for name in ("gated_delta, Qwen3-Next", "state_space, Mamba-2")]
+)
+def test_states_are_loaded_before_the_wait_and_nothing_is_written(
+    name: str, compiled: Compiled
+) -> None:
+    """The kernel before it may still read what this one writes. A program has 16 KiB of a state."""
+    (kernel,) = compiled[name, HOPPER]
+    ptx = (Path(kernel["folder"]) / f"{RECURRENT}.ptx").read_text()
+    assert ptx.count("griddepcontrol.wait") == ptx.count("griddepcontrol.launch_dep") == 1
+    before, after = ptx.split("griddepcontrol.wait")
+    assert len(re.findall(r"ld\.global[^;]*\.v4", before)) == 8
+    assert not re.search(r"\b(st|atom|red)\.global|cp\.async", before)
+    assert len(re.findall(r"st\.global[^;]*\.v4", after)) == 8
+
+
+@pytest.mark.parametrize("name", [f"{name}, prefill" for name in (
+    "gated_delta, Qwen3-Next", "gated_delta, keys of 96", "state_space, Mamba-2"
+)])  # fmt: skip
+def test_chunks_are_multiplied_by_tensor_cores_and_read_ahead(
+    name: str, compiled: Compiled
+) -> None:
+    """The next chunk is copied to shared memory while one is computed."""
+    for kernel in compiled[name, HOPPER]:
+        ptx = (Path(kernel["folder"]) / f"{kernel['kernel']}.ptx").read_text()
+        assert ("wgmma.mma_async" in ptx) == (kernel["kernel"] != RECURRENT)
+        assert ("cp.async" in ptx) == (kernel["kernel"] == "_walk_kernel")
+
+
 SHARING = "few_rows, Qwen3-0.6B, 32 rows"
 
 

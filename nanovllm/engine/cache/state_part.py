@@ -66,7 +66,7 @@ class StatePart(StepPart):
 
 
 def states_before_and_after(batch: Batch, q_ends: Array) -> dict[str, Array]:
-    """The slots in which a prefill finds states, and leaves them, and its sequences' first positions.
+    """The slots in which a prefill finds and leaves states, and its sequences' first positions.
 
     It leaves the states after the last scheduled token, after each draft, and at checkpoints.
     """

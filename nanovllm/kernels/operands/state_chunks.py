@@ -69,8 +69,8 @@ def divide(ends: Any, starts: Any, after: Any, device: torch.device) -> StateChu
         kept_ends[order + 1], torch.zeros_like(order),
     ], dim=1)  # fmt: skip
     num_long = int((lengths > FEW).sum())
-    tables = upload([chunks, parts, kept], device)
-    return StateChunks(*tables, num_long, int(chunk_ends[num_long]))
+    chunks, parts, kept = upload([chunks, parts, kept], device)
+    return StateChunks(chunks, parts, kept, num_long, int(chunk_ends[num_long]))
 
 
 def _ends(counts: torch.Tensor) -> torch.Tensor:
@@ -83,5 +83,5 @@ def upload(tables: list[torch.Tensor], device: torch.device) -> list[torch.Tenso
     numbers = torch.cat([table.flatten() for table in tables]).int()
     if device.type == "cuda":
         numbers = numbers.pin_memory().to(device, non_blocking=True)
-    parts = numbers.split([table.numel() for table in tables])
+    parts = torch.split(numbers, [table.numel() for table in tables])
     return [part.view(table.shape) for part, table in zip(parts, tables, strict=True)]

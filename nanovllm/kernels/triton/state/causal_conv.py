@@ -20,7 +20,7 @@ def window_before(  # type: ignore[no-untyped-def]
     at = states_ptr + tl.load(before_ptr + sequence) * slot_stride + c
     window = ()
     for tap in tl.static_range(W - 1):
-        window = window + (tl.load(at + tap * C, mask=c < C, other=0.0),)
+        window += (tl.load(at + tap * C, mask=c < C, other=0.0),)  # type: ignore[assignment]
     return window
 
 
@@ -59,7 +59,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     for query in tl.static_range(QUERIES):
         row = sequence * QUERIES + query
         x = tl.load(x_ptr + row * x_stride + c, mask=c < C, other=0.0)
-        window = window + (x.to(states_ptr.dtype.element_ty),)
+        window += (x.to(states_ptr.dtype.element_ty),)
         total = tl.zeros([BLOCK], tl.float32)
         if BIAS:
             total += tl.load(bias_ptr + c, mask=c < C, other=0.0)
@@ -129,7 +129,7 @@ def _keep_kernel(  # type: ignore[no-untyped-def]
             x = x.to(states_ptr.dtype.element_ty)
             for place in tl.static_range(W - 1):
                 x = tl.where(source - start + W - 1 == place, before[place], x)
-            window = window + (x,)
+            window += (x,)  # type: ignore[assignment]
         slot = tl.load(after_ptr + last)
         store_window(window, states_ptr, slot, c, slot_stride, C, W)
 

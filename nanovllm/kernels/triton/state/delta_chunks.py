@@ -26,15 +26,18 @@ from nanovllm.kernels.operands.state_chunks import CHUNK
 from nanovllm.kernels.operands.state_step import StateStep
 from nanovllm.kernels.plain.gated_delta import EPS
 from nanovllm.kernels.triton.state.gates import (
-    learn_rate, log_forget, multiply, products_in, softplus, value_block,
+    learn_rate,
+    log_forget,
+    multiply,
+    num_stages,
+    products_in,
+    softplus,
+    value_block,
 )  # fmt: skip
-
-PREPARE_WARPS=int(__import__("os").environ.get("PW","4"))
-WALK_WARPS=int(__import__("os").environ.get("WW","4"))
 
 
 @triton.jit
-def inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+def inverse(a, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """(I + a)^-1 for a matrix that has numbers only below its diagonal.
 
     Of blocks of 2, 4, 8, ... on the diagonal. A block's inverse follows from those of its halves
@@ -46,7 +49,7 @@ def inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):  # type: ignore[no
         half = 1 << level
         below = (i // (2 * half) == j // (2 * half)) & (i // half != j // half)
         quarter = tl.where(below, a, 0.0)
-        found -= multiply(found, multiply(quarter, found, PRECISION), PRECISION)
+        found -= multiply(found, multiply(quarter, found))
     return found
 
 
@@ -62,7 +65,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, a_ptr, b_ptr, log_rate_ptr, bias_ptr, most, chunks_ptr, w_ptr, u_ptr, scores_ptr,
     factors_ptr, qkv_stride, a_stride, b_stride, EPS,
     KH: tl.constexpr, H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One program computes one head's part of one chunk that does not depend on the memory."""
     number = tl.program_id(0)
@@ -86,18 +89,18 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     k_unit, q_unit = inverse_length(k, EPS), inverse_length(q, EPS) * (DK**-0.5)
     is_seen, is_before = token[:, None] >= other, token[:, None] > other
     decay = tl.exp(tl.where(is_seen, logs[:, None] - logs[None, :], 0.0)) * k_unit[None, :]
-    scores = multiply(q, tl.trans(k), PRECISION) * decay * q_unit[:, None]
+    scores = multiply(q, tl.trans(k)) * decay * q_unit[:, None]
     scores_at = scores_ptr + place[:, None] * CHUNK + other
     tl.store(scores_at, tl.where(is_seen, scores, 0.0).to(dtype), mask=real[:, None])
-    products = multiply(k, tl.trans(k), PRECISION) * decay * (learn * k_unit)[:, None]
-    solved = inverse(tl.where(is_before, products, 0.0), CHUNK, PRECISION)
+    products = multiply(k, tl.trans(k)) * decay * (learn * k_unit)[:, None]
+    solved = inverse(tl.where(is_before, products, 0.0), CHUNK)
     # The numbers of a token are those of a column: they multiply there, and k and v stay exact.
     # The keys are read again, as there are too few registers to keep them.
     k = tl.load(q_at + KH * DK, mask=inside, other=0.0).to(dtype)
-    w = multiply((solved * (learn * k_unit * tl.exp(logs))[None, :]).to(dtype), k, PRECISION)
+    w = multiply((solved * (learn * k_unit * tl.exp(logs))[None, :]).to(dtype), k)
     tl.store(w_ptr + place[:, None] * DK + k_at, w.to(dtype), mask=inside)
     v = tl.load(row_ptr + 2 * KH * DK + head * DV + v_at, mask=v_inside, other=0.0).to(dtype)
-    u = multiply((solved * learn[None, :]).to(dtype), v, PRECISION)
+    u = multiply((solved * learn[None, :]).to(dtype), v)
     tl.store(u_ptr + place[:, None] * DV + v_at, u.to(dtype), mask=v_inside)
     # Factors: of a query's product with the memory, of a key's addition to it, and of the memory.
     factors_at = factors_ptr + place * 4
@@ -111,17 +114,17 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr, w_ptr, u_ptr, scores_ptr, factors_ptr, states_ptr, before_ptr, after_ptr, parts_ptr,
     chunks_ptr, out_ptr, qkv_stride, slot_stride,
     KH: tl.constexpr, H: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """One program goes through a sequence's chunks for BLOCK_V values of a head.
 
     Its part of the memory stays in registers.
     """
-    BLOCKS: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
+    blocks: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
     number = tl.program_id(0)
-    head, part_ptr = number // BLOCKS % H, parts_ptr + number // (BLOCKS * H) * 8
+    head, part_ptr = number // blocks % H, parts_ptr + number // (blocks * H) * 8
     k_at = tl.arange(0, BLOCK_K)
-    v_at = number % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
+    v_at = number % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     memory_at = states_ptr + head * (DK * DV) + k_at[:, None] * DV + v_at[None, :]
     inside = (k_at < DK)[:, None] & (v_at < DV)[None, :]
     slot = tl.load(before_ptr + tl.load(part_ptr))
@@ -145,13 +148,13 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
         k_factor = tl.load(factors_ptr + place * 4 + 1, mask=real, other=0.0)
         shrink = tl.load(factors_ptr + (last * H + head) * 4 + 2)
         rounded = memory.to(dtype)
-        added = u.to(tl.float32) - multiply(w, rounded, PRECISION)
-        out = multiply(scores, added.to(dtype), PRECISION)
-        out += multiply(q, rounded, PRECISION) * q_factor[:, None]
+        added = u.to(tl.float32) - multiply(w, rounded)
+        out = multiply(scores, added.to(dtype))
+        out += multiply(q, rounded) * q_factor[:, None]
         out_at = out_ptr + place[:, None] * DV + v_at[None, :]
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=v_real)
         added = (added * k_factor[:, None]).to(dtype)
-        memory = memory * shrink + multiply(tl.trans(k), added, PRECISION)
+        memory = memory * shrink + multiply(tl.trans(k), added)
         slot = tl.load(after_ptr + last)
         tl.store(memory_at + slot * slot_stride, memory, mask=inside & (slot >= 0))
 
@@ -167,7 +170,7 @@ def compute_chunks(
     """
     _, num_heads, key_size, value_size = states.shape
     num_tokens, chunks = len(qkv), step.chunks
-    dtype, precision = products_in(qkv.dtype)
+    dtype = products_in(qkv.dtype)
     w, u, scores = (
         qkv.new_empty(num_tokens, num_heads, size, dtype=dtype)
         for size in (key_size, value_size, CHUNK)
@@ -176,16 +179,16 @@ def compute_chunks(
     fixed = {
         "KH": (qkv.shape[1] - num_heads * value_size) // (2 * key_size), "H": num_heads,
         "DK": key_size, "DV": value_size, "BLOCK_K": max(16, next_power_of_2(key_size)),
-        "CHUNK": CHUNK, "PRECISION": precision,
+        "CHUNK": CHUNK,
     }  # fmt: skip
     _prepare_kernel[(chunks.num_long_chunks * num_heads,)](
         qkv, a, b, rates.log_rate, rates.bias, rates.most, chunks.chunks, w, u, scores, factors,
         qkv.stride(0), a.stride(0), b.stride(0), EPS,
-        **fixed, BLOCK_V=max(16, next_power_of_2(value_size)), num_warps=PREPARE_WARPS,
+        **fixed, BLOCK_V=max(16, next_power_of_2(value_size)), num_warps=4,
     )  # fmt: skip
     block_v = value_block(num_heads, value_size)
     _walk_kernel[(chunks.num_long * num_heads * cdiv(value_size, block_v),)](
         qkv, w, u, scores, factors, states, step.before, step.after, chunks.long, chunks.chunks,
         out, qkv.stride(0), states.stride(0),
-        **fixed, BLOCK_V=block_v, num_warps=WALK_WARPS,
+        **fixed, BLOCK_V=block_v, num_warps=4, num_stages=num_stages(dtype),
     )  # fmt: skip

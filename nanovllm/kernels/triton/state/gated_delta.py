@@ -11,7 +11,12 @@ from nanovllm.kernels.plain.gated_delta import EPS
 from nanovllm.kernels.triton.common import await_inputs, early, let_next_begin
 from nanovllm.kernels.triton.state.delta_chunks import compute_chunks
 from nanovllm.kernels.triton.state.gates import (
-    learn_rate, log_forget, softplus, tokens_of, value_block,
+    computes_chunks,
+    learn_rate,
+    log_forget,
+    softplus,
+    tokens_of,
+    value_block,
 )  # fmt: skip
 
 
@@ -26,12 +31,12 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
 
     Its part of the memory stays in registers.
     """
-    BLOCKS: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
+    blocks: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
     number = tl.program_id(0)
-    head = number // BLOCKS % H
-    sequence, first, count = tokens_of(parts_ptr, number // (BLOCKS * H), QUERIES)
+    head = number // blocks % H
+    sequence, first, count = tokens_of(parts_ptr, number // (blocks * H), QUERIES)
     k_at = tl.arange(0, BLOCK_K)
-    v_at = number % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
+    v_at = number % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     memory_at = states_ptr + head * (DK * DV) + k_at[:, None] * DV + v_at[None, :]
     inside = (k_at < DK)[:, None] & (v_at < DV)[None, :]
     slot = tl.load(before_ptr + sequence)
@@ -71,7 +76,7 @@ def gated_delta(
     """The outputs [T, H, Dv] of qkv [T, 2 * KH * Dk + H * Dv], with a, b [T, H].
 
     Decode, and sequences with few tokens of a prefill, read a memory once, and write it for each
-    kept token. Longer ones are computed in chunks; see `delta_chunks`.
+    kept token. Longer ones are computed in chunks, except in float32; see `delta_chunks`.
     """
     _, num_heads, _, value_size = states.shape
     assert qkv.stride(1) == 1 and states[0].is_contiguous()
@@ -80,10 +85,13 @@ def gated_delta(
     if step.ends is None:
         _one_by_one(qkv, a, b, rates, states, step, None, out)
         return out
-    if step.chunks.num_long:
-        compute_chunks(qkv, a, b, rates, states, step, out)
-    if len(step.chunks.short):
-        _one_by_one(qkv, a, b, rates, states, step, step.chunks.short, out)
+    parts = step.chunks.parts
+    if computes_chunks(qkv.dtype):
+        parts = step.chunks.short
+        if step.chunks.num_long:
+            compute_chunks(qkv, a, b, rates, states, step, out)
+    if len(parts):
+        _one_by_one(qkv, a, b, rates, states, step, parts, out)
     return out
 
 

@@ -11,10 +11,10 @@ from nanovllm.kernels.triton.common import INTERPRETED
 def softplus(x):  # type: ignore[no-untyped-def]
     """log(1 + exp(x)), to the last bits of float32 also where exp(x) is small; x above 20."""
     power = tl.exp(tl.minimum(x, 20.0))
-    sum = 1.0 + power
-    is_one = sum == 1.0
-    # The quotient corrects for the rounding of the sum.
-    exact = tl.log(sum) * (power / tl.where(is_one, 1.0, sum - 1.0))
+    total = 1.0 + power
+    is_one = total == 1.0
+    # The quotient corrects for the rounding of the total.
+    exact = tl.log(total) * (power / tl.where(is_one, 1.0, total - 1.0))
     return tl.where(x > 20.0, x, tl.where(is_one, power, exact))
 
 
@@ -45,23 +45,36 @@ def tokens_of(parts_ptr, place, QUERIES: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit
-def multiply(a, b, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`a @ b` in float32. The interpreter needs float32 inputs."""
+def multiply(a, b):  # type: ignore[no-untyped-def]
+    """`a @ b`, with sums in float32; a float32 matrix is rounded to tf32.
+
+    The interpreter needs float32, and does not round it.
+    """
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, input_precision=PRECISION)
+    return tl.dot(a, b, input_precision="tf32")
 
 
-def products_in(dtype: torch.dtype) -> tuple[torch.dtype, str]:
-    """The type of the matrices that are multiplied in chunks, and the precision of products.
+def computes_chunks(dtype: torch.dtype) -> bool:
+    """Whether chunks are computed, not one token after the other.
 
-    bf16 is multiplied as it is. float16 might overflow between products: it becomes float32, whose
-    products are rounded as tf32. float32 is exact.
+    float32 would be rounded. Products that are not take thousands of registers.
     """
-    if dtype == torch.bfloat16:
-        return dtype, "tf32"
-    return torch.float32, "tf32x3" if dtype == torch.float32 else "tf32"
+    return dtype != torch.float32 or bool(INTERPRETED)
+
+
+def products_in(dtype: torch.dtype) -> torch.dtype:
+    """The type of the matrices that are multiplied in chunks.
+
+    float16 might overflow between products, and as tf32 it loses nothing.
+    """
+    return dtype if dtype == torch.bfloat16 else torch.float32
+
+
+def num_stages(dtype: torch.dtype) -> int:
+    """How many chunks are in shared memory at the same time: one is read ahead, if small enough."""
+    return 2 if dtype == torch.bfloat16 else 1
 
 
 def value_block(num_heads: int, value_size: int) -> int:

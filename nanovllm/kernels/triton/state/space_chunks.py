@@ -19,10 +19,13 @@ from nanovllm.kernels.operands.rates import SpaceRates
 from nanovllm.kernels.operands.state_chunks import CHUNK
 from nanovllm.kernels.operands.state_step import StateStep
 from nanovllm.kernels.triton.state.gates import (
-    log_forget, multiply, products_in, softplus, value_block,
+    log_forget,
+    multiply,
+    num_stages,
+    products_in,
+    softplus,
+    value_block,
 )  # fmt: skip
-
-WALK_WARPS=int(__import__("os").environ.get("WW","4"))
 
 
 @triton.jit
@@ -31,17 +34,17 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     after_ptr, parts_ptr, chunks_ptr, out_ptr, xbc_stride, dt_stride, slot_stride,
     G: tl.constexpr, H: tl.constexpr, P: tl.constexpr, N: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """One program goes through a sequence's chunks for BLOCK_P inputs of a head.
 
     Its part of the state stays in registers, transposed, as products of many rows are faster.
     """
-    BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    blocks: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     number = tl.program_id(0)
-    head, part_ptr = number // BLOCKS % H, parts_ptr + number // (BLOCKS * H) * 8
+    head, part_ptr = number // blocks % H, parts_ptr + number // (blocks * H) * 8
     n = tl.arange(0, BLOCK_N)
-    p = number % BLOCKS * BLOCK_P + tl.arange(0, BLOCK_P)
+    p = number % blocks * BLOCK_P + tl.arange(0, BLOCK_P)
     state_at = states_ptr + head * (P * N) + p[None, :] * N + n[:, None]
     inside = (n < N)[:, None] & (p < P)[None, :]
     slot = tl.load(before_ptr + tl.load(part_ptr))
@@ -65,15 +68,15 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
         logs = tl.cumsum(tl.where(real, log_forget(time, log_rate), 0.0), axis=0)
         added = x.to(tl.float32) * time[:, None]
         decay = tl.exp(tl.where(is_seen, logs[:, None] - logs[None, :], 0.0))
-        scores = tl.where(is_seen, multiply(c, tl.trans(b), PRECISION) * decay, 0.0)
-        out = multiply(scores.to(DTYPE), added.to(DTYPE), PRECISION)
-        out += multiply(c, state.to(DTYPE), PRECISION) * tl.exp(logs)[:, None]
+        scores = tl.where(is_seen, multiply(c, tl.trans(b)) * decay, 0.0)
+        out = multiply(scores.to(DTYPE), added.to(DTYPE))
+        out += multiply(c, state.to(DTYPE)) * tl.exp(logs)[:, None]
         out += skip * x.to(tl.float32)
         out_at = out_ptr + (row * H + head)[:, None] * P + p[None, :]
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=p_real)
         end = tl.min(logs, axis=0)
         added = (added * tl.exp(end - logs)[:, None]).to(DTYPE)
-        state = state * tl.exp(end) + multiply(tl.trans(b), added, PRECISION)
+        state = state * tl.exp(end) + multiply(tl.trans(b), added)
         slot = tl.load(after_ptr + first + count - 1)
         tl.store(state_at + slot * slot_stride, state, mask=inside & (slot >= 0))
 
@@ -84,7 +87,7 @@ def compute_chunks(
 ) -> None:  # fmt: skip
     """Compute the sequences with many tokens: their outputs, and the states that are kept."""
     _, num_heads, head_dim, size = states.shape
-    dtype, precision = products_in(xbc.dtype)
+    dtype = products_in(xbc.dtype)
     block_p = value_block(num_heads, head_dim)
     _walk_kernel[(step.chunks.num_long * num_heads * cdiv(head_dim, block_p),)](
         xbc, dt, rates.log_rate, rates.bias, rates.skip, rates.low, rates.high, states,
@@ -92,6 +95,6 @@ def compute_chunks(
         xbc.stride(0), dt.stride(0), states.stride(0),
         G=(xbc.shape[1] - num_heads * head_dim) // (2 * size), H=num_heads, P=head_dim, N=size,
         BLOCK_P=block_p, BLOCK_N=max(16, next_power_of_2(size)), CHUNK=CHUNK,
-        DTYPE=tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, PRECISION=precision,
-        num_warps=WALK_WARPS,
+        DTYPE=tl.bfloat16 if dtype == torch.bfloat16 else tl.float32,
+        num_warps=8, num_stages=num_stages(dtype),
     )  # fmt: skip

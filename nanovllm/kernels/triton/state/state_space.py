@@ -8,7 +8,13 @@ from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.operands.rates import SpaceRates
 from nanovllm.kernels.operands.state_step import StateStep
 from nanovllm.kernels.triton.common import await_inputs, early, let_next_begin
-from nanovllm.kernels.triton.state.gates import log_forget, softplus, tokens_of, value_block
+from nanovllm.kernels.triton.state.gates import (
+    computes_chunks,
+    log_forget,
+    softplus,
+    tokens_of,
+    value_block,
+)  # fmt: skip
 from nanovllm.kernels.triton.state.space_chunks import compute_chunks
 
 
@@ -23,12 +29,12 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
 
     Its part of the state stays in registers.
     """
-    BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    blocks: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     number = tl.program_id(0)
-    head = number // BLOCKS % H
-    sequence, first, count = tokens_of(parts_ptr, number // (BLOCKS * H), QUERIES)
+    head = number // blocks % H
+    sequence, first, count = tokens_of(parts_ptr, number // (blocks * H), QUERIES)
     n = tl.arange(0, BLOCK_N)
-    p = number % BLOCKS * BLOCK_P + tl.arange(0, BLOCK_P)
+    p = number % blocks * BLOCK_P + tl.arange(0, BLOCK_P)
     state_at = states_ptr + head * (P * N) + p[:, None] * N + n[None, :]
     inside = (p < P)[:, None] & (n < N)[None, :]
     slot = tl.load(before_ptr + sequence)
@@ -64,7 +70,7 @@ def state_space(
     """The outputs [T, H, P] of xbc [T, H * P + 2 * G * N], with dt [T, H].
 
     Decode, and sequences with few tokens of a prefill, read a state once, and write it for each
-    kept token. Longer ones are computed in chunks; see `space_chunks`.
+    kept token. Longer ones are computed in chunks, except in float32; see `space_chunks`.
     """
     _, num_heads, head_dim, _ = states.shape
     assert xbc.stride(1) == 1 and states[0].is_contiguous()
@@ -73,10 +79,13 @@ def state_space(
     if step.ends is None:
         _one_by_one(xbc, dt, rates, states, step, None, out)
         return out
-    if step.chunks.num_long:
-        compute_chunks(xbc, dt, rates, states, step, out)
-    if len(step.chunks.short):
-        _one_by_one(xbc, dt, rates, states, step, step.chunks.short, out)
+    parts = step.chunks.parts
+    if computes_chunks(xbc.dtype):
+        parts = step.chunks.short
+        if step.chunks.num_long:
+            compute_chunks(xbc, dt, rates, states, step, out)
+    if len(parts):
+        _one_by_one(xbc, dt, rates, states, step, parts, out)
     return out
 
 
