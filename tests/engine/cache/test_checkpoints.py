@@ -39,17 +39,18 @@ def test_the_next_turn_begins_at_the_last_full_block(windows: tuple[int | None, 
 
 
 def test_a_rolling_checkpoint_needs_no_second_slot_if_none_is_free() -> None:
-    """All slots are in use: it takes its own, and no other checkpoint goes."""
+    """Five slots: three of sequences, two of checkpoints. The older one stays."""
     caches = make_caches(num_checkpoints=2)
+    run_and_free(caches, range(30, 35))
     seq = run(caches, [1, 2, 3])
     others = [admit(caches, [each]) for each in (7, 8)]
-    decode(caches, seq, [4, 5], *others)  # one at 4
-    run_free = caches.states.free_slots
-    run_free.clear()  # as if the others had all the rest
-    before = len(caches.states.checkpoints)
-    seq.token_ids += [6, 7, 8]
-    step(caches, seq)
-    assert len(caches.states.checkpoints) + len(seq.checkpoints) == before
+    decode(caches, seq, [4, 5], *others)
+    assert not caches.states.free_slots
+    decode(caches, seq, [6, 7, 8], *others)
+    for each in (seq, *others):
+        caches.free(each)
+    assert num_restored(caches, [*range(1, 9), 99]) == 8
+    assert num_restored(caches, range(30, 36)) == 4
 
 
 @BOTH
@@ -110,6 +111,7 @@ def test_waiting_sequences_share_what_the_first_one_computes(
     seqs = [make_seq([*system, *[turn] * 6]) for turn in range(3)]
     waiting = deque(seqs)
     assert caches.admit(seqs[0], waiting=waiting)
+    assert caches.states.branches.lengths[seqs[0].seq_id] == {4: False}
     in_progress = {*caches.in_progress(seqs[0])}
     assert not caches.admit(seqs[1], in_progress, waiting=waiting), "it waits"
     end(caches, step(caches, seqs[0]))
@@ -177,12 +179,10 @@ def test_checkpoints_that_were_passed_go_first() -> None:
     """A conversation in two turns keeps one checkpoint, if another one needs the slots."""
     caches = make_caches(num_checkpoints=2)  # five slots, as the others are of no sequence
     run_and_free(caches, [1, 2, 3, 4, 5])
-    run_and_free(caches, [1, 2, 3, 4, 5, 5, 5, 5, 5, 5])  # passes 4
     run_and_free(caches, [7, 7, 7, 7, 7])
-    states = caches.states
-    lengths = [4 * depth(states.checkpoints[slot]) for slot in order(states.checkpoints)]
-    assert lengths == [4, 8, 4]
-    assert states.checkpoints[order(states.checkpoints)[0]].token_ids == (1, 2, 3, 4)
+    run_and_free(caches, [1, 2, 3, 4, 5, 5, 5, 5, 5, 5])  # begins at 4, and passes it
+    prefixes = [caches.states.checkpoints[slot] for slot in order(caches.states.checkpoints)]
+    assert [prefix.token_ids[0] for prefix in prefixes] == [1, 7, 5]
 
 
 def test_shared_checkpoints_go_if_there_are_only_few_others() -> None:
@@ -209,8 +209,8 @@ def test_a_checkpoint_without_kv_goes_before_others() -> None:
 def test_the_checkpoint_of_an_interval_is_not_passed() -> None:
     checkpoints = Checkpoints()
     for slot in (1, 2, 3):
-        checkpoints.enter(slot, Prefix(None, slot, (), []), slot != 1)
-    for slot in (3, 1):
+        checkpoints.enter(slot, Prefix(None, slot, (), []), slot != 2)
+    for slot in (3, 2):
         checkpoints.supersede(slot)
     assert order(checkpoints) == [3, 1, 2]
 
@@ -230,20 +230,16 @@ def order(checkpoints: Checkpoints) -> list[int]:
     return slots
 
 
-def depth(prefix: Prefix) -> int:
-    """How many blocks it has."""
-    return 0 if prefix.parent is None else 1 + depth(prefix.parent)
-
-
 # Drafts of the device
 
 
+@BOTH
 @pytest.mark.parametrize(("count", "restored"), [(1, 0), (2, 4), (3, 4)])
 def test_a_step_that_guesses_leaves_a_checkpoint_where_it_ends_a_block(
-    count: int, restored: int
+    windows: tuple[int | None, ...], count: int, restored: int
 ) -> None:
     """Of 3 tokens, of which `count` count, the second ends a block."""
-    caches = make_caches(slots_per_sequence=3)
+    caches = make_caches(windows, slots_per_sequence=3)
     seq = run(caches, [1, 2])
     seq.token_ids.append(3)
     seq.num_scheduled_tokens = 1
@@ -279,6 +275,19 @@ def test_of_two_steps_that_guess_the_first_that_computes_a_block_has_its_checkpo
     caches.states.accept(seq, batches[0], 2, 5)
     (slot,) = caches.states.checkpoints
     assert slot == targets[0]
+    caches.states.free_slots.append(caches.states._drop(slot))  # another one needed the slot
     caches.states.accept(seq, batches[1], 5, 6)
-    assert {*caches.states.checkpoints} == {targets[0]} and targets[1] in caches.states.free_slots
+    assert not caches.states.checkpoints
     audit_caches(caches, [seq])
+
+
+def test_a_guessed_checkpoint_is_lost_with_its_sequence() -> None:
+    caches = make_caches(slots_per_sequence=3)
+    seq = run(caches, [1, 2])
+    seq.token_ids.append(3)
+    seq.num_scheduled_tokens = 1
+    assert caches.grow(seq, 5) == 5
+    caches.plan(Batch([seq], is_prefill=False, num_drafts=2))
+    assert caches.states.guessed
+    caches.free(seq)
+    audit_caches(caches, [])

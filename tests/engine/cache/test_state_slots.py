@@ -51,10 +51,10 @@ def test_checkpoints_are_at_intervals_and_at_the_last_full_block(
 
 def test_a_prompt_of_full_blocks_has_checkpoints_for_an_equal_one_and_for_the_next_turn() -> None:
     caches = make_caches()
-    run_and_free(caches, range(12))
-    assert num_restored(caches, range(12)) == 8
-    assert caches.states is not None and len(caches.states.checkpoints) == 2
-    assert num_restored(caches, range(15)) == 12
+    run_and_free(caches, range(8))
+    assert num_restored(caches, range(8)) == 4
+    assert len(caches.states.checkpoints) == 2
+    assert num_restored(caches, range(11)) == 8
 
 
 def test_a_step_writes_checkpoints_on_its_way_and_copies_the_one_at_its_end() -> None:
