@@ -34,9 +34,26 @@ class File:
         return write(path, replace(sample, fields=sample.fields | self.fields))
 
 
+WIDE = dict(intermediate_size=32, shared_intermediate_size=32)
+MOE = dict(moe_intermediate_size=32, moe_shared_expert_intermediate_size=32)
+VALUES = dict(linear_value_head_dim=16)  # blocks of 32 hold weights of two heads
+SHARED = dict(shared_expert_intermediate_size=32)
 FILES = [
     File("lfm2", "LFM2", dict(block_multiple_of=32, tie_word_embeddings=True)),
     File("lfm2moe", "LFM2-MoE", dict(tie_word_embeddings=True)),
+    File("mamba2", "Mamba 2"),
+    File("granitehybrid", "Granite 4", WIDE),
+    File("granitehybrid", "Granite 4, dense", dict(WIDE, shared_intermediate_size=64)),
+    File("falcon-h1", "Falcon-H1", dict(mamba_d_ssm=64, mamba_n_heads=4)),
+    File("falcon-h1", "Falcon-H1, gate first", dict(tie_word_embeddings=False)),
+    File("nemotron_h", "Nemotron-H", dict(mamba_head_dim=16)),
+    File("nemotron_h_moe", "Nemotron 3", MOE),
+    File("nemotron_h_moe", "Nemotron 3, latent", dict(MOE, moe_latent_size=32, mlp_bias=False)),
+    File("qwen35", "Qwen3.5", VALUES),
+    File("qwen35", "Qwen3.5 tied", dict(linear_value_head_dim=16)),
+    File("qwen35", "Qwen3.5", dict(linear_value_head_dim=32)),
+    File("qwen35moe", "Qwen3.5 experts", VALUES | SHARED),
+    File("qwen3next", "Qwen3-Next", VALUES | SHARED | dict(mlp_only_layers=[])),
 ]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[*range(40, 40 + n)] for n in (3, 30)]
@@ -56,7 +73,7 @@ def output(path: Path, **options: Any) -> tuple[list[list[int]], list[torch.Tens
         return [out["token_ids"] for out in outputs], [recorder.of(out) for out in outputs]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.sample)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.sample} {len(file.fields)}")
 def test_files_have_the_models_outputs(file: File, tmp_path: Path) -> None:
     """And files with blocks have those of the values that the blocks stand for."""
     model = file.write_model(tmp_path)
