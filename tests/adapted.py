@@ -19,8 +19,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "linear": {},
     "all": dict(target_modules="all-linear"),  # of any family
     "all but out_proj": dict(  # which peft refuses for families of state spaces
-        target_modules=r".*\.(in_proj|[qkvo]_proj|(gate|up|down)_proj|fc._latent_proj)"
+        target_modules=r".*\.(in_proj|[qkvo]_proj|(gate|up|down)_proj)"
     ),
+    "latent": dict(target_modules=r".*\.(in_proj|[qkvo]_proj|(up|down)_proj|fc._latent_proj)"),
     "odd": dict(r=3, lora_alpha=5, use_rslora=True, rank_pattern={"q_proj": 5}),
     "attention": dict(r=8, target_modules=["q_proj", "v_proj"]),
     "whole": dict(target_modules=[*EVERY_LINEAR, "embed_tokens", "lm_head"]),

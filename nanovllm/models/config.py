@@ -145,9 +145,8 @@ class ModelConfig:
         """
         caches = (cache for layer in self.layers for cache in layer.cache.each)
         windows = [cache.window for cache in caches if isinstance(cache, TokenCache)]
-        if None in windows:
-            return None
-        return max((window for window in windows if window is not None), default=0)
+        known = [window for window in windows if window is not None]
+        return max(known, default=0) if len(known) == len(windows) else None
 
     @property
     def max_context(self) -> int:

@@ -128,7 +128,7 @@ SAMPLES = {
             mamba_num_heads=4, mamba_head_dim=8, n_groups=2, use_conv_bias=False, n_group=2,
             topk_group=1, moe_latent_size=20, mlp_bias=True, norm_topk_prob=False, **EXPERTS,
         ),
-        adjust=remember, adapters=ADAPTERS,
+        adjust=remember, adapters="latent",
     ),
     "Falcon-H1, gate first": Sample(
         FALCON,
@@ -154,6 +154,40 @@ MAMBA2_FILE: dict[str, Any] = {
     "time_step_floor": 0.0001, "time_step_limit": [0.0, float("inf")], "time_step_max": 0.1,
     "time_step_min": 0.001, "time_step_rank": 256, "use_bias": False, "use_conv_bias": True,
 }  # fmt: skip
+GRANITE_FILE: dict[str, Any] = {
+    "architectures": [GRANITE], "model_type": "granitemoehybrid", "attention_bias": False,
+    "embedding_multiplier": 12, "eos_token_id": 100_257, "hidden_act": "silu",
+    "layer_types": ["attention" if i % 10 == 5 else "mamba" for i in range(40)],
+    "mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64,
+    "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_proj_bias": False,
+    "max_position_embeddings": 131_072, "num_hidden_layers": 40, "position_embedding_type": "nope",
+    "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 10_000, "tie_word_embeddings": True, "vocab_size": 100_352,
+}  # fmt: skip
+FALCON_FILE: dict[str, Any] = {
+    "architectures": [FALCON], "model_type": "falcon_h1", "attention_bias": False,
+    "attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9375, "eos_token_id": 11,
+    "embedding_multiplier": 5.656854249492381, "hidden_act": "silu",
+    "key_multiplier": 0.390625, "lm_head_multiplier": 0.0390625, "mamba_conv_bias": True,
+    "mamba_chunk_size": 256, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_n_groups": 1,
+    "mamba_norm_before_gate": False, "mamba_proj_bias": False, "mamba_rms_norm": False,
+    "mamba_use_mlp": True, "max_position_embeddings": 16_384, "mlp_bias": False,
+    "mlp_multipliers": [0.8838834764831844, 0.5859375], "projectors_bias": False,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 100_000_000_000.0,
+    "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.23570226039551587,
+    "ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.3535533905932738],
+    "tie_word_embeddings": False,
+}  # fmt: skip
+NEMOTRON_FILE: dict[str, Any] = {
+    "architectures": [NEMOTRON], "model_type": "nemotron_h", "attention_bias": False,
+    "chunk_size": 128, "conv_kernel": 4, "eos_token_id": 2, "expand": 2, "head_dim": 128,
+    "layer_norm_epsilon": 1e-05, "mamba_head_dim": 64, "mamba_hidden_act": "silu",
+    "mamba_proj_bias": False, "max_position_embeddings": 8192, "mlp_bias": False,
+    "mlp_hidden_act": "relu2", "n_groups": 8, "num_attention_heads": 32,
+    "residual_in_fp32": False, "sliding_window": None, "ssm_state_size": 128,
+    "tie_word_embeddings": False, "time_step_limit": [0.0, float("inf")],
+    "time_step_min": 0.001, "use_bias": False, "use_conv_bias": True, "vocab_size": 131_072,
+}  # fmt: skip
 PUBLISHED: dict[str, Published] = {
     "mamba2-2.7b": Published(
         MAMBA2_FILE
@@ -166,5 +200,67 @@ PUBLISHED: dict[str, Published] = {
         | dict(hidden_size=4096, num_heads=128, n_groups=8, vocab_size=32_768,
                tie_word_embeddings=False),
         7_285_403_648,
+    ),
+    "granite-4.0-h-micro": Published(
+        GRANITE_FILE
+        | dict(hidden_size=2048, num_attention_heads=32, num_key_value_heads=8, mamba_n_heads=64,
+               num_local_experts=0, num_experts_per_tok=0, intermediate_size=8192,
+               shared_intermediate_size=8192, attention_multiplier=0.015625, logits_scaling=8),
+        3_191_396_096,
+    ),
+    "granite-4.0-h-tiny": Published(
+        GRANITE_FILE
+        | dict(hidden_size=1536, num_attention_heads=12, num_key_value_heads=4, mamba_n_heads=48,
+               num_local_experts=64, num_experts_per_tok=6, intermediate_size=512,
+               shared_intermediate_size=1024, attention_multiplier=0.0078125, logits_scaling=6),
+        6_939_037_248,
+    ),
+    "granite-4.0-h-small": Published(
+        GRANITE_FILE
+        | dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, mamba_n_heads=128,
+               num_local_experts=72, num_experts_per_tok=10, intermediate_size=768,
+               shared_intermediate_size=1536, attention_multiplier=0.0078125, logits_scaling=16),
+        32_207_337_984,
+    ),
+    "granite-4.0-micro": Published(
+        GRANITE_FILE
+        | dict(hidden_size=2560, num_attention_heads=40, num_key_value_heads=8, mamba_n_heads=80,
+               num_local_experts=0, num_experts_per_tok=0, intermediate_size=8192,
+               shared_intermediate_size=8192, attention_multiplier=0.015625, logits_scaling=10,
+               layer_types=["attention"] * 40, position_embedding_type="rope",
+               rope_theta=10_000_000),
+        3_402_836_480,
+    ),
+    "Falcon-H1-0.5B": Published(
+        FALCON_FILE
+        | dict(hidden_size=1024, intermediate_size=2048, num_hidden_layers=36,
+               num_attention_heads=8, num_key_value_heads=2, head_dim=64, mamba_d_ssm=1536,
+               mamba_n_heads=24, mamba_d_head=64, mamba_d_state=128, vocab_size=32_784),
+        521_411_104,
+    ),
+    "Falcon-H1-7B": Published(
+        FALCON_FILE
+        | dict(hidden_size=3072, intermediate_size=12_288, num_hidden_layers=44,
+               num_attention_heads=12, num_key_value_heads=2, head_dim=128, mamba_d_ssm=3072,
+               mamba_n_heads=24, mamba_d_head=128, mamba_d_state=256, vocab_size=130_048),
+        7_585_513_568,
+    ),
+    "Nemotron-H-8B": Published(
+        NEMOTRON_FILE
+        | dict(hidden_size=4096, intermediate_size=21_504, num_hidden_layers=52,
+               num_key_value_heads=8, mamba_num_heads=128,
+               hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"),
+        8_100_852_736,
+    ),
+    # transformers does not count the biases of routers: 128 in each of 23 layers.
+    "Nemotron-3-Nano-30B-A3B": Published(
+        NEMOTRON_FILE
+        | dict(hidden_size=2688, intermediate_size=1856, num_hidden_layers=52,
+               num_key_value_heads=2, mamba_num_heads=64, n_routed_experts=128,
+               n_shared_experts=1, num_experts_per_tok=6, moe_intermediate_size=1856,
+               moe_shared_expert_intermediate_size=3712, n_group=1, topk_group=1,
+               norm_topk_prob=True, routed_scaling_factor=2.5,
+               hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"),
+        31_577_937_344 + 128 * 23,
     ),
 }  # fmt: skip
