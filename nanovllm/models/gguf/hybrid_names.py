@@ -65,6 +65,7 @@ HYBRID_LAYERS: Mapping[str, Parts] = {
     },
     "falcon-h1": {
         **_space("mamba"), **_tensors({"ffn_norm": "pre_ff_layernorm", **_gated("feed_forward")}),
+        "ffn_norm": "pre_ff_layernorm.weight",  # as the converter writes it
     },
 }  # fmt: skip
 # The module above the experts, where it is not the feed-forward part.

@@ -319,9 +319,13 @@ SMALL = re.compile(r"norm|ssm_(a|d|conv1d)|shortconv\.conv|gate_inp")  # always 
 
 
 def write_file(
-    model: Path, architecture: str, kind: str = "F32", decoded: bool = False, **changes: Any
-) -> Path:
-    """The model as a GGUF file with matrices of this type, or the values of this type as F32."""
+    model: Path, architecture: str, kind: str = "F32", decoded: bool = False,
+    more: Tensors | None = None, **changes: Any,
+) -> Path:  # fmt: skip
+    """The model as a GGUF file with matrices of this type, or the values of this type as F32.
+
+    The file also has the tensors `more`, and `changes` in its metadata.
+    """
     config = json.loads((model / "config.json").read_text())
     file = model / f"{architecture} {kind} {decoded} {len(changes)}.gguf"
     writer = GGUFWriter(file, architecture)
@@ -329,7 +333,7 @@ def write_file(
     keys = {k if k.startswith("general.") else f"{architecture}.{k}": v for k, v in values.items()}
     add_metadata(writer, keys | tokenizer_metadata(model, "gpt-2"))
     tensors = load_file(model / "model.safetensors")
-    for name, tensor in converted(tensors, architecture, config).items():
+    for name, tensor in (converted(tensors, architecture, config) | (more or {})).items():
         is_matrix = tensor.dim() > 1 and not SMALL.search(name)
         stored = GGMLQuantizationType[kind if is_matrix else "F32"]
         data = gguf.quants.quantize(tensor.float().contiguous().numpy(), stored)

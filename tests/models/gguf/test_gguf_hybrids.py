@@ -87,9 +87,20 @@ def test_files_have_the_models_outputs(file: File, tmp_path: Path) -> None:
     assert [each[:4] for each in blocks] == [each[:4] for each in values]
     for one, other in zip(logits, found_logits, strict=True):
         assert (one[:1] - other[:1]).abs().max() < 1e-3
-    found = ModelConfig.from_dir(gguf_directory(write_file(model, file.architecture, "Q8_0")))
+    config = ModelConfig.from_dir(gguf_directory(write_file(model, file.architecture, "Q8_0")))
     original = ModelConfig.from_dir(model)
-    assert found.layers == original.layers and found.eos_token_ids == original.eos_token_ids
+    kept = [[(layer.cache, layer.num_others) for layer in c.layers] for c in (config, original)]
+    assert kept[0] == kept[1] and config.eos_token_ids == original.eos_token_ids
+
+
+def test_layers_that_predict_later_tokens_are_left_out(tmp_path: Path) -> None:
+    """They follow the layers of the model, and count as some of its layers."""
+    file = next(file for file in FILES if file.architecture == "qwen35")
+    model = file.write_model(tmp_path)
+    tokens, _ = output(model)
+    more = {"blk.2.nextn.eh_proj.weight": torch.ones(64, 128), "blk.2.attn_q.weight": torch.ones(8)}
+    path = write_file(model, "qwen35", more=more, block_count=3, nextn_predict_layers=1)
+    assert output(path)[0] == tokens
 
 
 @pytest.mark.parametrize(
@@ -98,6 +109,8 @@ def test_files_have_the_models_outputs(file: File, tmp_path: Path) -> None:
         (FILES[0], {"shortconv.l_cache": 0}), (FILES[0], {"attention.head_count_kv": [2, 2]}),
         (FILES[1], {"expert_gating_func": 1}), (FILES[1], {"expert_weights_scale": 2.5}),
         (FILES[0], {"attention.sliding_window": [0, 8, 8]}),
+        (FILES[2], {"ssm.dt_b_c_rms": True}), (FILES[3], {"rope.scaling.finetuned": True}),
+        (FILES[8], {"expert_gating_func": 1}), (FILES[-1], {"expert_weights_norm": False}),
     ],
 )  # fmt: skip
 def test_what_no_family_computes_is_refused(
