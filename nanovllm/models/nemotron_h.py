@@ -138,7 +138,7 @@ def plain_matrices(
 def read(file: Mapping[str, Any]) -> NemotronHConfig:
     """Attention has no biases and does not rotate, whatever the file says of that."""
     file, kinds = respelt(file, SPELLING, both=True), _kinds(file)
-    defaults = respelt(DEFAULTS, SPELLING)
+    defaults = respelt(DEFAULTS, SPELLING, both=True)
     usual = {**without_kinds(file), "num_hidden_layers": len(kinds)}
     fields = Fields(usual, defaults, NO_WINDOW)
     check_activation(fields, "relu2", "mlp_hidden_act")

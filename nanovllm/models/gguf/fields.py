@@ -9,10 +9,11 @@ from collections.abc import Callable
 from nanovllm.formats.names import HEAD as USUAL_HEAD
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES
 from nanovllm.models.gguf.dense_fields import DENSE
+from nanovllm.models.gguf.file import TensorInfo
 from nanovllm.models.gguf.gemma_fields import GEMMA
 from nanovllm.models.gguf.hybrid_fields import HYBRIDS
 from nanovllm.models.gguf.metadata import ARCHITECTURES, Metadata
-from nanovllm.models.gguf.names import expert_names, usual_name
+from nanovllm.models.gguf.names import expert_names, usual_names
 from nanovllm.models.gguf.plain_fields import PLAIN_FAMILIES
 from nanovllm.models.gguf.rope_fields import rope_fields
 from nanovllm.models.gguf.sparse_fields import SPARSE, mixtral
@@ -65,8 +66,8 @@ def _decoder(metadata: Metadata) -> Config:
         "model_type": MODEL_TYPES.get(metadata.architecture, metadata.architecture),
         "vocab_size": _vocab_size(metadata),
         "hidden_size": hidden_size,
-        "intermediate_size": metadata.size("feed_forward_length"),
-        "num_hidden_layers": metadata.size("block_count"),
+        "intermediate_size": _inner_size(metadata),
+        "num_hidden_layers": metadata.num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": metadata.number_of_heads("head_count_kv"),
         "head_dim": head_dim,
@@ -84,19 +85,37 @@ def _decoder(metadata: Metadata) -> Config:
     return config
 
 
+def _inner_size(metadata: Metadata) -> int:
+    """The intermediate size. Hybrid models without dense parts have none."""
+    key = "feed_forward_length"
+    if metadata.architecture in HYBRIDS and not metadata.get(key, 0):
+        return int(metadata.get("expert_feed_forward_length", 1))
+    return int(metadata.size(key))
+
+
 def _block_types(metadata: Metadata) -> dict[str, list[str]]:
     """The names of the layers whose matrices are stored in blocks, by the blocks' types."""
     types: dict[str, list[str]] = {}
     for name, info in metadata.model.tensors.items():
-        if info.kind.name in BLOCK_TYPES:
-            usual = expert_names(name, 1, metadata.architecture) or [
-                usual_name(name, metadata.architecture)
-            ]
-            layer = usual[0].removesuffix(".weight").replace(".experts.0.", ".experts.*.")
-            types.setdefault(info.kind.name, []).append(layer)
+        if info.kind.name in BLOCK_TYPES and not _becomes_plain(name, info, metadata):
+            types.setdefault(info.kind.name, []).extend(_layers(name, metadata.architecture))
             if name == EMBEDDINGS and HEAD not in metadata.model.tensors:
                 types[info.kind.name].append(USUAL_HEAD)  # a head that shares the table
     return types
+
+
+def _layers(name: str, architecture: str) -> list[str]:
+    """The names of the layers whose matrices are in a tensor."""
+    found = expert_names(name, 1, architecture) or usual_names(name, architecture)
+    return [n.removesuffix(".weight").replace(".experts.0.", ".experts.*.") for n in found]
+
+
+def _becomes_plain(name: str, info: TensorInfo, metadata: Metadata) -> bool:
+    if metadata.architecture not in HYBRIDS:
+        return False
+    from nanovllm.models.gguf.hybrid_tensors import is_decoded
+
+    return is_decoded(name, info, metadata)
 
 
 def _vocab_size(metadata: Metadata) -> int:

@@ -27,7 +27,12 @@ ARCHITECTURES = {
     "apertus": "ApertusForCausalLM",
     "gpt-oss": "GptOssForCausalLM", "gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
-    "lfm2": "Lfm2ForCausalLM", "lfm2moe": "Lfm2MoeForCausalLM",
+    "lfm2": "Lfm2ForCausalLM", "lfm2moe": "Lfm2MoeForCausalLM", "mamba2": "Mamba2ForCausalLM",
+    "granitehybrid": "GraniteMoeHybridForCausalLM", "falcon-h1": "FalconH1ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM", "nemotron_h_moe": "NemotronHForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM", "qwen35moe": "Qwen3_5MoeForCausalLM",
+    # Qwen3-Next computes the same as this, and its GGUF files have tensors that are as split.
+    "qwen3next": "Qwen3_5MoeForCausalLM",
 }  # fmt: skip
 REQUIRED = object()
 # Of these, hybrid models have 0 in layers of another kind.
@@ -63,7 +68,7 @@ class Metadata:
         if isinstance(value, Array):
             values = {*value.values()}
             if key in OF_SOME_LAYERS and self.architecture in HYBRID_LAYERS:
-                values -= {0}
+                values = values - {0} or values
             if len(values) != 1:
                 raise ValueError(
                     f"layers with different {full} {shorten([*values])} are not supported"
@@ -72,6 +77,10 @@ class Metadata:
         if value is None and default is REQUIRED:
             raise ValueError(f"the metadata have no key {full}")
         return default if value is None else value
+
+    def ignore(self, *keys: str) -> None:
+        """These keys may have any value: it changes nothing that is computed here."""
+        self._read.update(keys)
 
     def of_layers(self, key: str) -> list[float]:
         """The numbers of all layers; a ValueError unless there is one for each."""
@@ -125,8 +134,17 @@ class Metadata:
 
     def number_of_heads(self, key: str = "head_count") -> int:
         """The heads of queries, or of keys and values: they may be as many."""
+        if self.architecture in HYBRID_LAYERS and not self.get("attention.head_count", 0):
+            return 1  # there is no attention
         heads = self.size("attention.head_count")
         return int(heads if key == "head_count" else self.size(f"attention.{key}", heads))
+
+    @property
+    def num_layers(self) -> int:
+        """The layers without those that only predict later tokens, at the end."""
+        is_hybrid = self.architecture in HYBRID_LAYERS
+        drafts: int = self.get("nextn_predict_layers", 0) if is_hybrid else 0
+        return int(self.size("block_count")) - drafts
 
     def wrong(self, key: str, value: Any, needed: str) -> ValueError:
         """The error for a value that is not supported."""

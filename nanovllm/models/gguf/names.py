@@ -2,8 +2,18 @@
 
 import re
 from collections.abc import Container, Mapping
+from typing import TYPE_CHECKING
 
-from nanovllm.models.gguf.hybrid_names import HYBRID_LAYERS
+from nanovllm.models.gguf.hybrid_names import (
+    ABOVE_EXPERTS,
+    HYBRID_LAYERS,
+    PLAIN_NORM,
+    PLUS_ONE,
+    SPLIT,
+)
+
+if TYPE_CHECKING:
+    from nanovllm.models.gguf.metadata import Metadata
 
 OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
@@ -58,11 +68,11 @@ NO_WEIGHTS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 # The converter stores the rows of these with the two halves of each head interleaved, ...
 INTERLEAVED = {"attn_q": "head_count", "attn_k": "head_count_kv"}  # heads by the metadata's keys
 INTERLEAVED_ARCHITECTURES = (
-    "llama", "smollm3", "granite", "arcee", "granitemoe",
+    "llama", "smollm3", "granite", "arcee", "granitemoe", "granitehybrid",
 )  # fmt: skip
 
 # The converter adds 1 to the weights of these architectures' norms.
-PLUS_ONE_ARCHITECTURES = ("nemotron", "gemma", "gemma2", "gemma3")
+PLUS_ONE_ARCHITECTURES = ("nemotron", "gemma", "gemma2", "gemma3", *PLUS_ONE)
 
 
 def naming(architecture: str, tensors: Container[str]) -> str:
@@ -90,13 +100,20 @@ def usual_name(name: str, architecture: str) -> str:
     return f"model.layers.{match[1]}.{layers[match[2]]}.{match[3]}"
 
 
+def usual_names(name: str, architecture: str) -> list[str]:
+    """The usual names of a tensor that may hold several."""
+    if (match := OF_LAYER.fullmatch(name)) is not None and match[2] in SPLIT:
+        return [f"model.layers.{match[1]}.{each}" for each in SPLIT[match[2]]]
+    return [usual_name(name, architecture)]
+
+
 def expert_names(name: str, number: int, architecture: str) -> list[str]:
     """The names of each expert's matrix, for a stack of them; none for another tensor."""
     match = IN_LAYER.fullmatch(name)
     if match is None or match[2] not in EXPERTS:
         return []
     matrix = EXPERTS_OF.get(architecture, EXPERTS)[match[2]]
-    above = f"model.layers.{match[1]}.mlp.experts"
+    above = f"model.layers.{match[1]}.{ABOVE_EXPERTS.get(architecture, 'mlp')}.experts"
     return [f"{above}.{expert}.{matrix}.{match[3]}" for expert in range(number)]
 
 
@@ -108,6 +125,13 @@ def interleaved_heads(name: str, architecture: str) -> str | None:
     return INTERLEAVED.get(match[2])
 
 
+def is_of_drafts(name: str, metadata: "Metadata") -> bool:
+    """Whether a tensor belongs to the last layers, which predict later tokens; nobody uses them."""
+    match = OF_LAYER.fullmatch(name)
+    return match is not None and int(match[1]) >= metadata.num_layers
+
+
 def has_plus_one(name: str, architecture: str) -> bool:
     """Whether a tensor has the factors 1 + weight of a norm."""
-    return architecture in PLUS_ONE_ARCHITECTURES and name.endswith("norm.weight")
+    is_norm = name.endswith("norm.weight") and not name.endswith(PLAIN_NORM)
+    return architecture in PLUS_ONE_ARCHITECTURES and is_norm

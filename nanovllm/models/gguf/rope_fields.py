@@ -8,7 +8,10 @@ from nanovllm.models.gguf.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from nanovllm.utils.checks import shorten
 
 # Architectures that may rotate a part of each head.
-PARTIAL = ("phi3", "glm4", "gptneox", "phi2", "stablelm", "nemotron")
+PARTIAL = ("phi3", "glm4", "gptneox", "phi2", "stablelm", "nemotron", "qwen3next", "qwen35",
+           "qwen35moe")  # fmt: skip
+# Architectures that rotate nothing, whatever their files say.
+NO_ROPE = ("mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 # Architectures that do not truncate yarn's ramp, and scale unless a config says otherwise.
 NOT_TRUNCATED = ("gpt-oss",)
 # What Llama 3.1 to 3.3 have in common: their files have only the factors that result.
@@ -19,6 +22,9 @@ LLAMA3 = {
 
 def rope_fields(metadata: Metadata, head_dim: int) -> dict[str, Any]:
     """The base, the rotated part of each head, and the scaling."""
+    if metadata.architecture in NO_ROPE:
+        metadata.ignore("rope.freq_base", "rope.dimension_count", "rope.scaling.finetuned")
+        return {}
     theta = metadata.number("rope.freq_base", 10_000.0)
     rotated = metadata.size("rope.dimension_count", head_dim)
     fields: dict[str, Any] = {"rope_theta": theta}

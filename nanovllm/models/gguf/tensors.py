@@ -7,13 +7,11 @@ import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from nanovllm.models.gguf.file import PLAIN_TYPES, GGUFFile, TensorInfo
 from nanovllm.models.gguf.hybrid_names import HYBRID_LAYERS
-from nanovllm.models.gguf.hybrid_tensors import restored
 from nanovllm.models.gguf.metadata import Metadata
 from nanovllm.models.gguf.names import (
     NO_WEIGHTS,
@@ -21,53 +19,17 @@ from nanovllm.models.gguf.names import (
     expert_names,
     has_plus_one,
     interleaved_heads,
+    is_of_drafts,
     naming,
     usual_name,
 )
 from nanovllm.models.gguf.plain_fields import numbers
 from nanovllm.models.gguf.split import open_gguf
+from nanovllm.models.gguf.views import Deinterleaved, View
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
-
-
-class View:
-    """A tensor in mapped memory, with the methods of a slice of a safetensors file.
-
-    Blocks are uint8 [..., N, K / size, num_bytes], and their type's name is the dtype.
-    """
-
-    def __init__(self, tensor: torch.Tensor, dtype: str) -> None:
-        self.tensor, self._dtype = tensor, dtype
-
-    def get_shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    def get_dtype(self) -> str:
-        return self._dtype
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.tensor[index]
-
-
-class Deinterleaved(View):
-    """A tensor whose rows have the two halves of each head in turn; they are read in order.
-
-    Row 2 j + h of a head is row j of its half h. Only the rows of an index are copied.
-    """
-
-    def __init__(self, view: View, num_heads: int) -> None:
-        super().__init__(view.tensor, view.get_dtype())
-        rows = torch.arange(len(view.tensor), device="cpu")
-        self.rows = rows.view(num_heads, -1, 2).transpose(1, 2).flatten()
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        index = index if isinstance(index, tuple) else (index,)
-        if not isinstance(index[0], slice):
-            return self.tensor[self.rows][index]
-        others = (slice(None), *index[1:])
-        return self.tensor[self.rows[index[0]]][others]
 
 
 def read_gguf(path: Path) -> Iterator[dict[str, View]]:
@@ -86,17 +48,20 @@ def _views(file: GGUFFile, metadata: Metadata) -> Iterator[tuple[str, View]]:
         content = torch.frombuffer(file.data, dtype=torch.uint8)
     architecture = naming(metadata.architecture, metadata.model.tensors)
     for name, info in file.tensors.items():
-        if name in NO_WEIGHTS:
+        if name in NO_WEIGHTS or is_of_drafts(name, metadata):
             continue
         view = View(_view(content, info), info.kind.name)
         if experts := expert_names(name, info.shape[0], architecture):
             yield from ((n, View(view[i], info.kind.name)) for i, n in enumerate(experts))
             continue
-        if (
-            architecture in HYBRID_LAYERS
-            and (tensor := restored(name, view.tensor)) is not view.tensor
-        ):
-            view = View(tensor, "F32" if tensor.dtype == torch.float32 else info.kind.name)
+        if architecture in HYBRID_LAYERS:
+            from nanovllm.models.gguf.hybrid_tensors import hybrid_views
+
+            found = hybrid_views(name, info, view, metadata)
+            view = found.pop("", view)
+            if found:
+                yield from found.items()
+                continue
         if (heads := interleaved_heads(name, architecture)) is not None:
             view = _in_order(view, name, metadata.number_of_heads(heads))
         if len(view.get_shape()) == 1 and name.endswith(ONE_ROW):

@@ -37,7 +37,7 @@ def usual_metadata(config: Config) -> Config:
     get = config.get
     rope = get("rope_parameters") or {}
     return {
-        "block_count": config["num_hidden_layers"], "vocab_size": config["vocab_size"],
+        "block_count": get("num_hidden_layers"), "vocab_size": config["vocab_size"],
         "context_length": get("max_position_embeddings"),
         "embedding_length": config["hidden_size"],
         "feed_forward_length": get("intermediate_size"),
@@ -77,14 +77,221 @@ def _lfm2_tensors(name: str, tensor: torch.Tensor, config: Config) -> Tensors:
     return {name.replace(".expert_bias", ".expert_bias.bias"): tensor}
 
 
+def _space_metadata(config: Config, names: str, heads: str) -> Config:
+    """The keys of state spaces. `names` has those of the config, in this order."""
+    keys = ("conv_kernel", "state_size", "group_count")
+    values = dict(zip(keys, (config[name] for name in names.split()), strict=True))
+    return {f"ssm.{key}": value for key, value in values.items()} | {
+        "ssm.time_step_rank": config[heads]
+    }
+
+
+def _space_tensors(name: str, tensor: torch.Tensor, groups: int) -> Tensors:
+    """What Mamba 2's converter does. Others inherit it."""
+    if name.endswith("A_log"):
+        tensor = -torch.exp(tensor)
+    if name.endswith(("A_log", ".D")):
+        tensor = tensor.reshape(-1, 1)
+    elif name.endswith("conv1d.weight"):
+        tensor = tensor.squeeze(1)
+    elif name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+        tensor = tensor.reshape(groups, -1)
+    return {name.replace(".dt_bias", ".dt_proj.bias"): tensor}
+
+
+NO_ATTENTION = dict.fromkeys(("head_count_kv", "key_length", "value_length"))
+
+
+def _mamba2_metadata(config: Config) -> Config:
+    return _space_metadata(config, "conv_kernel state_size n_groups", "num_heads") | {
+        "context_length": 1 << 20, "feed_forward_length": 0, "attention.head_count": 0,
+        **{f"attention.{key}": None for key in NO_ATTENTION}, "rope.freq_base": None,
+        "ssm.inner_size": config["expand"] * config["hidden_size"], "vocab_size": None,
+        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+    }  # fmt: skip
+
+
+def _mamba2_tensors(name: str, tensor: torch.Tensor, config: Config) -> Tensors:
+    return _space_tensors(name, tensor, config["n_groups"])
+
+
+MAMBA = "mamba_d_conv mamba_d_state mamba_n_groups"
+FACTORS = {
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
+
+
+def _granite_metadata(config: Config) -> Config:
+    kv_heads, hidden = config["num_key_value_heads"], config["hidden_size"]
+    kinds, experts = config["layer_types"], config["num_local_experts"]
+    return _space_metadata(config, MAMBA, "mamba_n_heads") | {
+        **{key: float(config[name]) for key, name in FACTORS.items()},
+        "expert_count": experts or None, "attention.key_length": None, "context_length": 1 << 20,
+        "attention.value_length": None, "rope.dimension_count": hidden // 4,
+        "expert_shared_feed_forward_length": config["shared_intermediate_size"],
+        "ssm.inner_size": config["mamba_expand"] * hidden, "rope.scaling.finetuned": False,
+        "attention.head_count_kv": [kv_heads * (kind != LINEAR) for kind in kinds],
+    }  # fmt: skip
+
+
+LINEAR = "linear_attention"
+
+
+def _granite_tensors(name: str, tensor: torch.Tensor, config: Config) -> Tensors:
+    block = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
+    shared = "_shexp" if config["num_local_experts"] else ""
+    if name.endswith("input_linear.weight"):
+        kind = shared if "shared_mlp" in name else "_exps"
+        gate, up = tensor.chunk(2, dim=-2)
+        return {f"{block}.ffn_gate{kind}.weight": gate, f"{block}.ffn_up{kind}.weight": up}
+    if name.endswith("output_linear.weight"):
+        kind = shared if "shared_mlp" in name else "_exps"
+        return {f"{block}.ffn_down{kind}.weight": tensor}
+    if match := re.search(r"\.([qk])_proj\.", name):
+        heads = config["num_attention_heads" if match[1] == "q" else "num_key_value_heads"]
+        turned = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        return {name: turned}
+    return _space_tensors(name, tensor, config["mamba_n_groups"])
+
+
+def _falcon_metadata(config: Config) -> Config:
+    return _space_metadata(config, MAMBA, "mamba_n_heads") | {
+        "ssm.inner_size": config["mamba_d_ssm"]
+    }
+
+
+def _falcon_tensors(name: str, tensor: torch.Tensor, config: Config) -> Tensors:
+    """All factors are multiplied into the weights."""
+    gate, down = config["mlp_multipliers"]
+    attention = config["attention_in_multiplier"]
+    factors = {
+        "down_proj": down, "gate_proj": gate, "k_proj": config["key_multiplier"] * attention,
+        "q_proj": attention, "v_proj": attention, "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"], "in_proj": config["ssm_in_multiplier"],
+        "lm_head": config["lm_head_multiplier"], "embed_tokens": config["embedding_multiplier"],
+    }  # fmt: skip
+    for part, factor in factors.items():
+        if f".{part}." in f".{name}":
+            tensor = tensor * factor
+    if ".in_proj." in name:
+        inner, groups = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+        widths = [inner, inner, groups, groups, config["mamba_n_heads"]]
+        parts = zip(tensor.split(widths), config["ssm_multipliers"], strict=True)
+        tensor = torch.cat([part * factor for part, factor in parts])
+    return _space_tensors(name, tensor, config["mamba_n_groups"])
+
+
+def _nemotron_metadata(config: Config) -> Config:
+    kinds, has_experts = config["layers_block_type"], "moe" in config["layers_block_type"]
+    inner = config["moe_intermediate_size" if has_experts else "intermediate_size"]
+    kv_heads, head_dim = config["num_key_value_heads"], config["mamba_head_dim"]
+    values = _space_metadata(config, "conv_kernel ssm_state_size n_groups", "mamba_num_heads") | {
+        "feed_forward_length": [inner * (kind in ("mlp", "moe")) for kind in kinds],
+        "attention.head_count_kv": [kv_heads * (kind == "full_attention") for kind in kinds],
+        "ssm.inner_size": config["mamba_num_heads"] * head_dim, "rope.scaling.finetuned": False,
+        "rope.dimension_count": 6, "expert_used_count": None, "block_count": len(kinds),
+        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+    }  # fmt: skip
+    return values | ({
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+        "expert_count": config["n_routed_experts"], "expert_shared_count": 1,
+        "expert_weights_norm": config["norm_topk_prob"],
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"],
+        "moe_latent_size": config["moe_latent_size"],
+    } if has_experts else {})  # fmt: skip
+
+
+def _nemotron_tensors(name: str, tensor: torch.Tensor, config: Config) -> Tensors:
+    name = re.sub(r"^model\.", "backbone.", name)
+    if ".mixer.experts." in name:
+        layer, _, rest = name.removeprefix("backbone.layers.").partition(".mixer.experts.")
+        return {f"model.layers.{layer}.mlp.experts.{rest}": tensor}
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    if "moe" in config["layers_block_type"]:
+        name = name.replace("dt_bias", "dt.bias")
+    return _space_tensors(name, tensor, config["n_groups"])
+
+
+def _qwen35_metadata(config: Config) -> Config:
+    get, heads = config.get, config["linear_num_value_heads"]
+    rope = config["rope_parameters"]
+    rotated = int(config["head_dim"] * rope.get("partial_rotary_factor", 0.25))
+    names = "linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads"
+    sizes = _space_metadata(config, names, "linear_num_value_heads")
+    return sizes | {
+        "ssm.inner_size": config["linear_value_head_dim"] * heads, "full_attention_interval": 4,
+        "rope.dimension_count": rotated, "rope.dimension_sections": [11, 11, 10, 0],
+        "expert_feed_forward_length": get("moe_intermediate_size"),
+        "expert_shared_feed_forward_length": get("shared_expert_intermediate_size"),
+    }  # fmt: skip
+
+
+def _next_tensors(name: str, tensor: torch.Tensor, config: Config) -> Tensors:
+    """What the converter of Qwen3-Next does; that of Qwen3.5 inherits it."""
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    if name.endswith("A_log"):
+        tensor = -torch.exp(tensor)
+    elif name.endswith("norm.weight") and "linear_attn" not in name:
+        tensor = tensor + 1
+    elif "conv1d" in name:
+        tensor = tensor.squeeze()
+    if "in_proj_qkvz" in name:
+        block, values = f"blk.{name.split('.')[2]}", heads // keys * value_dim
+        parts = tensor.unflatten(0, (keys, -1)).split([key_dim, key_dim, values, values], dim=1)
+        q, k, v, z = (part.flatten(0, 1) for part in parts)
+        return {f"{block}.attn_qkv.weight": torch.cat([q, k, v]), f"{block}.attn_gate.weight": z}
+    if name.endswith("mlp.experts.gate_up_proj"):
+        gate, up = tensor.chunk(2, dim=1)
+        above = name.removesuffix("gate_up_proj")
+        return {f"{above}gate_proj.weight": gate, f"{above}up_proj.weight": up}
+    if name.endswith("mlp.experts.down_proj"):
+        name = f"{name}.weight"
+    return {name.replace(".dt_bias", ".dt_proj.bias"): tensor}
+
+
+def _qwen35_tensors(name: str, tensor: torch.Tensor, config: Config) -> Tensors:
+    """The first head of values of each group of heads, then the second of each."""
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    size = config["linear_value_head_dim"]
+
+    def tiled(values: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+        parts = values.unflatten(dim, (keys, heads // keys, size))
+        return parts.transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+    if "linear_attn." in name and keys != heads:
+        if re.search(r"in_proj_qkv|conv1d", name):
+            before = 2 * keys * config["linear_key_head_dim"]
+            tensor = torch.cat([tensor[:before], tiled(tensor[before:], 0, size)])
+        elif "in_proj_z" in name:
+            tensor = tiled(tensor, 0, size)
+        elif re.search(r"in_proj_[ab]|A_log|dt_bias", name):
+            tensor = tiled(tensor, 0, 1)
+        elif "out_proj" in name:
+            tensor = tiled(tensor, 1, size)
+    return _next_tensors(name, tensor, config)
+
+
 LFM2 = Converter(_lfm2_metadata, _lfm2_tensors)
-CONVERTERS = {"lfm2": LFM2, "lfm2moe": LFM2}
+NEMOTRON = Converter(_nemotron_metadata, _nemotron_tensors)
+QWEN35 = Converter(_qwen35_metadata, _qwen35_tensors)
+CONVERTERS = {
+    "lfm2": LFM2, "lfm2moe": LFM2, "mamba2": Converter(_mamba2_metadata, _mamba2_tensors),
+    "granitehybrid": Converter(_granite_metadata, _granite_tensors),
+    "falcon-h1": Converter(_falcon_metadata, _falcon_tensors),
+    "nemotron_h": NEMOTRON, "nemotron_h_moe": NEMOTRON, "qwen35": QWEN35, "qwen35moe": QWEN35,
+    "qwen3next": Converter(_qwen35_metadata, _next_tensors),
+}  # fmt: skip
 
 
 def converted(tensors: Tensors, architecture: str, config: Config) -> Tensors:
     """The tensors of a file, by the names that it has for them. Experts are stacks."""
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(arch, 8)
     found: Tensors = {}
     for name, tensor in stacked(tensors).items():
         for there, value in CONVERTERS[architecture].convert(name, tensor, config).items():
@@ -112,9 +319,13 @@ SMALL = re.compile(r"norm|ssm_(a|d|conv1d)|shortconv\.conv|gate_inp")  # always 
 
 
 def write_file(
-    model: Path, architecture: str, kind: str = "F32", decoded: bool = False, **changes: Any
-) -> Path:
-    """The model as a GGUF file with matrices of this type, or the values of this type as F32."""
+    model: Path, architecture: str, kind: str = "F32", decoded: bool = False,
+    more: Tensors | None = None, **changes: Any,
+) -> Path:  # fmt: skip
+    """The model as a GGUF file with matrices of this type, or the values of this type as F32.
+
+    The file also has the tensors `more`, and `changes` in its metadata.
+    """
     config = json.loads((model / "config.json").read_text())
     file = model / f"{architecture} {kind} {decoded} {len(changes)}.gguf"
     writer = GGUFWriter(file, architecture)
@@ -122,7 +333,7 @@ def write_file(
     keys = {k if k.startswith("general.") else f"{architecture}.{k}": v for k, v in values.items()}
     add_metadata(writer, keys | tokenizer_metadata(model, "gpt-2"))
     tensors = load_file(model / "model.safetensors")
-    for name, tensor in converted(tensors, architecture, config).items():
+    for name, tensor in (converted(tensors, architecture, config) | (more or {})).items():
         is_matrix = tensor.dim() > 1 and not SMALL.search(name)
         stored = GGMLQuantizationType[kind if is_matrix else "F32"]
         data = gguf.quants.quantize(tensor.float().contiguous().numpy(), stored)
