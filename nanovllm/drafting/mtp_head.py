@@ -1,0 +1,147 @@
+"""MtpHead: the draft head that a checkpoint carries, in its tensors `mtp.*`.
+
+To guess the token at j + 2, it joins the embedding of the token at j + 1 and the model's output at
+position j, each normed, to one vector, and computes it by a decoder layer of the model's kind with
+full attention, and a norm. The model's own projection makes logits of the result, which also takes
+the place of the model's output at the next position.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from nanovllm.formats.names import Names
+from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.layers.backend import AttentionBackend, Backend
+from nanovllm.layers.block import Block
+from nanovllm.layers.context import Context, attending
+from nanovllm.layers.embed_head import VocabParallelEmbedding
+from nanovllm.layers.layer import Build
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models.decoder import CausalLM, Decoder, Model
+
+PREFIX = "mtp."
+
+
+@dataclass(frozen=True)
+class MtpNames(Names):
+    """The names of a head in the files of its model, in which all others are skipped."""
+
+    @classmethod
+    def like(cls, names: Names) -> "MtpNames":
+        """With the layers of a family's `names`."""
+        prefixes = {PREFIX: "model."}
+        return cls(names.fused, names.experts, prefixes, names.pieces, (), names.stores_fused)
+
+    def is_skipped(self, name: str) -> bool:
+        return not name.startswith(PREFIX)
+
+
+class DecodesOnly(AttentionBackend):
+    """Attention for a head: in prefills, which only store keys and values, it computes nothing."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+
+    def prefill(self, q: torch.Tensor, *others: object) -> torch.Tensor:
+        """The queries, in place of a result that nothing reads."""
+        del others
+        return q
+
+    def decode(self, q: torch.Tensor, kv: KVLayer, context: Context) -> torch.Tensor:
+        return self._backend.decode(q, kv, context)
+
+
+class MtpDecoder(Decoder):
+    """The head's layer and norms. Its input are the vectors that `join` makes."""
+
+    def __init__(
+        self,
+        make: Build,
+        block: Block,
+        norm: Callable[[], RMSNorm],
+        hidden_size: int,
+        ropes: Mapping[str, RotaryEmbedding],
+    ) -> None:
+        super().__init__(make, cast(Any, None), [block], norm(), ropes)
+        stored = make.formats.inside("model").of("fc")
+        self.fc = ReplicatedLinear(2 * hidden_size, hidden_size, weight_format=stored)
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(), norm()
+
+    def join(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Embeddings and states [T, hidden], as one [T, hidden]."""
+        normed = self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(states)
+        joined: torch.Tensor = self.fc(torch.cat(normed, dim=-1))
+        return joined
+
+    def embed(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        """The joined vectors, which `input_ids` are here."""
+        return input_ids
+
+
+class MtpHead(CausalLM):
+    """The head. Embedding and logits are the model's; the ranks split the layer as the model's."""
+
+    embed_tokens: VocabParallelEmbedding | None = None
+
+    def __init__(self, make: Build, decoder: MtpDecoder, model: CausalLM) -> None:
+        Model.__init__(self)
+        self.make, self.model, self.names = make, decoder, make.formats.names
+        self.hidden_size = decoder.fc.rank_part.num_rows
+        self._logits = model.compute_logits
+
+    @property
+    def decoder(self) -> MtpDecoder:
+        """The layer and norms."""
+        assert isinstance(self.model, MtpDecoder)
+        return self.model
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the head's own tensors."""
+        return sum(param.nbytes for param in self.parameters() if not param.is_meta)
+
+    def bind(self, backend: Backend, few_rows: bool = False) -> None:  # noqa: ARG002
+        """Set the kernels of all layers."""
+        Model.bind(self, backend)
+        for layer in self.attentions:
+            layer.attention_backend = DecodesOnly(layer.attention_backend)
+
+    def fuse(self, taken: list[torch.Tensor]) -> torch.Tensor:
+        """The model's output, which is all that was taken."""
+        (output,) = taken
+        return output
+
+    def guess(
+        self,
+        embedded: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normed outputs of states at positions [T] and the next tokens embedded, twice."""
+        joined = self.decoder.join(embedded, states)
+        normed: torch.Tensor = self.decoder(joined, positions, rows)[0]
+        return normed, normed
+
+    def store(
+        self,
+        embedded: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """Store the keys and values of positions, without attention."""
+        (block,) = self.decoder.layers
+        assert isinstance(block, Block)
+        x, _ = block.enter(self.decoder.join(embedded, states), None)
+        with attending([Context(True, slots)], []):
+            block.parts.mixer.mix(x, self.decoder.rotations(positions))
+
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The model's logits."""
+        return self._logits(hidden, out)
