@@ -6,7 +6,7 @@ full attention, and a norm. The model's own projection makes logits of the resul
 the place of the model's output at the next position.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,7 +19,6 @@ from nanovllm.layers.block import Block
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layer import Build
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.decoder import CausalLM, Decoder, Model
@@ -57,20 +56,21 @@ class DecodesOnly(AttentionBackend):
 
 
 class MtpDecoder(Decoder):
-    """The head's layer and norms. Its input are the vectors that `join` makes."""
+    """The head's layer, and norms of the same kind. Its input are the vectors that `join` makes.
+
+    It takes the layer and the last norm of a decoder that is made `like` the head's.
+    """
 
     def __init__(
-        self,
-        make: Build,
-        block: Block,
-        norm: Callable[[], RMSNorm],
-        hidden_size: int,
-        ropes: Mapping[str, RotaryEmbedding],
+        self, make: Build, like: Decoder, hidden_size: int, ropes: Mapping[str, RotaryEmbedding]
     ) -> None:
-        super().__init__(make, cast(Any, None), [block], norm(), ropes)
+        super().__init__(make, cast(Any, None), cast(Any, like.layers), like.norm, ropes)
         stored = make.formats.inside("model").of("fc")
         self.fc = ReplicatedLinear(2 * hidden_size, hidden_size, weight_format=stored)
-        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = norm(), norm()
+        kind, eps = type(like.norm), like.norm.eps
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = (
+            kind(hidden_size, eps) for _ in range(2)
+        )
 
     def join(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Embeddings and states [T, hidden], as one [T, hidden]."""

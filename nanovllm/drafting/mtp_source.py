@@ -17,9 +17,7 @@ from nanovllm.drafting.placed import made_on
 from nanovllm.engine.start.placement import Placement
 from nanovllm.formats.format import PLAIN_FORMATS, Formats
 from nanovllm.formats.names import Names
-from nanovllm.layers.cache_spec import TokenCache
 from nanovllm.layers.layer import Build
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models.checkpoint import fields_of, resolve_model
 from nanovllm.models.config import ModelConfig
@@ -28,6 +26,7 @@ from nanovllm.models.dummy import load_dummy
 from nanovllm.models.family import family_of
 from nanovllm.models.loader import InFile, load_model, read_weights
 from nanovllm.models.model_size import WeightBytes, head_bytes, layer_params, touched
+from nanovllm.models.parts import made_with
 from nanovllm.models.text_part import text_part
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.resources import memory_text
@@ -36,6 +35,7 @@ logger = logging.getLogger("nanovllm")
 
 NUM_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # in a model's config.json
 OWN_TABLE = "mtp_use_dedicated_embeddings"
+FEW_TOKENS = 256  # of a model that is made for its layer alone
 SUPPORTED = "those of Qwen3-Next and Qwen3.5 are"
 
 
@@ -78,17 +78,21 @@ def own_files(path: Path) -> Iterator[dict[str, InFile]]:
 
 def make_head(config: ModelConfig, model: CausalLM, make: Build) -> MtpHead:
     """The head of a model, with parameters that are not filled."""
+    decoder = made_with(one_layer(config), make).model
+    ropes: Any = model.model.ropes
+    return MtpHead(make, MtpDecoder(make, decoder, config.hidden_size, ropes), model)
+
+
+def one_layer(config: ModelConfig) -> ModelConfig:
+    """The config of a model that has only the head's layer, and few tokens."""
     family = family_of(config.architecture, config.family)
-    assert family.draft_block is not None
-    decoder = model.model
-
-    def norm() -> RMSNorm:
-        """A norm of the kind that the model has at its end."""
-        return type(decoder.norm)(config.hidden_size, decoder.norm.eps)
-
-    block = family.draft_block(config, make.inside("model").inside("layers.0"))
-    ropes: Any = decoder.ropes
-    return MtpHead(make, MtpDecoder(make, block, norm, config.hidden_size, ropes), model)
+    assert family.draft_layer is not None
+    like: ModelConfig = family.draft_layer(config)
+    vocab_size = min(config.vocab_size, FEW_TOKENS)
+    return replace(
+        like, num_hidden_layers=1, sliding_windows=(None,), rotated_layers=(True,),
+        vocab_size=vocab_size,
+    )  # fmt: skip
 
 
 def head_formats(config: ModelConfig, path: Path, has_files: bool) -> Formats:
@@ -106,9 +110,8 @@ def head_formats(config: ModelConfig, path: Path, has_files: bool) -> Formats:
 
 def draft_bytes(config: ModelConfig, placement: Placement) -> float:
     """The bytes of weights that a draft reads, on all ranks together."""
-    attending = [layer for layer in config.layers if isinstance(layer.cache, TokenCache)]
-    sizes = WeightBytes(placement.dtype.itemsize, config.quantization)
-    own = layer_params(attending[-1], touched(1)) + 2 * config.hidden_size**2
+    (layer,), sizes = one_layer(config).layers, WeightBytes(placement.dtype.itemsize)
+    own = layer_params(layer, touched(1)) + 2 * config.hidden_size**2
     return own * sizes.itemsize + head_bytes(config, sizes)
 
 
@@ -131,7 +134,7 @@ def _check_head(fields: Mapping[str, Any], config: ModelConfig) -> None:
     name, number = counts[0] if counts else (NUM_LAYERS[0], None)
     if number is not None:
         check_int(name, number, 0)
-    if family_of(config.architecture, config.family).draft_block is None:
+    if family_of(config.architecture, config.family).draft_layer is None:
         what = f"the draft head of {config.architecture} ({name}={number}) is not supported"
         if not number:
             what = f"{config.architecture} has no draft head"

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from nanovllm.formats.names import USUAL_NAMES, Names
 
 if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
-    from nanovllm.layers.block import Block
     from nanovllm.layers.layer import Build
     from nanovllm.models.decoder import CausalLM
 
@@ -25,14 +24,14 @@ class Family(Generic[ConfigT]):
     `read` makes a `ModelConfig`, or a subclass of it, from the fields of a `config.json`. It raises
     a ValueError that names the field for a value that it does not support. `build` makes the model
     from that config, without values in its parameters; if it is None, the model has the form of
-    Llama. `names` says what checkpoints call the tensors. `draft_block` makes the layer of the
-    draft head that checkpoints carry.
+    Llama. `names` says what checkpoints call the tensors. `draft_layer` changes a config so that
+    layer 0 is that of the draft head which checkpoints carry.
     """
 
     read: Callable[[Mapping[str, Any]], ConfigT]
     build: "Callable[[ConfigT, Build], CausalLM] | None" = None
     names: Names = USUAL_NAMES
-    draft_block: "Callable[[ConfigT, Build], Block] | None" = None
+    draft_layer: Callable[[ConfigT], ConfigT] | None = None
 
 
 # The modules of this package's families. Each has a `FAMILY`.
