@@ -17,6 +17,7 @@ from nanovllm.layers.linear import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from nanovllm.layers.row_order import RowOrdered
 
 
 class FileOrder(ABC):
@@ -128,7 +129,9 @@ class OrderedRows(Ordered, RowParallelLinear):
 
 
 def outputs_of(layer: nn.Module, projections: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
-    """Rows for a layer's outputs, from the order of the files that have all its projections."""
+    """Rows for the outputs of some projections of a layer, from the order of files."""
+    if isinstance(layer, RowOrdered):
+        return layer.outputs(projections, rows)
     if isinstance(layer, Ordered) and len(projections) == len(layer.rank_part.sizes):
         return layer.order.outputs(rows)
     return rows

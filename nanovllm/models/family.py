@@ -54,6 +54,7 @@ MODELS: Mapping[str, str] = {
     "Gemma4ForCausalLM": "gemma4", "Gemma4ForConditionalGeneration": "gemma4_conditional",
     "GptOssForCausalLM": "gpt_oss", "GemmaForCausalLM": "gemma", "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3", "Gemma3ForConditionalGeneration": "gemma3_conditional",
+    "Qwen3_5ForCausalLM": "qwen3_5",
 }  # fmt: skip
 # Families from outside of this package, which `outside.py` registers. A family that another process
 # has registered and that cannot be imported here is an empty string.

@@ -8,6 +8,7 @@ from families import (
     gemma3n,
     gemma4,
     gpt_oss,
+    hybrids,
     layer_norms,
     usual,
 )
@@ -22,6 +23,7 @@ SAMPLES: dict[str, Sample] = {
     **gemma3n.SAMPLES,
     **gemma4.SAMPLES,
     **gpt_oss.SAMPLES,
+    **hybrids.SAMPLES,
 }
 PUBLISHED: dict[str, Published] = {
     **usual.PUBLISHED,
@@ -32,4 +34,5 @@ PUBLISHED: dict[str, Published] = {
     **gemma3n.PUBLISHED,
     **gemma4.PUBLISHED,
     **gpt_oss.PUBLISHED,
+    **hybrids.PUBLISHED,
 }

@@ -1,0 +1,104 @@
+"""GatedDeltaNet: a mixer with a memory of values by keys for each head, which forgets and corrects.
+
+A short convolution mixes the tokens' queries, keys and values; then the gated delta rule writes the
+values, and reads them. `kernels/plain/gated_delta.py` defines it.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.formats.stored import Loaded, copy_into
+from nanovllm.kernels.operands.rates import DeltaRates
+from nanovllm.kernels.table import PLAIN, Kernels, Rounding
+from nanovllm.layers.backend import Backend
+from nanovllm.layers.context import state_step
+from nanovllm.layers.delta_sizes import KINDS, DeltaNames, DeltaSizes
+from nanovllm.layers.gated_norm import GatedNorm
+from nanovllm.layers.layer import Build, Layer
+from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.mixer import Ropes
+from nanovllm.layers.row_order import RowOrdered, rows_of_kinds
+from nanovllm.layers.short_conv import ShortConv
+from nanovllm.layers.state_mixer import StateMixer
+
+
+class InProjection(RowOrdered, MergedColumnParallelLinear):
+    """All projections of a token's hidden state as one matrix: a rank has rows of each kind."""
+
+
+class GatedDeltaNet(StateMixer, Layer):
+    """The gated delta rule between projections; its heads' outputs are normalized, with a gate.
+
+    The ranks divide the heads. The rates `A_log` and `dt_bias` are float32, as kernels read them.
+    A head learns by at most `most`: with 2, a memory can change its sign.
+    """
+
+    kernels: Kernels = PLAIN
+    initial = 0.0
+
+    def __init__(
+        self, make: Build, hidden_size: int, sizes: DeltaSizes, names: DeltaNames, eps: float,
+        *, most: float = 1.0,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        ranks, self.most = make.ranks, most
+        self.num_heads, self.own = sizes.heads, ranks.equal_slice(sizes.heads)
+        here = sizes.part(ranks.size)
+        self.sizes = [here.conv_size, here.values, here.heads, here.heads]  # qkv, z, b, a
+        self.in_proj = _in_projection(make, hidden_size, sizes, names)
+        self.conv1d = ShortConv((sizes.keys, sizes.keys, sizes.values), sizes.width, ranks)
+        self.A_log, self.dt_bias = (
+            nn.Parameter(torch.empty(here.heads, dtype=torch.float32), requires_grad=False)
+            for _ in range(2)
+        )
+        norm = GatedNorm(sizes.value_dim, eps)
+        out_proj = RowParallelLinear(
+            sizes.values, hidden_size, ranks=ranks, weight_format=make.formats.of(names.out_proj)
+        )
+        self.add_module(names.norm, norm)
+        self.add_module(names.out_proj, out_proj)
+        self.last = norm, out_proj
+        self.cache = here.state
+
+    def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
+        """Fill the rates of this rank's heads."""
+        assert shard_id is None
+        copy_into(param, loaded, (self.num_heads,), (self.own,))
+
+    def whole_shape(self, param: nn.Parameter, shard_id: int | None) -> tuple[int, ...]:  # noqa: ARG002
+        return (self.num_heads,)
+
+    def bind(self, backend: Backend) -> None:
+        self.kernels = backend.kernels
+
+    def rounding(self, x: torch.Tensor) -> Rounding | None:
+        return self.in_proj.rounding(x)
+
+    def mix(self, x: Any, ropes: Ropes) -> torch.Tensor:  # noqa: ARG002
+        conv_states, memories = self.states
+        qkv, gate, b, a = torch.split(self.in_proj(x), self.sizes, dim=1)
+        mixed = self.conv1d(qkv, conv_states)
+        rates = DeltaRates(self.A_log, self.dt_bias, self.most)
+        out = self.kernels.gated_delta(mixed, a, b, rates, memories, state_step())
+        normed: torch.Tensor = self.last[0](out.flatten(1), gate)
+        return normed
+
+    def project(self, mixed: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last[1](mixed)
+        return out
+
+
+def _in_projection(
+    make: Build, hidden_size: int, sizes: DeltaSizes, names: DeltaNames
+) -> InProjection:
+    """The projections. On each rank, their rows are in the order of `KINDS`."""
+    assert "".join(names.projections.values()) == KINDS
+    tensors = [sizes.rows(kinds) for kinds in names.projections.values()]
+    groups, num_ranks = sizes.key_heads if names.by_key_head else 1, make.ranks.size
+    orders = {i: rows_of_kinds(rows, num_ranks, groups) for i, rows in enumerate(tensors)}
+    return InProjection(
+        hidden_size, [sum(rows) for rows in tensors], ranks=make.ranks,
+        weight_format=make.formats.of("in_proj"), orders=orders,
+    )  # fmt: skip
