@@ -1,11 +1,10 @@
 """RowOrdered: a linear layer with projections that files store with their rows in another order.
 
-A rank's rows of a projection are together in the layer's order: the rows of all its kinds, such as
-queries, keys and values. Weights can be stored in any format that has rows.
+A rank has a part of each kind of rows, such as queries and gates; in the layer's order, the rows of
+a rank are together. Weights can be stored in any format that has rows.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,108 +13,77 @@ from torch import nn
 from nanovllm.formats.stored import Loaded, RankPart, Stored, StoredTensor
 from nanovllm.layers.linear import LinearBase
 
-Runs = Sequence[slice]  # the rows of files, in the layer's order
-
 
 def rows_of_kinds(
     sizes: Sequence[int], num_ranks: int, num_groups: int = 1, order: Sequence[int] | None = None
-) -> Runs:
-    """The rows of a projection that has `sizes` rows of each kind, for `num_ranks` ranks.
+) -> torch.Tensor:
+    """The row in files of each row of a projection that has `sizes` rows of each kind.
 
     Files have groups, each with an equal part of every kind. The layer has the rows of the first
-    rank, then those of the next; a rank has an equal part of each kind, in the given `order`.
+    rank, then those of the next; each has an equal part of every kind, in the given `order`.
     """
-    parts = [size // num_groups for size in sizes]  # of each kind, in a group
-    firsts = [*accumulate(parts, initial=0)]
-    runs: list[slice] = []
-    for rank in range(num_ranks):
-        for kind in order or range(len(sizes)):
-            part, stop = parts[kind], sizes[kind] * (rank + 1) // num_ranks
-            row = sizes[kind] * rank // num_ranks
-            while row < stop:
-                group, inside = divmod(row, part)
-                count = min(stop - row, part - inside)
-                first = group * firsts[-1] + firsts[kind] + inside
-                _append(runs, slice(first, first + count))
-                row += count
-    return runs
-
-
-def _append(runs: list[slice], run: slice) -> None:
-    """Append a run, or let it extend the last one."""
-    if runs and runs[-1].stop == run.start:
-        run = slice(runs.pop().start, run.stop)
-    runs.append(run)
+    groups = torch.arange(sum(sizes), device="cpu").view(num_groups, -1)
+    parts = torch.split(groups, [size // num_groups for size in sizes], dim=1)
+    kinds = [part.flatten().chunk(num_ranks) for part in parts]
+    chosen = order or range(len(kinds))
+    return torch.cat([kinds[kind][rank] for rank in range(num_ranks) for kind in chosen])
 
 
 class RowOrdered(LinearBase):
     """A linear layer in which some projections have the rows of files in another order.
 
-    `orders` has the rows of these projections, by their indices.
+    `orders` has the row in files of each row of these projections, by their indices.
     """
 
-    def __init__(self, *args: Any, orders: Mapping[int, Runs], **options: Any) -> None:
+    def __init__(self, *args: Any, orders: Mapping[int, torch.Tensor], **options: Any) -> None:
         super().__init__(*args, **options)
         self.orders = orders
 
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
         assert isinstance(param, StoredTensor)
         stored, dim = param.stored, param.stored.rows_dim
-        shown = param.rank_part.projections(stored, shard_id)
-        runs = self.runs(param.rank_part, shown)
-        if dim is not None and len(runs) > 1:
-            loaded = _Rows(loaded, dim, _in_units(runs, stored))
+        rows = self._rows(param.rank_part, stored, shard_id)
+        if dim is not None and not torch.equal(rows, torch.arange(len(rows), device="cpu")):
+            loaded = _Rows(loaded, dim, _elements(rows, stored.row_unit))
         super().weight_loader(param, loaded, shard_id)
-
-    def runs(self, part: RankPart, projections: Sequence[int]) -> Runs:
-        """The rows of these projections in a tensor that joins them as files do."""
-        runs: list[slice] = []
-        firsts = accumulate((part.sizes[i] for i in projections), initial=0)
-        for first, i in zip(firsts, projections, strict=False):
-            for run in self.orders.get(i, [slice(0, part.sizes[i])]):
-                _append(runs, slice(first + run.start, first + run.stop))
-        return runs
 
     def outputs(self, projections: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
         """Rows for the outputs of some projections, from the order of files."""
-        return torch.cat([rows[run] for run in self.runs(self.rank_part, projections)])
+        return rows[self._joined(self.rank_part, projections)]
+
+    def _rows(self, part: RankPart, stored: Stored, shard_id: int | None) -> torch.Tensor:
+        """The rows of a tensor's projections, in the tensor."""
+        return self._joined(part, part.projections(stored, shard_id))
+
+    def _joined(self, part: RankPart, projections: Sequence[int]) -> torch.Tensor:
+        """The rows of these projections in a tensor that joins them as files do."""
+        first, joined = 0, []
+        for i in projections:
+            size = part.sizes[i]
+            rows = self.orders[i] if i in self.orders else torch.arange(size, device="cpu")
+            joined.append(first + rows)
+            first += size
+        return torch.cat(joined)
 
 
-def _in_units(runs: Runs, stored: Stored) -> Runs:
-    """The elements of a tensor's axis that belong to these rows."""
-    unit = stored.row_unit
-    if any(run.start % unit or run.stop % unit for run in runs):
-        raise ValueError(f"blocks of {unit} rows, but heads whose rows do not begin with a block")
-    return [slice(run.start // unit, run.stop // unit) for run in runs]
+def _elements(rows: torch.Tensor, unit: int) -> torch.Tensor:
+    """The elements of an axis of `unit` rows each, in the order of these rows."""
+    firsts = rows[::unit]
+    blocks = firsts[:, None] + torch.arange(unit, device="cpu")
+    if bool((firsts % unit).any()) or not torch.equal(blocks.flatten()[: len(rows)], rows):
+        raise ValueError(f"blocks of {unit} rows that hold rows of several heads")
+    return firsts // unit
 
 
 class _Rows:
-    """A tensor with the parts `runs` of the dimension `dim` one after the other."""
+    """A tensor with the elements of dimension `dim` in another order."""
 
-    def __init__(self, loaded: Loaded, dim: int, runs: Runs) -> None:
-        self._loaded, self._dim, self._runs = loaded, dim, runs
+    def __init__(self, loaded: Loaded, dim: int, elements: torch.Tensor) -> None:
+        self._loaded, self._dim, self._elements = loaded, dim, elements
         self.shape = tuple(loaded.shape)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        given = index if isinstance(index, tuple) else (index,)
-        places = [*given, *[slice(None)] * (self._dim + 1 - len(given))]
-        start, stop, _ = places[self._dim].indices(self.shape[self._dim])
-        parts = []
-        for run in _between(self._runs, start, stop):
-            places[self._dim] = run
-            parts.append(self._loaded[tuple(places)])
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self._dim)
-
-
-def _between(runs: Runs, start: int, stop: int) -> Iterator[slice]:
-    """The runs of the rows `start` to `stop` of the layer's order; one that is empty for none."""
-    first, found = 0, False
-    for run in runs:
-        last = first + run.stop - run.start
-        begin, end = max(start, first), min(stop, last)
-        if begin < end:
-            yield slice(run.start + begin - first, run.start + end - first)
-            found = True
-        first = last
-    if not found:
-        yield slice(0, 0)
+        places = [*(index if isinstance(index, tuple) else (index,))]
+        places += [slice(None)] * (self._dim + 1 - len(places))
+        places[self._dim] = self._elements[places[self._dim]]
+        return self._loaded[tuple(places)]

@@ -46,8 +46,10 @@ class ShortConv(Layer):
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
         """Fill this rank's filters, or their biases."""
         check_shape(loaded, self.whole_shape(param, shard_id))
-        parts = [loaded[part] for part in self.own]
-        param.copy_(torch.cat(parts).view(param.shape))
+        target = param if param.dim() == 1 else param.unsqueeze(1)
+        lengths = [part.stop - part.start for part in self.own]
+        for piece, part in zip(torch.split(target, lengths), self.own, strict=True):
+            piece.copy_(loaded[part])
 
     def whole_shape(self, param: nn.Parameter, shard_id: int | None) -> tuple[int, ...]:
         assert shard_id is None
