@@ -176,7 +176,8 @@ class HeadGuesser(ModelGuesser):
         """Store the keys of a prefill's tokens, and keep the states that the first guess reads.
 
         The next token after each prompt is not known yet: the last token's keys are stored again
-        later. A sequence that was decoded before keeps its new positions, and has one more.
+        later. A sequence that was decoded before keeps its new positions, and has one more. One that
+        draws nothing may be decoded next: only its last known token is left.
         """
         assert context.cu_seqlens_q is not None
         tokens = PrefillTokens.upload(inputs, input_ids.device)
@@ -194,7 +195,9 @@ class HeadGuesser(ModelGuesser):
         index = gap.where(follows, 0)
         before = (index - 1).clamp(min=0)
         table.drafts.recent[samples, before] = input_ids[tokens.sampled].int()
-        kept.counts.index_fill_(0, tokens.rows, 0)
+        rows, ends = tokens.rows, last[: len(tokens.rows)]  # a warm-up may have no rows
+        kept.states[rows, 0], kept.first[rows] = fused[ends], positions[ends].int()
+        kept.counts.index_fill_(0, rows, 1)
         kept.states[samples, index] = fused[tokens.sampled]
         kept.first[samples] = (here - index).int()
         kept.counts[samples] = (index + 1).int()

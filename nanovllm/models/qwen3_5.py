@@ -114,4 +114,9 @@ def build(
     return CausalLM(make, decoder, parts.head(config, make, embedding))
 
 
-FAMILY = Family(read, build, NAMES)
+def draft_layer(config: GatedConfig) -> GatedConfig:
+    """Layers with attention, as in the draft head."""
+    return replace(config, linear_layers=frozenset())
+
+
+FAMILY = Family(read, build, NAMES, draft_layer)
