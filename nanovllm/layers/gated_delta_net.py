@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.formats.stored import Loaded, copy_into
+from nanovllm.formats.stored import Loaded, check_shape, copy_into
 from nanovllm.kernels.operands.rates import DeltaRates
 from nanovllm.kernels.table import PLAIN, Kernels, Rounding
 from nanovllm.layers.backend import Backend
@@ -19,6 +19,7 @@ from nanovllm.layers.gated_norm import GatedNorm
 from nanovllm.layers.layer import Build, Layer
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.mixer import Ropes
+from nanovllm.layers.ranks import Ranks
 from nanovllm.layers.row_order import RowOrdered, rows_of_kinds
 from nanovllm.layers.short_conv import ShortConv
 from nanovllm.layers.state_mixer import StateMixer
@@ -26,6 +27,40 @@ from nanovllm.layers.state_mixer import StateMixer
 
 class InProjection(RowOrdered, MergedColumnParallelLinear):
     """All projections of a token's hidden state as one matrix: a rank has rows of each kind."""
+
+
+class DeltaConv(ShortConv):
+    """Files have the filters of queries, keys and values as one tensor, or as three.
+
+    transformers saves three equal parts of the one tensor.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], width: int, ranks: Ranks) -> None:
+        super().__init__(sizes, width, ranks)
+        self.sizes = sizes
+
+    def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
+        if shard_id is None:
+            super().weight_loader(param, loaded, None)
+            return
+        size, first = loaded.shape[0], sum(self.sizes[:shard_id])
+        if size * len(self.sizes) == self.num_channels:
+            first = shard_id * size
+        else:
+            check_shape(loaded, self.whole_shape(param, shard_id))
+        row = 0
+        for own in self.own:
+            start, stop = max(own.start, first), min(own.stop, first + size)
+            if start < stop:
+                here = row + start - own.start
+                piece = param.unsqueeze(1)[here : here + stop - start]
+                piece.copy_(loaded[start - first : stop - first])
+            row += own.stop - own.start
+
+    def whole_shape(self, param: nn.Parameter, shard_id: int | None) -> tuple[int, ...]:
+        if shard_id is None:
+            return super().whole_shape(param, None)
+        return self.sizes[shard_id], 1, self.width
 
 
 class GatedDeltaNet(StateMixer, Layer):
@@ -48,7 +83,7 @@ class GatedDeltaNet(StateMixer, Layer):
         here = sizes.part(ranks.size)
         self.sizes = [here.conv_size, here.values, here.heads, here.heads]  # qkv, z, b, a
         self.in_proj = _in_projection(make, hidden_size, sizes, names)
-        self.conv1d = ShortConv((sizes.keys, sizes.keys, sizes.values), sizes.width, ranks)
+        self.conv1d = DeltaConv((sizes.keys, sizes.keys, sizes.values), sizes.width, ranks)
         self.A_log, self.dt_bias = (
             nn.Parameter(torch.empty(here.heads, dtype=torch.float32), requires_grad=False)
             for _ in range(2)

@@ -54,7 +54,10 @@ MODELS: Mapping[str, str] = {
     "Gemma4ForCausalLM": "gemma4", "Gemma4ForConditionalGeneration": "gemma4_conditional",
     "GptOssForCausalLM": "gpt_oss", "GemmaForCausalLM": "gemma", "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3", "Gemma3ForConditionalGeneration": "gemma3_conditional",
-    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5ForCausalLM": "qwen3_5", "Qwen3_5ForConditionalGeneration": "qwen3_5_conditional",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_conditional",
+    "Qwen3NextForCausalLM": "qwen3_next", "OlmoHybridForCausalLM": "olmo_hybrid",
 }  # fmt: skip
 # Families from outside of this package, which `outside.py` registers. A family that another process
 # has registered and that cannot be imported here is an empty string.

@@ -31,6 +31,9 @@ TENSORS = DeltaNames(
 )  # fmt: skip
 DRAFTS = "mtp."  # the layers that predict later tokens
 NAMES = Names(fused={**FUSED, "in_proj": tuple(TENSORS.projections)}, skipped=(DRAFTS,))
+WHOLE_NAMES = replace(  # of the files of a model that also sees
+    NAMES, prefixes={"model.language_model.": "model."}, skipped=(DRAFTS, "model.visual.")
+)
 ROPES = ("rope_parameters", "rope_scaling")
 # How positions in images are divided among the rotated elements. Those of text are equal.
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
