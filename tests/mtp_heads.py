@@ -27,13 +27,14 @@ def add_head(path: Path, *, seed: int = 1, is_good: bool = False, little: float 
     generator = torch.Generator().manual_seed(seed)
     (of_layer, *_) = sorted(name for name in weights if ".self_attn.q_proj." in name)
     layer = of_layer.partition("self_attn")[0]
-    hidden = weights["model.norm.weight"].numel()
+    norm = weights[f"{layer.partition('layers.')[0]}norm.weight"]
+    hidden = norm.numel()
     head = {"fc": torch.randn(hidden, 2 * hidden, generator=generator) * 0.2}
     for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
         head[name] = torch.rand(hidden, generator=generator) - 0.5
     if is_good:
         head["fc"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
-        head["norm"] = weights["model.norm.weight"].clone()
+        head["norm"] = norm.clone()
         head["pre_fc_norm_embedding"] = torch.zeros(hidden)
     tensors = {f"mtp.{name}.weight": tensor for name, tensor in head.items()}
     for name, tensor in weights.items():
@@ -56,18 +57,21 @@ class Definition:
     def __init__(self, path: Path, scratch: Path) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(path).float().eval()
         self.weights = load_file(path / FILE)
-        decoder = self.model.model
-        self.index = next(
-            i for i, layer in enumerate(decoder.layers) if hasattr(layer, "self_attn")
-        )
+        layers = enumerate(self.decoder_of(self.model).layers)
+        self.index = next(i for i, layer in layers if hasattr(layer, "self_attn"))
         self.layer = self._layer(path, scratch)
-        self.norm_of = type(decoder.norm)
+
+    @staticmethod
+    def decoder_of(model: Any) -> Any:
+        """The text model of a model that may also see."""
+        return getattr(model.model, "language_model", model.model)
 
     def _layer(self, path: Path, scratch: Path) -> Any:
         """The head's layer: transformers reads it in place of the model's own one."""
         scratch.mkdir()
         (scratch / "config.json").write_bytes((path / "config.json").read_bytes())
-        own, there = "mtp.layers.0.", f"model.layers.{self.index}."
+        of_layer = next(name for name in self.weights if f".layers.{self.index}." in name)
+        own, there = "mtp.layers.0.", f"{of_layer.partition('layers.')[0]}layers.{self.index}."
         weights = {
             name: self.weights[own + name.removeprefix(there)] if name.startswith(there) else tensor
             for name, tensor in self.weights.items()
@@ -75,10 +79,12 @@ class Definition:
         }
         save_file(weights, scratch / FILE)
         other: Any = AutoModelForCausalLM.from_pretrained(scratch).float().eval()
-        return other.model.layers[self.index]
+        return self.decoder_of(other).layers[self.index]
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.model.config.rms_norm_eps)
+        scale = torch.rsqrt(
+            x.square().mean(-1, keepdim=True) + self.model.config.get_text_config().rms_norm_eps
+        )
         return x * scale * (1 + self.weights[f"mtp.{name}.weight"].float())
 
     def outputs(self, tokens: list[int]) -> torch.Tensor:
@@ -96,7 +102,7 @@ class Definition:
         x = F.linear(torch.cat(both, dim=-1), self.weights["mtp.fc.weight"].float())[None]
         positions = torch.arange(len(next_ids))[None]
         mask = torch.full((len(next_ids),) * 2, -torch.inf).triu(1)[None, None]
-        rope = self.model.model.rotary_emb(x, positions)
+        rope = self.decoder_of(self.model).rotary_emb(x, positions)
         out = self.layer(x, position_embeddings=rope, attention_mask=mask, position_ids=positions)
         out = self._norm((out[0] if isinstance(out, tuple) else out)[0], "norm")
         return int(self.model.lm_head(out[-1]).argmax()), out

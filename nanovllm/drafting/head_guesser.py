@@ -176,8 +176,8 @@ class HeadGuesser(ModelGuesser):
         """Store the keys of a prefill's tokens, and keep the states that the first guess reads.
 
         The next token after each prompt is not known yet: the last token's keys are stored again
-        later. A sequence that was decoded before keeps its new positions, and has one more. One that
-        draws nothing may be decoded next: only its last known token is left.
+        later. A sequence that was decoded before keeps its new positions, and has one more. One
+        that draws nothing may be decoded next, if only its last token is left.
         """
         assert context.cu_seqlens_q is not None
         tokens = PrefillTokens.upload(inputs, input_ids.device)

@@ -118,7 +118,7 @@ def build(
 
 
 def draft_layer(config: GatedConfig) -> GatedConfig:
-    """Layers with attention, as in the draft head."""
+    """With attention in layer 0, as in the draft head."""
     return replace(config, linear_layers=frozenset())
 
 

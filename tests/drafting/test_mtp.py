@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
 FAMILIES = [name for name in SAMPLES if name.startswith(("Qwen3.5", "Qwen3-Next"))]
 MTP: dict[str, Any] = dict(method="mtp", num_speculative_tokens=3)
-PROMPTS = make_prompts()[:24]
+PROMPTS = make_prompts()[:20]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 SAMPLED = [
     SamplingParams(**dict(max_tokens=20) | (PARAMS + READERS)[i % 20] | dict(seed=i))
@@ -101,30 +101,25 @@ class Recorder:
                 self.guessed.append((length + 1, int(table.tokens[row]), known))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        dict(max_num_batched_tokens=7, attention_backend="torch"),
-        dict(SMALL_POOL, max_num_batched_tokens=16, num_kvcache_blocks=14),
-        dict(tensor_parallel_size=2),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("is_good", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+CASES: list[tuple[str, bool, dict[str, Any]]] = [
+    *((name, False, {}) for name in FAMILIES),
+    ("Qwen3.5", True, {}),
+    ("Qwen3.5", False, dict(max_num_batched_tokens=7, attention_backend="torch")),
+    ("Qwen3.5", True, dict(SMALL_POOL, max_num_batched_tokens=16, num_kvcache_blocks=14)),
+    ("Qwen3.5", False, dict(SMALL_POOL, max_num_batched_tokens=16, num_kvcache_blocks=14)),
+    ("Qwen3.5 experts", False, dict(tensor_parallel_size=2)),
+]
+
+
+@pytest.mark.parametrize(("name", "is_good", "options"), CASES, ids=str)
 def test_drafts_are_those_of_the_definition(
-    name: str,
-    is_good: bool,
-    options: dict[str, Any],
-    models: Callable[[str, bool], Answers],
-    tmp_path: Path,
+    name: str, is_good: bool, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Of prompts in chunks, after preemptions, and after any number of accepted drafts.
 
     Without cached prefixes: the last position of one may be another sequence's.
     """
-    path = models(name, is_good).path
+    path = add_head(write(tmp_path / "model", SAMPLES[name]), is_good=is_good)
     prompts = [[7 * i % (251 - n) for i in range(n)] for n in (2, 5, 20, 33)]
     with make_eager(path, MTP, enable_prefix_caching=False, **options) as llm:
         recorder = Recorder(llm)
@@ -139,13 +134,14 @@ def test_drafts_are_those_of_the_definition(
         expected = [definition.drafts(tokens, 3)[: len(drafts)] for tokens in known]
         assert drafts in expected
         seen |= {*drafts}
-    assert len(recorder.guessed) > 20 and len(seen) > 20
+    assert len(recorder.guessed) > 20 and len(seen) > 10
 
 
 @pytest.mark.sampled(share=0.4)
+@pytest.mark.slow
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("is_good", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["Qwen3.5", "Qwen3-Next"])
 def test_outputs_are_those_without_drafts(
     name: str, is_good: bool, regime: str, models: Callable[[str, bool], Answers]
 ) -> None:
@@ -157,7 +153,8 @@ def test_outputs_are_those_without_drafts(
             audit_at_rest(llm)
         at = drafting_of(llm).accepted_at
         assert llm.stats().drafted_tokens > 50
-        assert not is_good or all(at) and llm.stats().accepted_tokens < llm.stats().drafted_tokens
+        if is_good:
+            assert all(at) and llm.stats().accepted_tokens < llm.stats().drafted_tokens
 
 
 @pytest.mark.parametrize("number", [1, 2, 7])
