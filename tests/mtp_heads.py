@@ -33,7 +33,7 @@ def add_head(path: Path, *, seed: int = 1, is_good: bool = False, little: float 
     for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
         head[name] = torch.rand(hidden, generator=generator) - 0.5
     if is_good:
-        head["fc"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+        head["fc"] = torch.eye(hidden, 2 * hidden) + 0.005 * head["fc"]
         head["norm"] = norm.clone()
         head["pre_fc_norm_embedding"] = torch.zeros(hidden)
     tensors = {f"mtp.{name}.weight": tensor for name, tensor in head.items()}

@@ -7,7 +7,7 @@ the place of the model's output at the next position.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -20,10 +20,15 @@ from nanovllm.layers.context import Context, attending
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layer import Build
 from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.ranks import Ranks
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM, Decoder, Model
+from nanovllm.models.family import family_of
+from nanovllm.models.parts import made_with
 
 PREFIX = "mtp."
+FEW_TOKENS = 256  # of a model that is made for its layer alone
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,18 @@ class MtpNames(Names):
 
     def is_skipped(self, name: str) -> bool:
         return not name.startswith(PREFIX)
+
+
+def one_layer(config: ModelConfig) -> ModelConfig:
+    """The config of a model that has only the head's layer, and few tokens."""
+    family = family_of(config.architecture, config.family)
+    assert family.draft_layer is not None
+    like: ModelConfig = family.draft_layer(config)
+    vocab_size = min(config.vocab_size, FEW_TOKENS)
+    return replace(
+        like, num_hidden_layers=1, sliding_windows=(None,), rotated_layers=(True,),
+        vocab_size=vocab_size,
+    )  # fmt: skip
 
 
 class DecodesOnly(AttentionBackend):
@@ -87,12 +104,19 @@ class MtpHead(CausalLM):
     """The head. Embedding and logits are the model's; the ranks split the layer as the model's."""
 
     embed_tokens: VocabParallelEmbedding | None = None
+    prefix = PREFIX
 
-    def __init__(self, make: Build, decoder: MtpDecoder, model: CausalLM) -> None:
+    def __init__(self, config: ModelConfig, model: CausalLM, make: Build) -> None:
         Model.__init__(self)
-        self.make, self.model, self.names = make, decoder, make.formats.names
-        self.hidden_size = decoder.fc.rank_part.num_rows
-        self._logits = model.compute_logits
+        like, ropes = made_with(one_layer(config), make).model, cast(Any, model.model.ropes)
+        self.hidden_size = config.hidden_size
+        self.model = MtpDecoder(make, like, config.hidden_size, ropes)
+        self.make, self.names = make, make.formats.names
+        self._made_of = config, model
+
+    def blank(self, ranks: Ranks) -> "MtpHead":
+        """The head for other ranks, before loading."""
+        return MtpHead(*self._made_of, replace(self.make, ranks=ranks))
 
     @property
     def decoder(self) -> MtpDecoder:
@@ -144,4 +168,4 @@ class MtpHead(CausalLM):
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The model's logits."""
-        return self._logits(hidden, out)
+        return self._made_of[1].compute_logits(hidden, out)

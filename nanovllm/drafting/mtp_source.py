@@ -1,8 +1,10 @@
 """MtpSource: the draft head in a model's own files, found and checked, which ranks can load."""
 
 import logging
+import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,12 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.drafting.head_guesser import HeadGuesser
-from nanovllm.drafting.mtp_head import PREFIX, MtpDecoder, MtpHead, MtpNames
+from nanovllm.drafting.mtp_head import PREFIX, MtpHead, MtpNames, one_layer
 from nanovllm.drafting.output_tap import OutputTap
 from nanovllm.drafting.placed import made_on
 from nanovllm.engine.start.placement import Placement
 from nanovllm.formats.format import PLAIN_FORMATS, Formats
 from nanovllm.formats.names import Names
-from nanovllm.layers.layer import Build
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models.checkpoint import fields_of, resolve_model
 from nanovllm.models.config import ModelConfig
@@ -26,7 +27,6 @@ from nanovllm.models.dummy import load_dummy
 from nanovllm.models.family import family_of
 from nanovllm.models.loader import InFile, load_model, read_weights
 from nanovllm.models.model_size import WeightBytes, head_bytes, layer_params, touched
-from nanovllm.models.parts import made_with
 from nanovllm.models.text_part import text_part
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.resources import memory_text
@@ -35,7 +35,6 @@ logger = logging.getLogger("nanovllm")
 
 NUM_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # in a model's config.json
 OWN_TABLE = "mtp_use_dedicated_embeddings"
-FEW_TOKENS = 256  # of a model that is made for its layer alone
 SUPPORTED = "those of Qwen3-Next and Qwen3.5 are"
 
 
@@ -51,14 +50,15 @@ class MtpSource:
         start, is_dummy = time.perf_counter(), config.load_format == "dummy"
         formats = head_formats(self.config, self.path, has_files=not is_dummy)
         with made_on(placement):
-            head = make_head(self.config, model, replace(model.make, formats=formats))
+            head = MtpHead(self.config, model, replace(model.make, formats=formats))
             with torch.no_grad():
                 if is_dummy:
                     with torch.device("meta"):
-                        whole = replace(head.make, ranks=ALONE)
-                        load_dummy(head, make_head(self.config, model, whole), config.seed)
+                        whole = head.blank(ALONE)
+                    load_dummy(head, whole, config.seed)
                 else:
-                    load_model(head, self.path, files=own_files(self.path))
+                    with _errors_name_as_files():
+                        load_model(head, self.path, files=own_files(self.path))
         num_bytes = head.num_bytes
         head.bind(placement.backend)
         OutputTap(model.model)
@@ -70,29 +70,19 @@ class MtpSource:
         return HeadGuesser(head, model.model.embed_tokens, placement, of_draft, models)
 
 
+@contextmanager
+def _errors_name_as_files() -> Iterator[None]:
+    """Make errors in the block name tensors by their names in the files."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(re.sub(r"(?<![\w./])model\.", PREFIX, str(error))) from None
+
+
 def own_files(path: Path) -> Iterator[dict[str, InFile]]:
     """The head's tensors in each file of the model."""
     for tensors in read_weights(path):
         yield {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
-
-
-def make_head(config: ModelConfig, model: CausalLM, make: Build) -> MtpHead:
-    """The head of a model, with parameters that are not filled."""
-    decoder = made_with(one_layer(config), make).model
-    ropes: Any = model.model.ropes
-    return MtpHead(make, MtpDecoder(make, decoder, config.hidden_size, ropes), model)
-
-
-def one_layer(config: ModelConfig) -> ModelConfig:
-    """The config of a model that has only the head's layer, and few tokens."""
-    family = family_of(config.architecture, config.family)
-    assert family.draft_layer is not None
-    like: ModelConfig = family.draft_layer(config)
-    vocab_size = min(config.vocab_size, FEW_TOKENS)
-    return replace(
-        like, num_hidden_layers=1, sliding_windows=(None,), rotated_layers=(True,),
-        vocab_size=vocab_size,
-    )  # fmt: skip
 
 
 def head_formats(config: ModelConfig, path: Path, has_files: bool) -> Formats:
