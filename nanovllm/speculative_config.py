@@ -24,6 +24,7 @@ METHODS = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "draft_model": ("model", "revision", "quantization", "max_model_len"),
     "eagle3": ("model", "revision"),
+    "mtp": (),
     "grammar": (),
     "none": (),
 }
@@ -40,8 +41,9 @@ class SpeculativeConfig:
 
     method: str = required(
         "what guesses: `ngram` looks in the sequence's own text, `draft_model` is a smaller model,"
-        " `eagle3` is a head that reads the model's hidden states, `grammar` only knows the tokens"
-        " that structured outputs force, `none` drafts nothing",
+        " `eagle3` is a head that reads the model's hidden states, `mtp` is the head in the model's"
+        " own files, `grammar` only knows the tokens that structured outputs force, `none` drafts"
+        " nothing",
         one_of(*METHODS),
     )
     num_speculative_tokens: int = option(4, "most drafts of a sequence and step", int_range(1, 64))

@@ -51,7 +51,7 @@ def test_a_config_survives_copies(keys: dict[str, Any]) -> None:
     [
         (dict(method="eagle"), ValueError, "'grammar', 'none', got 'eagle'; did you mean"),
         (dict(method=None), ValueError, "method must be one of 'ngram', 'draft_model', 'eagle3'"),
-        ({}, ValueError, 'a "method" of ngram, draft_model, eagle3, grammar, none, got'),
+        ({}, ValueError, 'a "method" of ngram, draft_model, eagle3, mtp, grammar, none, got'),
         (dict(method="draft_model"), ValueError, 'needs "model", a path or a hub id'),
         (dict(method="eagle3"), ValueError, 'method "eagle3" needs "model", a path or a hub id'),
         (dict(EAGLE, max_model_len=9), ValueError, "is a key of method 'draft_model', not"),
@@ -104,7 +104,10 @@ def test_bad_keys_are_refused_by_name(
         ('{"method": "ngram", "method": "eagle3"}', "as JSON: 'method' occurs twice; an example"),
         ("[" * 100_000, "as JSON: it is nested too deeply"),
         ('"ngram"', "speculative_config must be a dict such as"),
-        ('{"method": "mtp"}', "method must be one of 'ngram', 'draft_model', 'eagle3', 'grammar',"),
+        (
+            '{"method": "medusa"}',
+            "method must be one of 'ngram', 'draft_model', 'eagle3', 'mtp', 'grammar',",
+        ),
     ],
 )
 def test_the_command_line_takes_json(

@@ -86,7 +86,7 @@ class Eagle3Head(Model):
         own_vocabulary: bool = True,
     ) -> None:
         super().__init__()
-        layer = config.layer
+        layer, self.hidden_size = config.layer, config.layer.hidden_size
         hidden, vocab_size, size = layer.hidden_size, layer.vocab_size, config.draft_vocab_size
         self.fc = ReplicatedLinear(NUM_TAPS * config.target_hidden_size, hidden)
         make = Build(ranks, PLAIN_FORMATS, max_positions)
@@ -104,7 +104,7 @@ class Eagle3Head(Model):
         fused: torch.Tensor = self.fc(torch.cat(residuals, dim=-1))
         return fused
 
-    def forward(
+    def guess(
         self,
         embedded: torch.Tensor,
         positions: torch.Tensor,

@@ -10,8 +10,9 @@ import torch
 from nanovllm.config import Config
 from nanovllm.drafting.eagle3_config import HeadConfig
 from nanovllm.drafting.eagle3_files import HEAD_PATTERNS, load_head, random_head
-from nanovllm.drafting.eagle3_guesser import Eagle3Guesser
 from nanovllm.drafting.eagle3_head import Eagle3Head
+from nanovllm.drafting.head_guesser import HeadGuesser
+from nanovllm.drafting.placed import made_on
 from nanovllm.engine.start.placement import Placement, resolve_placement
 from nanovllm.models.checkpoint import resolve_model
 from nanovllm.models.config import ModelConfig
@@ -31,7 +32,7 @@ class HeadSource:
     config: HeadConfig
     taps: tuple[int, ...]
 
-    def load(self, config: Config, model: CausalLM, placement: Placement) -> Eagle3Guesser:
+    def load(self, config: Config, model: CausalLM, placement: Placement) -> HeadGuesser:
         """Load this rank's part, for a model with this placement, and let the model tap its layers.
 
         The head has the model's type, and KV blocks of the same size. Its own limit of positions is
@@ -51,7 +52,7 @@ class HeadSource:
             ", ".join(map(str, self.taps)),
         )  # fmt: skip
         all_bytes = num_bytes * placement.ranks.size
-        return Eagle3Guesser(head, model.model.embed_tokens, own, all_bytes)
+        return HeadGuesser(head, model.model.embed_tokens, own, all_bytes)
 
     def _placed(self, config: Config, placement: Placement) -> Placement:
         length = placement.max_positions
@@ -60,16 +61,11 @@ class HeadSource:
         return resolve_placement(options, layer, placement.ranks)
 
     def _load(self, config: Config, placement: Placement) -> Eagle3Head:
-        previous = torch.get_default_dtype()
-        torch.set_default_dtype(placement.dtype)
-        try:
-            with placement.device, torch.inference_mode(False):
-                sizes = self.config, placement.max_positions, placement.ranks
-                if config.load_format == "dummy":
-                    return random_head(*sizes, config.seed)
-                return load_head(self.path, *sizes)
-        finally:
-            torch.set_default_dtype(previous)
+        with made_on(placement):
+            sizes = self.config, placement.max_positions, placement.ranks
+            if config.load_format == "dummy":
+                return random_head(*sizes, config.seed)
+            return load_head(self.path, *sizes)
 
 
 def _share_embedding(head: Eagle3Head, model: CausalLM) -> None:

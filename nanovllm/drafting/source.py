@@ -7,9 +7,10 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.drafting.draft_model import DraftModelGuesser
 from nanovllm.drafting.guesser import NgramSource
-from nanovllm.drafting.head_source import HeadSource, find_head
+from nanovllm.drafting.head_source import find_head
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.engine.start.load import load_part
+from nanovllm.engine.start.parts import DraftingSource
 from nanovllm.engine.start.placement import Placement, resolve_placement
 from nanovllm.layers.cache_spec import TokenCache
 from nanovllm.models.checkpoint import resolve_model
@@ -48,10 +49,7 @@ class DraftSource:
         return DraftModelGuesser(draft, self.model_config, placement, self.vocab_size)
 
 
-Source = DraftSource | HeadSource | NgramSource
-
-
-def find_source(config: Config, model_config: ModelConfig, tokenizer: Any) -> Source | None:
+def find_source(config: Config, model_config: ModelConfig, tokenizer: Any) -> DraftingSource | None:
     """The source of drafts on the device, if the options ask for one: n-grams, a model or a head.
 
     A model that does not fit is an error.
@@ -61,6 +59,10 @@ def find_source(config: Config, model_config: ModelConfig, tokenizer: Any) -> So
         return None
     if asked.method == "ngram":
         return NgramSource(asked.prompt_lookup_min, asked.prompt_lookup_max)
+    if asked.method == "mtp":
+        from nanovllm.drafting.mtp_source import find_mtp
+
+        return find_mtp(config, model_config)
     if asked.model is None:
         return None
     if asked.method == "eagle3":

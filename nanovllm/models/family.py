@@ -26,12 +26,14 @@ class Family(Generic[ConfigT]):
     `read` makes a `ModelConfig`, or a subclass of it, from the fields of a `config.json`. It raises
     a ValueError that names the field for a value that it does not support. `build` makes the model
     from that config, without values in its parameters; if it is None, the model has the form of
-    Llama. `names` says what checkpoints call the tensors.
+    Llama. `names` says what checkpoints call the tensors. `draft_layer` changes a config so that
+    layer 0 is that of the draft head which checkpoints carry.
     """
 
     read: Callable[[Mapping[str, Any]], ConfigT]
     build: "Callable[[ConfigT, Build], CausalLM] | None" = None
     names: Names = USUAL_NAMES
+    draft_layer: Callable[[ConfigT], ConfigT] | None = None
 
 
 # The modules of this package's families, by architecture. Each has a `FAMILY`.

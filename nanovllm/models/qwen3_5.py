@@ -117,4 +117,9 @@ def build(
     return CausalLM(make, decoder, parts.head(config, make, embedding))
 
 
-FAMILY = Family(read, build, NAMES)
+def draft_layer(config: GatedConfig) -> GatedConfig:
+    """With attention in layer 0, as in the draft head."""
+    return replace(config, linear_layers=frozenset())
+
+
+FAMILY = Family(read, build, NAMES, draft_layer)

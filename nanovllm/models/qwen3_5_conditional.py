@@ -16,4 +16,4 @@ def read(file: Mapping[str, Any]) -> GatedConfig:
     return qwen3_5.read(text_part(file))
 
 
-FAMILY = Family(read, qwen3_5.build, WHOLE_NAMES)
+FAMILY = Family(read, qwen3_5.build, WHOLE_NAMES, qwen3_5.draft_layer)

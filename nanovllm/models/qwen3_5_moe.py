@@ -1,7 +1,7 @@
 """Qwen3.5 with experts, text only: 35B-A3B."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.kernels.operands.routing import Routing
@@ -69,4 +69,10 @@ def build(config: GatedSparseConfig, make: "Build") -> "CausalLM":
     return build_gated(config, make, feed_forward)
 
 
-FAMILY = Family(read, build, NAMES)
+def draft_layer(config: GatedSparseConfig) -> GatedSparseConfig:
+    """With attention and experts in layer 0, as in the draft head."""
+    experts = replace(config.experts, layers=frozenset({0}))
+    return replace(config, linear_layers=frozenset(), experts=experts)
+
+
+FAMILY = Family(read, build, NAMES, draft_layer)

@@ -16,4 +16,4 @@ def read(file: Mapping[str, Any]) -> qwen3_5_moe.GatedSparseConfig:
     return qwen3_5_moe.read(text_part(file))
 
 
-FAMILY = Family(read, qwen3_5_moe.build, WHOLE_NAMES)
+FAMILY = Family(read, qwen3_5_moe.build, WHOLE_NAMES, qwen3_5_moe.draft_layer)

@@ -11,7 +11,13 @@ from nanovllm.models.family import Family
 from nanovllm.models.fields import Fields
 from nanovllm.models.qwen2_moe import SHARED_SIZE
 from nanovllm.models.qwen3_5 import NAMES, SIZES, gated_fields
-from nanovllm.models.qwen3_5_moe import INNER, GatedSparseConfig, build, experts_config
+from nanovllm.models.qwen3_5_moe import (
+    INNER,
+    GatedSparseConfig,
+    build,
+    draft_layer,
+    experts_config,
+)
 
 DEFAULTS: Mapping[str, Any] = {
     **SIZES, "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 5632,
@@ -40,4 +46,4 @@ def read(file: Mapping[str, Any]) -> Qwen3NextConfig:
 
 
 FUSED_NAMES = {**FUSED, "in_proj": tuple(TENSORS.projections)}
-FAMILY = Family(read, build, replace(NAMES, fused=FUSED_NAMES))
+FAMILY = Family(read, build, replace(NAMES, fused=FUSED_NAMES), draft_layer)

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -10,20 +11,40 @@ from nanovllm.formats.quantize import SOURCE
 from nanovllm.formats.stored import StoredTensor
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.ranks import Ranks
+from nanovllm.models.carried_head import CarriedHead, ModelWithHead
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.parts import made_with
 from nanovllm.weights.bound_layers import alias_of
 
 
 def blank_model(shard: Shard, ranks: Ranks | None = None) -> CausalLM:
-    """The model before loading, without memory, for the shard's ranks or for other `ranks`."""
+    """The model before loading, without memory, for the shard's ranks or for other `ranks`.
+
+    It has the heads that the checkpoint carries, if the shard uses them.
+    """
     live, before = shard.model, torch.get_default_dtype()
     torch.set_default_dtype(shard.placement.dtype)
     try:
         with torch.device("meta"), torch.inference_mode(False):
-            return made_with(shard.model_config, replace(live.make, ranks=ranks or shard.ranks))
+            ranks = ranks or shard.ranks
+            model = made_with(shard.model_config, replace(live.make, ranks=ranks))
+            heads = [head.blank(ranks) for head in carried_heads(shard)]
+            return with_heads(model, heads)
     finally:
         torch.set_default_dtype(before)
+
+
+def carried_heads(shard: Shard) -> list[CarriedHead]:
+    """The heads in the model's checkpoint that the shard uses: one, or none."""
+    drafts: list[Any] = [model for _, model in shard.drafting.models]
+    return [model for model in drafts if hasattr(model, "prefix")]
+
+
+def with_heads(model: CausalLM, heads: list[CarriedHead]) -> CausalLM:
+    """The model, with its heads if there are some."""
+    for head in heads:
+        model = ModelWithHead(model, head)
+    return model
 
 
 def with_memory(layer: Layer, device: torch.device) -> Layer:

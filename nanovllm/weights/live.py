@@ -17,7 +17,7 @@ from nanovllm.engine.run.shard import Shard
 from nanovllm.formats.stored import Loaded, StoredTensor
 from nanovllm.layers.layer import Layer
 from nanovllm.models.loader import Target
-from nanovllm.weights.blank import blank_model, with_memory
+from nanovllm.weights.blank import blank_model, carried_heads, with_heads, with_memory
 from nanovllm.weights.bound_layers import alias_of, kept, unpacked
 from nanovllm.weights.copies import Copies
 from nanovllm.weights.named_tensors import KnownTensors, layer_name
@@ -38,10 +38,14 @@ class Stage:
 
 
 class LiveWeights:
-    """The weights of one rank. `blank` is its model before loading, without memory."""
+    """The weights of one rank. `blank` is its model before loading, without memory.
+
+    Both models have the heads for drafts that the checkpoint carries.
+    """
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
+        self.model = with_heads(shard.model, carried_heads(shard))
         self.blank = blank_model(shard)
         self.known = KnownTensors(self.blank)
         self.in_place = shard.device.type == "cuda"  # graphs have addresses of all weights
@@ -104,14 +108,14 @@ class LiveWeights:
             else:
                 stage.waits = True
         self._refresh_head()
-        refresh(self.shard.model)
+        refresh(self.model)
 
     def drop_staged(self) -> None:
         """Drop the staged layers: an update has failed, or all weights are dropped."""
         self._staged.clear()
 
     def drop(self) -> None:
-        """Free all weights, on a CPU."""
+        """Free all weights, on a CPU; not those of heads, as updates need not bring them."""
         for layer in self.shard.model.modules():
             for name in BOUND:
                 if isinstance(layer, Layer) and getattr(layer, name, None) is not None:
@@ -148,7 +152,7 @@ class LiveWeights:
         return self._memory(target) is not None
 
     def _memory(self, target: Target) -> torch.Tensor | None:
-        live = self.shard.model.get_submodule(layer_name(target))
+        live = self.model.get_submodule(layer_name(target))
         assert isinstance(live, Layer)
         return kept(live, target.param.rpartition(".")[2])
 
@@ -157,7 +161,7 @@ class LiveWeights:
         target = self.known.targets[name]
         param, memory = self.blank.get_parameter(target.param), self._memory(target)
         if memory is None:
-            live = self.shard.model.get_submodule(layer_name(target))
+            live = self.model.get_submodule(layer_name(target))
             assert isinstance(live, Layer)
             memory = unpacked(live, target.param.rpartition(".")[2])
         if memory is None:
@@ -184,7 +188,7 @@ class LiveWeights:
         return layer
 
     def _can_unpack(self, layer: str) -> bool:
-        live, blank = (m.get_submodule(layer) for m in (self.shard.model, self.blank))
+        live, blank = (m.get_submodule(layer) for m in (self.model, self.blank))
         assert isinstance(live, Layer)
         return all(
             kept(live, name) is not None or unpacked(live, name) is not None
@@ -212,7 +216,7 @@ class LiveWeights:
         stage = self._staged.pop(layer)
         self._keep_old(layer, stage)
         stage.layer.bind(self.shard.backend)
-        live = self.shard.model.get_submodule(layer)
+        live = self.model.get_submodule(layer)
         for name in BOUND:
             new = getattr(stage.layer, name, None)
             if new is None:
@@ -224,7 +228,7 @@ class LiveWeights:
 
     def _keep_old(self, layer: str, stage: Stage) -> None:
         """Copy the parts that were not given from the layer that is replaced."""
-        live = self.shard.model.get_submodule(layer)
+        live = self.model.get_submodule(layer)
         assert isinstance(live, Layer)
         old: dict[str, torch.Tensor | None] = {}
         for part in sorted(stage.missing):

@@ -40,10 +40,14 @@ class KnownTensors:
 
     @property
     def parts(self) -> set[str]:
-        """The names of all tensors that can change, in a checkpoint without fused tensors."""
-        return {
-            part for target in self.targets.values() if can_change(target) for part in target.parts
-        }
+        """The names of all tensors that can change, in a checkpoint without fused tensors.
+
+        A head for drafts is not needed, so that its tensors are never missing.
+        """
+        head = getattr(self.blank, "prefix", None)
+        needed = (each for each in self.targets.values() if can_change(each))
+        parts = {part for target in needed for part in target.parts}
+        return {part for part in parts if head is None or not part.startswith(head)}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

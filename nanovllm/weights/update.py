@@ -235,7 +235,7 @@ class Reload(NamedTuple):
                 weights.load(
                     (name, tensor)
                     for name, tensor in tensors.items()
-                    if not shard.model.names.is_skipped(name)
+                    if not weights.blank.names.is_skipped(name)
                     and not is_left_out(name, tensor, weights.known.targets)
                     and weights.known[name].can_change
                 )

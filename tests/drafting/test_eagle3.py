@@ -82,7 +82,7 @@ def drafts_of(
             max_seqlen_q=len(ids), max_seqlen_k=len(ids),
         )  # fmt: skip
         with attending(context, TorchBackend()):
-            normed, states = head(embed(torch.tensor(ids)), torch.arange(len(ids)), fused)
+            normed, states = head.guess(embed(torch.tensor(ids)), torch.arange(len(ids)), fused)
         ids.append(int(head.compute_logits(normed[-1:]).argmax()))
         fused = torch.cat([fused, states[-1:]])
     return ids[len(tokens) - 1 :]

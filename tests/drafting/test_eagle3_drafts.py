@@ -29,7 +29,7 @@ from test_exact_drafts import MODELS, PARAMS, PROMPTS, READERS, all_samples, sam
 from nanovllm import LLM, SamplingParams
 from nanovllm.drafting.costs import TokenCosts
 from nanovllm.drafting.eagle3_config import LAYER_IDS
-from nanovllm.drafting.eagle3_guesser import Eagle3Guesser
+from nanovllm.drafting.head_guesser import HeadGuesser
 from nanovllm.embedded import EMBEDDED_HEAD, EMBEDDED_MODEL
 from nanovllm.embedded.problems import sample_problems
 from nanovllm.outputs import RequestOutput
@@ -78,9 +78,9 @@ def make(path: Path | str, head: Path | str, **options: Any) -> LLM:
     return make_eager(Path(path), config, **options)
 
 
-def guesser_of(llm: LLM) -> Eagle3Guesser:
+def guesser_of(llm: LLM) -> HeadGuesser:
     guesser = llm.model_runner.shard.drafting
-    assert isinstance(guesser, Eagle3Guesser)
+    assert isinstance(guesser, HeadGuesser)
     return guesser
 
 

@@ -13,7 +13,7 @@ from heads import Definition, make_head, residuals
 from nanovllm.config import Config
 from nanovllm.drafting.eagle3_config import HeadConfig
 from nanovllm.drafting.eagle3_files import load_head
-from nanovllm.drafting.eagle3_guesser import Eagle3Guesser
+from nanovllm.drafting.head_guesser import HeadGuesser
 from nanovllm.engine.run.device_table import NO_CHANGES, DeviceTable, TableLayout
 from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
 from nanovllm.engine.schedule.batch import Size
@@ -57,7 +57,7 @@ class Engine:
         embedding.weight.data.copy_(self.definition.weights["embed_tokens.weight"])
         head = load_head(head_dir, config, 128)
         head.bind(placement.backend)
-        self.guesser = Eagle3Guesser(head, embedding, placement)
+        self.guesser = HeadGuesser(head, embedding, placement)
         self.table = DeviceTable(TableLayout(6, WIDTH, BLOCK, MOST), torch.device("cpu"))
         self.state = self.table.columns
         self.guesser.make_rows(self.table.layout.num_rows)

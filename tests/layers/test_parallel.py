@@ -442,7 +442,7 @@ def test_an_eagle3_head_on_ranks_equals_that_of_one(size: int, tmp_path: Path) -
         assert head.embed_tokens is not None
         embedded = head.embed_tokens(torch.tensor(PROMPT))
         normed, states = in_prefill(
-            [PROMPT], lambda _, positions: head(embedded, positions, head.fuse(residuals))
+            [PROMPT], lambda _, positions: head.guess(embedded, positions, head.fuse(residuals))
         )
         return normed, states, head.compute_logits(normed)
 

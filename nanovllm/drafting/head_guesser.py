@@ -1,4 +1,4 @@
-"""Eagle3Guesser: an EAGLE-3 head draws drafts.
+"""HeadGuesser: a head draws drafts. It reads what the model itself computes.
 
 The head's keys and values of position j depend on the token at j + 1. Only the next step knows that
 token: when it begins, it stores the keys and values of a sequence's last computed positions. Until
@@ -7,12 +7,12 @@ then `kept` has the model's states at these positions.
 B sequences, Q queries of the model for each.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from nanovllm.drafting.eagle3_head import Eagle3Head
 from nanovllm.drafting.model_guesser import ModelGuesser, Places
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.transfer import upload_ahead
@@ -20,8 +20,54 @@ from nanovllm.engine.schedule.batch import Batch, Size
 from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.plain.guess_inputs import GuessInputs, Kept
 from nanovllm.kernels.plain.read_table import TableState
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import Context
 from nanovllm.layers.embed_head import VocabParallelEmbedding
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder import CausalLM
+
+
+class Head(Protocol):
+    """Guesses a model's next tokens, by what the model has computed at a position.
+
+    `fuse` makes one state of that. To guess the token at j + 2, the head reads the state of
+    position j and the embedding of the token at j + 1. For later drafts, its own output takes the
+    place of states that the model has not computed yet.
+    """
+
+    hidden_size: int  # of a state
+    embed_tokens: VocabParallelEmbedding | None  # None: the model's
+
+    @property
+    def attentions(self) -> list[Attention]:
+        """The attention of each layer, in order."""
+
+    def fuse(self, taken: list[torch.Tensor]) -> torch.Tensor:
+        """The states [T, hidden] of what the model has computed."""
+
+    def guess(
+        self,
+        embedded: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor,
+        rows: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normed outputs of states at positions [T] and the next tokens embedded, and next states.
+
+        With `rows`, both results have only these rows.
+        """
+
+    def store(
+        self,
+        embedded: torch.Tensor,
+        positions: torch.Tensor,
+        states: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """Store the keys and values of positions, without attention."""
+
+    def compute_logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits [T, vocab] over the model's vocabulary on rank 0; a part of them on others."""
 
 
 class PrefillTokens(NamedTuple):
@@ -45,8 +91,11 @@ class PrefillTokens(NamedTuple):
         return cls(*upload_ahead(device, *arrays))
 
 
-class Eagle3Guesser(ModelGuesser):
-    """A head, its KV pool, and the model's states of each table row in the last step."""
+class HeadGuesser(ModelGuesser):
+    """A head, its KV pool, and the model's states of each table row in the last step.
+
+    `models` has the head if it is made of a model's blocks.
+    """
 
     label = "head"
     sees_all_steps = True
@@ -55,19 +104,21 @@ class Eagle3Guesser(ModelGuesser):
 
     def __init__(
         self,
-        head: Eagle3Head,
+        head: Head,
         embedding: VocabParallelEmbedding,
         placement: Placement,
         num_bytes: float = 0.0,
+        models: Sequence[tuple[ModelConfig, CausalLM]] = (),
     ) -> None:
         super().__init__(head.attentions, placement)
         self.head, self.embedding = head, head.embed_tokens or embedding
+        self.models = (*models,)
         self.num_bytes = num_bytes
         self.most, self.dtype = 1 + placement.most_drafts, placement.dtype
 
     def make_rows(self, num_rows: int) -> None:
         """Allocate the kept states of `num_rows` table rows."""
-        device, hidden_size = self.pool.device, self.head.fc.rank_part.num_rows
+        device, hidden_size = self.pool.device, self.head.hidden_size
         first, counts = torch.zeros(2, num_rows, dtype=torch.int32, device=device)
         states = torch.zeros(num_rows, self.most, hidden_size, dtype=self.dtype, device=device)
         self.kept = Kept(first, counts, states)
@@ -88,27 +139,27 @@ class Eagle3Guesser(ModelGuesser):
         self.head.store(*self._first(inputs), inputs.slots)
 
     def begin(self, inputs: GuessInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits of each row's first draft, and states in place of the fused residuals."""
+        """The logits of each row's first draft, and states in place of the model's."""
         new = Places(inputs.positions, inputs.slots, inputs.context_lens)
         with self.attending(new, inputs):
-            normed, states = self.head(*self._first(inputs), inputs.last)
+            normed, states = self.head.guess(*self._first(inputs), inputs.last)
         return self.head.compute_logits(normed), states
 
     def go_on(
         self, drafts: torch.Tensor, places: Places, states: torch.Tensor, inputs: GuessInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logits of the drafts after these ones, and states in place of the residuals."""
+        """The logits of the drafts after these ones, and states in place of the model's."""
         with self.attending(places, inputs):
-            normed, states = self.head(self.embedding(drafts), places.positions, states)
+            normed, states = self.head.guess(self.embedding(drafts), places.positions, states)
         return self.head.compute_logits(normed), states
 
     def _first(self, inputs: GuessInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The next tokens embedded, the positions, and the fused residuals."""
+        """The next tokens embedded, the positions, and the kept states."""
         fused = self.kept.states.flatten(0, 1)[inputs.sources]
         return self.embedding(inputs.next_ids), inputs.positions, fused
 
     def keep(self, table: TableState, size: Size, residuals: list[torch.Tensor]) -> None:
-        """Keep the model's residuals of its queries [B * Q]."""
+        """Keep the states of the model's queries [B * Q]."""
         rows = table.batch[: size.num_seqs].long()
         fused = self.head.fuse(residuals).view(size.num_seqs, size.num_queries, -1)
         self.kept.states[rows, : size.num_queries] = fused
@@ -125,7 +176,8 @@ class Eagle3Guesser(ModelGuesser):
         """Store the keys of a prefill's tokens, and keep the states that the first guess reads.
 
         The next token after each prompt is not known yet: the last token's keys are stored again
-        later. A sequence that was decoded before keeps its new positions, and has one more.
+        later. A sequence that was decoded before keeps its new positions, and has one more. One
+        that draws nothing may be decoded next, if only its last token is left.
         """
         assert context.cu_seqlens_q is not None
         tokens = PrefillTokens.upload(inputs, input_ids.device)
@@ -143,7 +195,9 @@ class Eagle3Guesser(ModelGuesser):
         index = gap.where(follows, 0)
         before = (index - 1).clamp(min=0)
         table.drafts.recent[samples, before] = input_ids[tokens.sampled].int()
-        kept.counts.index_fill_(0, tokens.rows, 0)
+        rows, ends = tokens.rows, last[: len(tokens.rows)]  # a warm-up may have no rows
+        kept.states[rows, 0], kept.first[rows] = fused[ends], positions[ends].int()
+        kept.counts.index_fill_(0, rows, 1)
         kept.states[samples, index] = fused[tokens.sampled]
         kept.first[samples] = (here - index).int()
         kept.counts[samples] = (index + 1).int()
