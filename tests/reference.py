@@ -87,12 +87,12 @@ def make_prompts() -> list[list[int]]:
 
 
 def make_crowd() -> list[list[int]]:
-    """Many short prompts that start at once and grow out of the pool, then `make_prompts`."""
+    """Short prompts that start at once and grow out of the pool; `make_prompts` come after them."""
     rng = random.Random(8)
     return [
         [rng.randrange(8) for _ in range(1 + i % 4)] if i % 2 else rng.choices(range(259), k=3)
         for i in range(140)
-    ] + make_prompts()
+    ]
 
 
 def load_reference(path: Path) -> Any:
@@ -147,7 +147,17 @@ def reference_logits(
 
 def make_case(path: Path, prompts: list[list[int]], fp8: bool = False) -> Case:
     """Compute the reference of a model directory, and keep the prompts that decide something."""
-    logits = reference_logits(load_reference(path), prompts, fp8)
+    return _case(path, prompts, reference_logits(load_reference(path), prompts, fp8))
+
+
+def make_crowd_case(path: Path, fp8: bool = False) -> Case:
+    """The crowd and the prompts after it: two batches, or most of one would be padding."""
+    batches, model = (make_crowd(), make_prompts()), load_reference(path)
+    logits = torch.cat([reference_logits(model, batch, fp8) for batch in batches])
+    return _case(path, [prompt for batch in batches for prompt in batch], logits)
+
+
+def _case(path: Path, prompts: list[list[int]], logits: torch.Tensor) -> Case:
     kept = decisive(logits)
     assert len(kept) >= 50
     logits = logits[kept]
@@ -213,7 +223,7 @@ def check_logits(case: Case, **options: Any) -> None:
 
 def check_preemptions(case: Case, least: int, **options: Any) -> None:
     """A crowd of requests keeps its output, with at least that many preemptions."""
-    crowd = make_case(case.path, make_crowd())
+    crowd = make_crowd_case(case.path)
     with make_llm(case.path, **options) as llm:
         assert_same(generate(llm, crowd), crowd.expected)
         assert llm.scheduler.num_preemptions >= least
