@@ -79,12 +79,20 @@ settings.load_profile("busy machine")
 # What the tests of these files share takes long to make: one worker runs all tests of a name.
 FOR_ONE_WORKER = {
     "tests/kernels/test_ahead_of_time.py": "ahead of time",
+    "tests/models/test_latents.py": "latents",
+    "tests/models/test_state_strangers.py": "strangers with states",
+    "tests/models/test_strangers.py": "strangers",
     "tests/real/test_smollm2.py": "SmolLM2",
     "tests/test_exactness.py": "exactness",
     "tests/test_ray.py": "Ray's cluster",
     "tests/test_ray_serve.py": "Ray's cluster",
     "tests/test_tensor_parallel.py": "tensor parallel",
 }
+
+
+def group_of(nodeid: str) -> str | None:
+    """The name in `FOR_ONE_WORKER` of a test's file."""
+    return FOR_ONE_WORKER.get(nodeid.partition("::")[0])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -126,15 +134,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             file, _, test = nodeid.partition("::")
             if file == "tests/test_families.py":  # one worker makes a family's models
                 return "family " + test.partition("[")[2].partition("-")[0].removesuffix("]")
-            return FOR_ONE_WORKER.get(file, nodeid)
+            return group_of(nodeid) or nodeid
 
     return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip CUDA tests where there is no device; with several workers, start slow tests first."""
+    """Skip CUDA tests where there is no device; with several workers, start slow tests first.
+
+    Files for one worker stay as they are, so that their fixtures are made once.
+    """
     if hasattr(config, "workerinput"):  # in a worker of pytest-xdist
-        items.sort(key=lambda item: "slow" not in item.keywords)
+        items.sort(key=lambda item: "slow" not in item.keywords and group_of(item.nodeid) is None)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and PyTorch finds none here")
@@ -146,10 +157,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """End Ray's cluster after its tests, not at the end of the run."""
-    here, then = (
-        None if one is None else FOR_ONE_WORKER.get(one.nodeid.partition("::")[0])
-        for one in (item, nextitem)
-    )  # fmt: skip
+    here, then = (None if one is None else group_of(one.nodeid) for one in (item, nextitem))
     try:
         yield
     finally:

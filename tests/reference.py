@@ -88,12 +88,12 @@ def make_prompts() -> list[list[int]]:
 
 
 def make_crowd() -> list[list[int]]:
-    """Many short prompts that start at once and grow out of the pool, then `make_prompts`."""
+    """Short prompts that start at once and grow out of the pool; `make_prompts` come after them."""
     rng = random.Random(8)
     return [
         [rng.randrange(8) for _ in range(1 + i % 4)] if i % 2 else rng.choices(range(259), k=3)
         for i in range(140)
-    ] + make_prompts()
+    ]
 
 
 def load_reference(path: Path) -> Any:
@@ -154,11 +154,17 @@ def make_case(path: Path, prompts: list[list[int]], fp8: bool = False, padded: b
 
     Unless `padded`, each prompt is a batch of its own.
     """
-    model = load_reference(path)
-    if padded:
-        logits = reference_logits(model, prompts, fp8)
-    else:
-        logits = torch.cat([reference_logits(model, [prompt], fp8) for prompt in prompts])
+    return _case(path, [prompts] if padded else [[prompt] for prompt in prompts], fp8)
+
+
+def make_crowd_case(path: Path, fp8: bool = False) -> Case:
+    """The crowd and the prompts after it: two batches, or most of one would be padding."""
+    return _case(path, [make_crowd(), make_prompts()], fp8)
+
+
+def _case(path: Path, batches: list[list[list[int]]], fp8: bool) -> Case:
+    model, prompts = load_reference(path), [prompt for batch in batches for prompt in batch]
+    logits = torch.cat([reference_logits(model, batch, fp8) for batch in batches])
     kept = decisive(logits)
     assert len(kept) >= 50
     logits = logits[kept]
@@ -224,7 +230,7 @@ def check_logits(case: Case, **options: Any) -> None:
 
 def check_preemptions(case: Case, least: int, **options: Any) -> None:
     """A crowd of requests keeps its output, with at least that many preemptions."""
-    crowd = make_case(case.path, make_crowd())
+    crowd = make_crowd_case(case.path)
     with make_llm(case.path, **options) as llm:
         assert_same(generate(llm, crowd), crowd.expected)
         assert llm.scheduler.num_preemptions >= least

@@ -103,6 +103,7 @@ def test_greedy_output_equals_transformers_on_a_device(options: dict[str, Any], 
         audit_at_rest(llm)
 
 
+@pytest.mark.sampled(share=1 / 3)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, dict(overlap=True), dict(enable_prefix_caching=False)])
 def test_preemptions_keep_the_output(options: dict[str, Any], case: Case) -> None:

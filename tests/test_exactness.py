@@ -25,7 +25,7 @@ from reference import (
     generate,
     load_reference,
     make_case,
-    make_crowd,
+    make_crowd_case,
     make_llm,
     make_prompts,
 )
@@ -154,7 +154,7 @@ def standard(model_dir: Path) -> Case:
 
 @pytest.fixture(scope="module")
 def crowd(model_dir: Path) -> Case:
-    return make_case(model_dir, make_crowd())
+    return make_crowd_case(model_dir)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)

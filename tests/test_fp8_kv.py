@@ -23,7 +23,7 @@ from reference import (
     audit_at_rest,
     generate,
     make_case,
-    make_crowd,
+    make_crowd_case,
     make_llm,
     make_prompts,
 )
@@ -169,7 +169,7 @@ def test_a_variant_equals_the_reference(name: str, options: dict[str, Any], tmp_
 
 @pytest.mark.slow
 def test_hundreds_of_preemptions_keep_the_output(model_dir: Path) -> None:
-    case = make_case(model_dir, make_crowd(), fp8=True)
+    case = make_crowd_case(model_dir, fp8=True)
     with make_llm(case.path, **FP8, **SMALL_POOL) as llm:
         assert_near(generate(llm, case), case)
         assert llm.scheduler.num_preemptions >= 170

@@ -18,7 +18,7 @@ from reference import (
     check_logits,
     generate,
     make_case,
-    make_crowd,
+    make_crowd_case,
     make_llm,
     make_prompts,
 )
@@ -66,13 +66,26 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 RUNS = [(name, size) for name, (_, sizes) in MODELS.items() for size in sizes]
 
 
+class Cases(dict[str, Case]):
+    """Cases by the names of `MODELS`, made when the first test needs them."""
+
+    def __init__(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        self._make_path = tmp_path_factory.mktemp
+
+    def __missing__(self, name: str) -> Case:
+        path = make_model(self._make_path("model"), seed=1, **MODELS[name][0])
+        self[name] = case = make_case(path, make_prompts())
+        return case
+
+
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    made: dict[str, Case] = {}
-    for name, (overrides, _) in MODELS.items():
-        path = make_model(tmp_path_factory.mktemp("model"), seed=1, **overrides)
-        made[name] = make_case(path, make_prompts())
-    return made
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    return Cases(tmp_path_factory)
+
+
+def half_of(case: Case) -> Case:
+    """Every other prompt of a case: steps of ranks cost several times those of one."""
+    return dataclasses.replace(case, prompts=case.prompts[::2], tokens=case.tokens[::2])
 
 
 def parallel_options(device: str, size: int, name: str = "") -> dict[str, Any]:
@@ -90,7 +103,7 @@ def parallel_options(device: str, size: int, name: str = "") -> dict[str, Any]:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "size"), RUNS)
 def test_logits_of_ranks_equal_transformers(
-    name: str, size: int, device: str, cases: dict[str, Case]
+    name: str, size: int, device: str, cases: Cases
 ) -> None:
     """Logits and tokens of every step."""
     check_logits(cases[name], **parallel_options(device, size, name))
@@ -101,11 +114,10 @@ def test_logits_of_ranks_equal_transformers(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "size"), RUNS)
 def test_ranks_equal_transformers_with_chunks_hits_and_preemptions(
-    name: str, size: int, device: str, cases: dict[str, Case]
+    name: str, size: int, device: str, cases: Cases
 ) -> None:
     """All ranks compute the same step as rank 0."""
-    whole = cases[name]
-    case = dataclasses.replace(whole, prompts=whole.prompts[::2], tokens=whole.tokens[::2])
+    case = half_of(cases[name])
     with make_llm(case.path, **parallel_options(device, size, name) | HARD) as llm:
         outputs = generate(llm, case)
         assert_same(outputs, case.expected)
@@ -119,10 +131,10 @@ def test_ranks_equal_transformers_with_chunks_hits_and_preemptions(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", [{}, dict(scheduling="mixed"), dict(enforce_eager=True)])
 def test_pending_tokens_reach_every_rank(
-    options: dict[str, Any], device: str, cases: dict[str, Case]
+    options: dict[str, Any], device: str, cases: Cases
 ) -> None:
     """When steps overlap, rank 0 has them on its device and must send them to the others."""
-    case = cases["2 kv heads"]
+    case = half_of(cases["2 kv heads"])
     shared = parallel_options(device, 2) | dict(attention_backend="auto") | HARD | options
     with make_llm(case.path, overlap=True, **shared) as llm:
         assert_same(generate(llm, case), case.expected)
@@ -134,7 +146,7 @@ def test_pending_tokens_reach_every_rank(
 @pytest.mark.parametrize("overlap", [False, True])
 def test_ranks_survive_hundreds_of_preemptions(model_dir: Path, overlap: bool) -> None:
     """Only changes of block tables are sent; sequences come, go and move all the time here."""
-    case = make_case(model_dir, make_crowd())
+    case = make_crowd_case(model_dir)
     parallel = dict(tensor_parallel_size=2, overlap=overlap)
     with make_llm(model_dir, **SMALL_POOL, **parallel) as llm:
         assert_same(generate(llm, case), case.expected)
@@ -147,7 +159,7 @@ def test_ranks_survive_hundreds_of_preemptions(model_dir: Path, overlap: bool) -
 def test_ranks_read_no_block_behind_the_window(overlap: bool, tmp_path: Path) -> None:
     """The longest prompts are three times as long as the pool."""
     make_model(tmp_path, family="Mistral", seed=1, sliding_window=21, num_hidden_layers=3)
-    case = make_case(tmp_path, make_crowd())
+    case = make_crowd_case(tmp_path)
     options: dict[str, Any] = dict(kvcache_block_size=4, num_kvcache_blocks=18)
     options |= dict(max_num_batched_tokens=64, tensor_parallel_size=2, overlap=overlap)
     with make_llm(tmp_path, **options) as llm:
@@ -157,7 +169,7 @@ def test_ranks_read_no_block_behind_the_window(overlap: bool, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_ranks_agree_after_aborted_requests(cases: dict[str, Case]) -> None:
+def test_ranks_agree_after_aborted_requests(cases: Cases) -> None:
     case = cases["2 kv heads"]
     with make_llm(case.path, **SMALL_POOL, tensor_parallel_size=2) as llm:
         for num_steps in (3, 20):
@@ -191,8 +203,8 @@ def test_ranks_can_add(options: dict[str, Any], size: int, device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("backend", ["auto", "cpu", "torch"])
-def test_ranks_equal_transformers_on_every_backend(backend: str, cases: dict[str, Case]) -> None:
-    case = cases["biased"]
+def test_ranks_equal_transformers_on_every_backend(backend: str, cases: Cases) -> None:
+    case = half_of(cases["biased"])
     options = dict(HARD, tensor_parallel_size=2, attention_backend=backend)
     with make_llm(case.path, **options) as llm:
         assert llm.config.attention_backend == ("torch" if backend == "torch" else "cpu")
@@ -232,7 +244,7 @@ def test_rows_that_pad_the_vocabulary_are_never_sampled(model_dir: Path) -> None
 
 
 @pytest.mark.slow
-def test_all_ranks_have_pools_of_one_size(cases: dict[str, Case]) -> None:
+def test_all_ranks_have_pools_of_one_size(cases: Cases) -> None:
     """On the CPU all ranks share `cpu_kvcache_gib`."""
     path = cases["2 kv heads"].path
     with make_llm(path) as one, make_llm(path, tensor_parallel_size=2) as two:
@@ -309,7 +321,7 @@ def test_sizes_that_work_with_whole_experts(tmp_path: Path, model_dir: Path) -> 
             LLM(model_dir, enable_expert_parallel=True, tensor_parallel_size=size)
 
 
-def test_expert_parallel_works_with_one_rank(cases: dict[str, Case]) -> None:
+def test_expert_parallel_works_with_one_rank(cases: Cases) -> None:
     """So that one set of options works on any number of GPUs."""
     case = cases["MoE, whole experts"]
     with make_llm(case.path, enable_expert_parallel=True) as llm:

@@ -68,6 +68,7 @@ def pool_tokens(llm: LLM) -> int:
     return llm.scheduler.num_blocks * llm.scheduler.block_size
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_freeing_blocks_behind_the_window_keeps_the_output_with(name: str, case: Case) -> None:
@@ -89,6 +90,7 @@ def test_freeing_blocks_behind_the_window_keeps_the_output_on_a_device(
         audit_at_rest(llm)
 
 
+@pytest.mark.sampled(share=1 / 3)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, dict(overlap=True), dict(enable_prefix_caching=False)])
 def test_preemptions_keep_the_output(options: dict[str, Any], case: Case) -> None:

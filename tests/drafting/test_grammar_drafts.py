@@ -128,6 +128,7 @@ def expected(model_dir: Path) -> list[RequestOutput]:
     return outputs
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.parametrize("name", REGIMES)
 def test_forced_tokens_keep_every_output(
     name: str, expected: list[RequestOutput], model_dir: Path

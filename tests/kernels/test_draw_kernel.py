@@ -93,6 +93,7 @@ def test_a_kernels_draw_does_not_depend_on_its_neighbours(
         assert torch.equal(alone, tokens[i : i + 1])
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "values", [(-INF,), (NAN,), (NAN, -INF), (NAN, 1.0), (NAN, INF), (INF,), (INF, 1.0, -INF)]

@@ -398,7 +398,7 @@ BIASES = dict(attention_bias=True, mlp_bias=True)
 EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32)
 
 
-@pytest.mark.sampled(share=0.3)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "overrides"),

@@ -185,7 +185,7 @@ def test_rows_of_a_larger_matrix_are_read_as_they_are(kernel_device: str) -> Non
 TILES = [(8, 32, 1), (8, 64, 8), (16, 64, 4), (32, 64, 2), (64, 64, 4), (64, 32, 1), (128, 64, 2)]
 
 
-@pytest.mark.sampled(share=0.4)
+@pytest.mark.sampled
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("form", [FORMATS[0], FORMATS[6], FORMATS[9], FORMATS[11]], ids=form_id)
 def test_every_tile_gives_the_same_sums(
@@ -360,7 +360,7 @@ def test_products_of_rounded_rows(form: Format, static: bool, kernel_device: str
     assert_near(quantized_linear(x[:32], arranged), x[:32].float() @ weight.T, 2.0**-8)
 
 
-@pytest.mark.sampled(share=0.4)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "tile", [(64, 64, 4, 1), (64, 64, 3, 2), (64, 128, 1, 1), (128, 128, 2, 1)]
 )

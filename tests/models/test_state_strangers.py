@@ -229,6 +229,7 @@ def test_drafts_of_a_device_leave_no_state(options: dict[str, Any], case: Case) 
     assert 0 < stats.accepted_tokens < stats.drafted_tokens
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, HARD, dict(HARD, overlap=True, scheduling="mixed")])
 def test_a_heads_wrong_guesses_leave_no_state(
     options: dict[str, Any], case: Case, tmp_path: Path
@@ -252,7 +253,7 @@ def test_states_beside_kv_in_fp8(options: dict[str, Any], tmp_path: Path) -> Non
     """Halfway between two codes either is right: a few prompts may differ for that."""
     write_model(tmp_path, KINDS["beside attention"])
     loop = Loop(tmp_path, fp8=True)
-    case = loop_case(tmp_path, lambda ids: loop.logits(ids)[-1], make_prompts())
+    case = loop_case(tmp_path, lambda ids: loop.logits(ids)[-1], make_prompts()[::2])
     with make_llm(tmp_path, kv_cache_dtype="fp8", **options) as llm:
         for _ in range(2):
             outputs = generate(llm, case)
@@ -383,6 +384,7 @@ def test_forks_have_their_own_states(options: dict[str, Any], case: Case) -> Non
         audit_at_rest(llm)
 
 
+@pytest.mark.sampled(pairs=True)
 @pytest.mark.parametrize("options", [{}, HARD, dict(HARD, overlap=True)])
 @pytest.mark.parametrize("backend", ["auto", "torch"])  # drafts of the host, and of the device
 def test_rejected_drafts_leave_no_state(backend: str, options: dict[str, Any], case: Case) -> None:

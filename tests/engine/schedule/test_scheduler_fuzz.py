@@ -31,7 +31,7 @@ def test_state_machine_with_colliding_hashes(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(share=0.35)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.parametrize("hundred", range(4))
 def test_random_walks(hundred: int) -> None:
     """The same checks over hundreds of steps in full pools."""
@@ -46,7 +46,7 @@ def test_random_walks(hundred: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(share=0.35)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.parametrize("hundred", range(4))
 def test_random_walks_with_states(hundred: int) -> None:
     """The same beside states, whose checkpoints decide how long a hit is; and states alone."""
