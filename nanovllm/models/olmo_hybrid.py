@@ -53,22 +53,28 @@ class OlmoHybridConfig(HybridConfig, Olmo2Config):
 
 
 def read(file: Mapping[str, Any]) -> OlmoHybridConfig:
-    """Without rope parameters, no layer rotates queries and keys."""
+    """If `rope_theta` is null, no layer rotates queries and keys."""
     fields = _with_defaults(Fields(file, DEFAULTS))
     check_activation(fields)
     hybrid, bias = hybrid_fields(fields), fields.flag("attention_bias")
     if len(hybrid["linear_layers"]) in (0, fields["num_hidden_layers"]):
         raise ValueError(f"layer_types must have both {FULL} and {LINEAR}")
-    plain = Fields({**fields.file, "layer_types": None}, DEFAULTS, NO_WINDOW)
-    usual = decoder_fields(plain)
-    usual["rotated_layers"] = (_rotates(file),) * fields["num_hidden_layers"]
+    usual = _usual(fields, _rotates(file))
     most = 2.0 if fields.flag("linear_allow_neg_eigval") else 1.0
     return OlmoHybridConfig(**usual, **hybrid, qkv_bias=bias, o_bias=bias, most=most)
 
 
 def _rotates(file: Mapping[str, Any]) -> bool:
-    ropes = (file.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
-    return any(found.get("rope_theta") is not None for found in (file, *ropes))
+    """Whether attention has a rope: not if `rope_theta` is null."""
+    given = file.get("rope_parameters") or {}
+    return bool(given.get("rope_theta", file.get("rope_theta", True)) is not None)
+
+
+def _usual(fields: Fields, rotates: bool) -> dict[str, Any]:
+    """The fields of every decoder."""
+    file = {n: v for n, v in fields.file.items() if rotates or not n.startswith("rope_")}
+    usual = decoder_fields(Fields({**file, "layer_types": None}, DEFAULTS, NO_WINDOW))
+    return usual | {"rotated_layers": (rotates,) * fields["num_hidden_layers"]}
 
 
 def _with_defaults(fields: Fields) -> Fields:

@@ -71,7 +71,7 @@ SAMPLES = {
         "Qwen3_5MoeForConditionalGeneration", **SPARSE, layer_types=[LINEAR, FULL]
     ),
     "Qwen3-Next": Sample(
-        "Qwen3NextForCausalLM", DELTA | SPARSE | dict(layer_types=[LINEAR, FULL]), adjust=remember
+        "Qwen3NextForCausalLM", DELTA | SPARSE | dict(layer_types=[LINEAR, FULL]), 2, remember
     ),
     "Qwen3-Next partly dense": Sample(
         "Qwen3NextForCausalLM",
@@ -83,7 +83,17 @@ SAMPLES = {
         ),
         adjust=remember,
     ),
-    "OLMo Hybrid": Sample("OlmoHybridForCausalLM", DELTA | MANY | EQUAL, adjust=remember),
+    "OLMo Hybrid": Sample(
+        "OlmoHybridForCausalLM",
+        DELTA
+        | EQUAL
+        | dict(
+            layer_types=[LINEAR, FULL],
+            rope_parameters=dict(rope_type="default", rope_theta=None),
+        ),
+        2,
+        remember,
+    ),
     "OLMo Hybrid rotated": Sample(
         "OlmoHybridForCausalLM",
         dict(
@@ -94,4 +104,43 @@ SAMPLES = {
         adjust=remember,
     ),
 }  # fmt: skip
-PUBLISHED: dict[str, Published] = {}
+ROPE: dict[str, Any] = dict(
+    rope_type="default", rope_theta=10_000_000, partial_rotary_factor=0.25,
+    mrope_section=[11, 11, 10], mrope_interleaved=True,
+)  # fmt: skip
+
+
+def published(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, value_heads: int,
+    tied: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """The config of a dense model; the other fields have their defaults."""
+    text = dict(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads,
+        linear_num_value_heads=value_heads, attn_output_gate=True, full_attention_interval=4,
+        mtp_num_hidden_layers=1, rope_parameters=ROPE, tie_word_embeddings=tied,
+    )  # fmt: skip
+    name = "Qwen3_5ForConditionalGeneration"
+    return dict(architectures=[name], text_config=text, tie_word_embeddings=tied)
+
+
+# The numbers are those of transformers' text models on the meta device.
+PUBLISHED: dict[str, Published] = {
+    "Qwen3.5-0.8B": Published(published(1024, 3584, 24, 8, 2, 16, True), 752_393_024),
+    "Qwen3.5-4B": Published(published(2560, 9216, 32, 16, 4, 32, True), 4_205_751_296),
+    "Qwen3.5-9B": Published(published(4096, 12_288, 32, 16, 4, 32), 8_953_803_264),
+    "Qwen3.5-27B": Published(published(5120, 17_408, 64, 24, 4, 48), 26_895_998_464),
+    "Qwen3.5-35B-A3B": Published(
+        dict(
+            architectures=["Qwen3_5MoeForConditionalGeneration"],
+            text_config=dict(rope_parameters=ROPE),
+        ),
+        34_660_610_688,
+    ),
+    "Qwen3-Next-80B-A3B": Published(
+        dict(architectures=["Qwen3NextForCausalLM"], rope_theta=10_000_000, rope_scaling=None),
+        79_674_391_296,
+    ),
+    "OLMo Hybrid 7B": Published(dict(architectures=["OlmoHybridForCausalLM"]), 7_430_870_688),
+}
