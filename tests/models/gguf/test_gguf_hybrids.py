@@ -1,38 +1,15 @@
 """GGUF files of models with states: logits and tokens of the models that they are made of."""
 
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import LogitRecorder
-from families import SAMPLES
-from families.describe import write
-from hybrid_files import write_file
+from converted_files import File, check_outputs, output, write_file
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.gguf.directory import gguf_directory
+from nanovllm import LLM
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")
-
-
-@dataclass(frozen=True)
-class File:
-    """An architecture of GGUF, the sample of a model, and other values for some of its fields.
-
-    Rows must have a multiple of 32 weights, to be stored in blocks.
-    """
-
-    architecture: str
-    sample: str
-    fields: dict[str, Any] = field(default_factory=dict)
-
-    def write_model(self, path: Path) -> Path:
-        sample = SAMPLES[self.sample]
-        return write(path, replace(sample, fields=sample.fields | self.fields))
-
 
 WIDE = dict(intermediate_size=32, shared_intermediate_size=32)
 MOE = dict(moe_intermediate_size=32, moe_shared_expert_intermediate_size=32)
@@ -55,8 +32,6 @@ FILES = [
     File("qwen35moe", "Qwen3.5 experts", VALUES | SHARED),
     File("qwen3next", "Qwen3-Next", VALUES | SHARED | dict(mlp_only_layers=[])),
 ]
-PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-PROMPTS = [[*range(40, 40 + n)] for n in (3, 30)]
 
 
 @pytest.fixture
@@ -64,33 +39,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path / "cache"))
 
 
-def output(path: Path, **options: Any) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """The tokens and logits of the prompts."""
-    defaults: dict[str, Any] = dict(device="cpu", dtype="float32", cpu_kvcache_gib=0.01)
-    with LLM(str(path), max_model_len=64, **defaults | options) as llm:
-        recorder = LogitRecorder(llm)
-        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        return [out["token_ids"] for out in outputs], [recorder.of(out) for out in outputs]
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.sample} {len(file.fields)}")
 def test_files_have_the_models_outputs(file: File, tmp_path: Path) -> None:
-    """And files with blocks have those of the values that the blocks stand for."""
-    model = file.write_model(tmp_path)
-    tokens, logits = output(model)
-    found, found_logits = output(write_file(model, file.architecture))
-    assert found == tokens
-    for one, other in zip(logits, found_logits, strict=True):
-        assert (one - other).abs().max() < 1e-4
-    values, logits = output(write_file(model, file.architecture, "Q8_0", decoded=True))
-    blocks, found_logits = output(write_file(model, file.architecture, "Q8_0"))
-    assert [each[:4] for each in blocks] == [each[:4] for each in values]
-    for one, other in zip(logits, found_logits, strict=True):
-        assert (one[:1] - other[:1]).abs().max() < 1e-3
-    config = ModelConfig.from_dir(gguf_directory(write_file(model, file.architecture, "Q8_0")))
-    original = ModelConfig.from_dir(model)
-    kept = [[(layer.cache, layer.num_others) for layer in c.layers] for c in (config, original)]
-    assert kept[0] == kept[1] and config.eos_token_ids == original.eos_token_ids
+    check_outputs(file, tmp_path)
 
 
 def test_layers_that_predict_later_tokens_are_left_out(tmp_path: Path) -> None:

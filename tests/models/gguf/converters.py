@@ -1,20 +1,14 @@
-"""GGUF files of hybrid models, with names and metadata as of llama.cpp's converter.
+"""What llama.cpp's converter does to metadata and tensors, for each architecture.
 
-The names come from the `gguf` package; what the converter does to tensors is written here again.
+It is written here again, and shares nothing with the code under test.
 """
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import gguf
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
-from gguf_files import add_metadata, tokenizer_metadata
-from safetensors.torch import load_file
 
 Config = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -30,24 +24,6 @@ class Converter:
 
     metadata: Callable[[Config], Config]
     convert: Callable[[str, torch.Tensor, Config], Tensors]
-
-
-def usual_metadata(config: Config) -> Config:
-    """The keys of the converter of all models with attention."""
-    get = config.get
-    rope = get("rope_parameters") or {}
-    return {
-        "block_count": get("num_hidden_layers"), "vocab_size": config["vocab_size"],
-        "context_length": get("max_position_embeddings"),
-        "embedding_length": config["hidden_size"],
-        "feed_forward_length": get("intermediate_size"),
-        "attention.head_count": get("num_attention_heads"),
-        "attention.head_count_kv": get("num_key_value_heads"),
-        "attention.key_length": get("head_dim"), "attention.value_length": get("head_dim"),
-        "attention.layer_norm_rms_epsilon": get("norm_eps", get("rms_norm_eps")),
-        "rope.freq_base": float(rope.get("rope_theta", 1e4)), "general.file_type": 0,
-        "expert_count": get("num_experts"), "expert_used_count": get("num_experts_per_tok"),
-    }  # fmt: skip
 
 
 def _lfm2_metadata(config: Config) -> Config:
@@ -276,6 +252,28 @@ def _qwen35_tensors(name: str, tensor: torch.Tensor, config: Config) -> Tensors:
     return _next_tensors(name, tensor, config)
 
 
+def _gemma_metadata(config: Config) -> Config:
+    """Gemma 2 has soft caps, and Gemma 3 a rope of its own in layers with a window."""
+    get, ropes = config.get, config["rope_parameters"]
+    if get("attn_logit_softcapping") is not None:
+        return {
+            name: config[name] for name in ("attn_logit_softcapping", "final_logit_softcapping")
+        } | {"attention.sliding_window": config["sliding_window"]}
+    if "full_attention" not in ropes:
+        return {}
+    full, local = ropes["full_attention"], ropes["sliding_attention"]
+    return {
+        "rope.freq_base": full["rope_theta"], "rope.freq_base_swa": local["rope_theta"],
+        "rope.scaling.type": "linear", "rope.scaling.factor": full["factor"],
+        "attention.sliding_window": config["sliding_window"],
+    }  # fmt: skip
+
+
+def _gemma_tensors(name: str, tensor: torch.Tensor, config: Config) -> Tensors:
+    return {name: tensor + 1 if name.endswith("norm.weight") else tensor}
+
+
+GEMMA = Converter(_gemma_metadata, _gemma_tensors)
 LFM2 = Converter(_lfm2_metadata, _lfm2_tensors)
 NEMOTRON = Converter(_nemotron_metadata, _nemotron_tensors)
 QWEN35 = Converter(_qwen35_metadata, _qwen35_tensors)
@@ -284,64 +282,6 @@ CONVERTERS = {
     "granitehybrid": Converter(_granite_metadata, _granite_tensors),
     "falcon-h1": Converter(_falcon_metadata, _falcon_tensors),
     "nemotron_h": NEMOTRON, "nemotron_h_moe": NEMOTRON, "qwen35": QWEN35, "qwen35moe": QWEN35,
+    "gemma": GEMMA, "gemma2": GEMMA, "gemma3": GEMMA,
     "qwen3next": Converter(_qwen35_metadata, _next_tensors),
 }  # fmt: skip
-
-
-def converted(tensors: Tensors, architecture: str, config: Config) -> Tensors:
-    """The tensors of a file, by the names that it has for them. Experts are stacks."""
-    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(arch, 8)
-    found: Tensors = {}
-    for name, tensor in stacked(tensors).items():
-        for there, value in CONVERTERS[architecture].convert(name, tensor, config).items():
-            spelt = names.get_name(there, try_suffixes=(".weight", ".bias"))
-            spelt = there if there.startswith("blk.") else spelt
-            assert spelt is not None, there
-            found[spelt] = value
-    return found
-
-
-def stacked(tensors: Tensors) -> Tensors:
-    """The tensors, with those of all experts of a layer as one."""
-    found: Tensors = {}
-    for name, tensor in tensors.items():
-        if (match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name)) is None:
-            found[name] = tensor
-        elif match[2] == "0":
-            number = sum(bool(re.fullmatch(rf"{match[1]}\.\d+\.{match[3]}", n)) for n in tensors)
-            stack = [tensors[f"{match[1]}.{i}.{match[3]}"] for i in range(number)]
-            found[f"{match[1]}.{match[3]}"] = torch.stack(stack)
-    return found
-
-
-SMALL = re.compile(r"norm|ssm_(a|d|conv1d)|shortconv\.conv|gate_inp")  # always in float32
-
-
-def write_file(
-    model: Path, architecture: str, kind: str = "F32", decoded: bool = False,
-    more: Tensors | None = None, **changes: Any,
-) -> Path:  # fmt: skip
-    """The model as a GGUF file with matrices of this type, or the values of this type as F32.
-
-    The file also has the tensors `more`, and `changes` in its metadata.
-    """
-    config = json.loads((model / "config.json").read_text())
-    file = model / f"{architecture} {kind} {decoded} {len(changes)}.gguf"
-    writer = GGUFWriter(file, architecture)
-    values = usual_metadata(config) | CONVERTERS[architecture].metadata(config) | changes
-    keys = {k if k.startswith("general.") else f"{architecture}.{k}": v for k, v in values.items()}
-    add_metadata(writer, keys | tokenizer_metadata(model, "gpt-2"))
-    tensors = load_file(model / "model.safetensors")
-    for name, tensor in (converted(tensors, architecture, config) | (more or {})).items():
-        is_matrix = tensor.dim() > 1 and not SMALL.search(name)
-        stored = GGMLQuantizationType[kind if is_matrix else "F32"]
-        data = gguf.quants.quantize(tensor.float().contiguous().numpy(), stored)
-        if decoded:
-            data, stored = gguf.quants.dequantize(data, stored), GGMLQuantizationType.F32
-        writer.add_tensor(name, data, raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
