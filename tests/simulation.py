@@ -820,8 +820,9 @@ def walk(
     num_actions: int = 300,
     make: Callable[..., Simulation] = Simulation,
     with_states: bool = False,
+    guesses: bool = False,
 ) -> Simulation:
-    """A random walk that ends in a drain."""
+    """A random walk that ends in a drain. If it `guesses`, all drafts are those of a device."""
     rng = random.Random(seed)
     block_size = rng.choice(BLOCK_SIZES)
     num_blocks = rng.randint(2, 8) if block_size > 1 else rng.randint(4, 24)
@@ -840,8 +841,13 @@ def walk(
         forces=seed % 3 == 0,
     )
     if with_states:
-        if rng.random() < 0.25:
+        if rng.random() < (0.75 if guesses else 0.25):
             windows = ()
+        if guesses:
+            options |= dict(
+                in_table=True, draft_seed=seed, scheduling="prefill-first",
+                enable_prefix_caching=True, max_num_batched_tokens=64,
+            )  # fmt: skip
         most = rng.choice([1, 4, 20])
         options["states"] = state_layout(
             rng.randint(0, most), rng.randint(1, 4), block_size, options

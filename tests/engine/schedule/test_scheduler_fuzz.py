@@ -56,6 +56,16 @@ def test_random_walks_with_states(hundred: int) -> None:
     assert sum(simulation.num_restored for simulation in simulations) > 100
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(share=0.35)
+@pytest.mark.parametrize("hundred", range(3))
+def test_random_walks_with_states_after_guesses(hundred: int) -> None:
+    """Checkpoints of steps of which the host learns later how many tokens they have computed."""
+    first = selection.NUMBER + 100 * hundred
+    walks = [walk(seed, 100, with_states=True, guesses=True) for seed in range(first, first + 100)]
+    assert sum(simulation.num_restored for simulation in walks) > 100
+
+
 def test_random_walks_with_colliding_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hit that is right only as long as no two hashes are equal."""
     weaken_hashes(monkeypatch)
