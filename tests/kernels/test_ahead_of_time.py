@@ -434,6 +434,7 @@ def test_weights_are_copied_to_shared_memory_before_the_wait(compiled: Compiled)
         assert re.search(r"\bst\.global", after)
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.parametrize(
     "name",
     [
@@ -462,6 +463,7 @@ def test_weights_of_experts_are_copied_by_the_accelerator(name: str, compiled: C
 QUANTIZED = [name for name in CASES if name.startswith("quantized_rows") and "float32" not in name]
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_weights_go_from_codes_to_the_tensor_cores_in_registers(
     name: str, compiled: Compiled
