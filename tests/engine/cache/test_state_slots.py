@@ -95,6 +95,7 @@ def test_the_state_after_a_position_is_in_its_slot_of_a_ring() -> None:
     seq.num_scheduled_tokens = 1
     batch = Batch([seq], is_prefill=True, num_decodes=1, drafts={seq: [6, 7]})
     slots = states_before_and_after(batch, np.array([0, 3]))
+    assert slots["states_starts"].tolist() == [5]
     assert slots["states_before"].tolist() == [seq.state_slots[4 % 3]]
     assert slots["states_after"].tolist() == [seq.state_slots[i % 3] for i in (5, 6, 7)]
 

@@ -43,6 +43,7 @@ def inverse(a, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     Of blocks of 2, 4, 8, ... on the diagonal. A block's inverse follows from those of its halves
     P, Q and the quarter C below P: that quarter of it is -Q^-1 C P^-1.
     """
+    tl.static_assert(CHUNK == 64, "blocks double five times from 2")
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     found = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -a, 0.0))
     for level in tl.static_range(1, 6):
