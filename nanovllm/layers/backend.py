@@ -35,6 +35,7 @@ class AttentionSpec:
     needs: frozenset[str] = frozenset()  # what some layer needs, as in `LayerShape`
     has_adapters: bool = False  # whether other layers need kernels for adapters
     is_quantized: bool = False  # whether other layers need kernels for codes of weights
+    has_states: bool = False  # whether other layers need kernels for states
 
     @property
     def heads(self) -> Heads:

@@ -613,7 +613,7 @@ CALLS: dict[str, Callable[[], object]] = {
     **{
         f"block_products, {rows} rows, {name}": partial(block_products, name, rows)
         for rows in (1, 64, 256)
-        for name in (BLOCK_FORMS if rows == 64 else ("Q4_K", "Q6_K"))
+        for name in (BLOCK_FORMS if rows == 64 else ("Q4_K", "Q6_K", "Q8_0"))
     },
     "block_products, float16": partial(block_products, "Q4_K", 3, torch.float16),
     **{f"block_rows, {name}": partial(block_rows, name) for name in ("Q4_K", "Q6_K")},
@@ -773,6 +773,7 @@ SPILLS = {
     "prefill_attention, Gemma 2's cap": 256,
     "experts, int4": 160,
     "lora, 64 rows": 16,  # on an RTX 50
+    "block_products, 256 rows, Q8_0": 16,  # not on Hopper, whose tiles are larger
     "few_adapted_rows, 1024, 64 rows": 16,
     # States of chunks: less on Hopper, where products read from shared memory.
     "gated_delta, Qwen3-Next, prefill": 224,

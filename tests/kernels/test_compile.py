@@ -323,19 +323,20 @@ def test_roots_libraries_are_used_by_all(
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("name", ["lora_down", "tiled_linear"])
+@pytest.mark.parametrize("name", ["lora_down", "tiled_linear", "gated_delta"])
 def test_if_one_library_cannot_be_compiled_all_kernels_are_plain(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The libraries of adapters and quantized weights too: when the backend is chosen."""
+    """The libraries of adapters, codes and states too: when the backend is chosen."""
 
     def prepare(asked: str) -> None:
         if asked == name:
             raise RuntimeError("no C++ compiler that works: c++: killed")
 
     spec = dataclasses.replace(
-        SPEC, has_adapters=name == "lora_down", is_quantized=name == "tiled_linear"
-    )
+        SPEC, has_adapters=name == "lora_down", is_quantized=name == "tiled_linear",
+        has_states=name == "gated_delta",
+    )  # fmt: skip
     monkeypatch.setattr(library, "prepare", prepare)
     assert choose_backend("auto", SPEC).kernels.name == "C++", "it needs no such library"
     assert not caplog.records

@@ -10,7 +10,7 @@ from nanovllm.config import BATCHED_TOKENS, NUM_SEQS, Config
 from nanovllm.kernels.kv_layer import CODES
 from nanovllm.layers.backend import AttentionSpec, Backend
 from nanovllm.layers.backends import choose_backend
-from nanovllm.layers.cache_spec import TokenCache
+from nanovllm.layers.cache_spec import State, TokenCache
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils.resources import allowed_cores
@@ -93,6 +93,8 @@ def attention_specs(
     kv_dtype: torch.dtype, num_ranks: int = 1,
 ) -> list[AttentionSpec]:  # fmt: skip
     """The requirements on attention on a rank: one item for each kind of layers."""
+    caches = [cache for layer in model_config.layers for cache in layer.cache.each]
+    has_states = any(isinstance(cache, State) for cache in caches)
     kinds = [
         (cache.part(num_ranks).heads, layer.needs)
         for layer in model_config.layers
@@ -102,7 +104,7 @@ def attention_specs(
     return [
         AttentionSpec(
             device, dtype, *heads, config.kvcache_block_size, not config.enforce_eager, kv_dtype,
-            needs, config.enable_lora, model_config.quantization is not None,
+            needs, config.enable_lora, model_config.quantization is not None, has_states,
         )
         for heads, needs in dict.fromkeys(kinds or [(UNUSED_HEADS, frozenset[str]())])
     ]  # fmt: skip

@@ -230,7 +230,11 @@ def _cpu_kernels(specs: Specs) -> Kernels:
     from nanovllm.kernels.cpu.library import prepare
 
     spec = specs[0]
-    for name, is_needed in (("lora_down", spec.has_adapters), ("tiled_linear", spec.is_quantized)):
+    needed = {
+        "lora_down": spec.has_adapters, "tiled_linear": spec.is_quantized,
+        "gated_delta": spec.has_states,
+    }  # fmt: skip
+    for name, is_needed in needed.items():
         if is_needed:
             prepare(name)
     return _try_kernels(cpu_kernels(), specs)

@@ -118,18 +118,23 @@ def choose_block_tiles(num_rows: int, weight: BlockPlanes, gated: bool = False) 
     """Choose the tiles of a product by its shape."""
     size_out, processors = weight.shape[0] // (1 + gated), num_multiprocessors(weight.device)
     large = can_copy_tiles(weight.device)  # other GPUs have no registers for the sums
-    return _tiles(num_rows, size_out, weight.runs, processors, large)
+    stages = 3 if weight.parts.bits < 6 else 2  # that fit a processor's shared memory
+    return _tiles(num_rows, size_out, weight.runs, processors, large, stages)
 
 
 @functools.cache
-def _tiles(num_rows: int, size_out: int, runs: int, processors: int, large: bool) -> RowTiles:
+def _tiles(
+    num_rows: int, size_out: int, runs: int, processors: int, large: bool, stages: int
+) -> RowTiles:
     """Choose tiles so that a processor runs about two at the same time, or one large one.
 
     Programs read the rows for each tile of outputs, so many rows need large tiles.
     """
     if num_rows > SAME_ROWS and large:
         if 4 * cdiv(size_out, 128) >= 3 * processors:
-            return RowTiles(256 if num_rows > 128 else 128, 128, 1, 3, 8)
+            if num_rows > 128:
+                return RowTiles(256, 128, 1, stages, 8)
+            return RowTiles(128, 128, 1, 3, 8)
         is_few = cdiv(size_out, 64) < processors and runs >= 2 * LEAST_RUNS
         return RowTiles(128, 64, 2 if is_few else 1, 3)
     rows = next(size for size in (16, 32, 64) if num_rows <= size or size == 64)
