@@ -70,6 +70,8 @@ def test_the_page_names_every_choice_that_exists() -> None:
         embed_head,
         feed_forward,
         full_width_norm,
+        gated_conv,
+        gated_delta_net,
         gelu,
         head_layer_norm,
         interleaved,
@@ -79,11 +81,15 @@ def test_the_page_names_every_choice_that_exists() -> None:
         layernorm,
         mixer,
         norm_places,
+        one_part_block,
         parallel_block,
         plain_mlp,
         plus_one_norm,
         query_growth,
+        several_caches,
+        side_by_side_block,
         sparse_mlp,
+        state_space_mixer,
         weightless_norm,
     )
     from nanovllm.models import experts, parts
@@ -91,10 +97,11 @@ def test_the_page_names_every_choice_that_exists() -> None:
     table = "\n".join(re.findall(r"^\|.*\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
     named = set(re.findall(r"`(?:parts\.)?(\w+)(?:\(.*?\))?`", table))
     modules = (
-        block, cache_spec, embed_head, feed_forward, full_width_norm, gelu, head_layer_norm,
-        interleaved, late_head_norms, latent, layer_norm, layernorm, mixer, norm_places,
-        parallel_block, plain_mlp, plus_one_norm, query_growth, sparse_mlp, weightless_norm,
-        experts, parts,
+        block, cache_spec, embed_head, feed_forward, full_width_norm, gated_conv,
+        gated_delta_net, gelu, head_layer_norm, interleaved, late_head_norms, latent,
+        layer_norm, layernorm, mixer, norm_places, one_part_block, parallel_block,
+        plain_mlp, plus_one_norm, query_growth, several_caches, side_by_side_block,
+        sparse_mlp, state_space_mixer, weightless_norm, experts, parts,
     )  # fmt: skip
     known = {name for each in modules for name in vars(each)} | {*Names.__dataclass_fields__}
     assert named - known == {"residual_scale", "qkv_proj", "gate_up_proj"}
