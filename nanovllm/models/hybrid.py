@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from nanovllm.layers.delta_sizes import DeltaNames, DeltaSizes
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fields import MAX_LAYERS, Fields
+from nanovllm.models.layer_kinds import LINEAR, checked_kinds
 from nanovllm.models.shapes import LayerShape, MatrixShape
-from nanovllm.utils.checks import check_int, shorten
+from nanovllm.models.windows import FULL
+from nanovllm.utils.checks import check_int
 
 if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
     from nanovllm.layers.gated_delta_net import GatedDeltaNet
     from nanovllm.layers.layer import Build
 
-KINDS = FULL, LINEAR = ("full_attention", "linear_attention")
+KINDS = FULL, LINEAR
 INTERVAL = "full_attention_interval"
 MIXER = "linear_attn"  # what files call the gated delta net of a layer
 
@@ -65,13 +67,8 @@ def _linear_layers(fields: Fields) -> frozenset[int]:
     if kinds is None:
         interval = check_int(INTERVAL, fields.get(INTERVAL, 4), 1)
         return frozenset(index for index in range(num_layers) if (index + 1) % interval)
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        needed = f"a list of num_hidden_layers={num_layers} types"
-        raise ValueError(f"layer_types must be {needed}, got {shorten(kinds)}")
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        allowed = ", ".join(KINDS)
-        raise ValueError(f"layer_types {shorten(unknown)} are not supported; {allowed} are")
-    return frozenset(index for index, kind in enumerate(kinds) if kind == LINEAR)
+    checked = checked_kinds("layer_types", kinds, KINDS, num_layers)
+    return frozenset(index for index, kind in enumerate(checked) if kind == LINEAR)
 
 
 def delta_net(

@@ -9,6 +9,7 @@ from nanovllm.layers.cache_spec import State, StateTensor
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
 from nanovllm.models.fields import MAX_LAYERS, Fields, decoder_fields, ids
+from nanovllm.models.layer_kinds import checked_kinds
 from nanovllm.models.shapes import LayerShape, MatrixShape
 from nanovllm.models.spellings import errors_spell, respelt
 from nanovllm.utils.checks import check_bool, check_float, check_int, shorten
@@ -113,18 +114,9 @@ def mixed_fields(
     plain = {name: value for name, value in file.items() if name != "layer_types"} | others
     fields = Fields(respelt(plain, SPELLING), respelt(defaults, SPELLING))
     decoder = decoder_fields(fields)
-    num_layers = decoder["num_hidden_layers"]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ValueError(
-            f"layer_types must be a list with num_hidden_layers={num_layers} entries, got"
-            f" {shorten(kinds)}"
-        )
-    if unknown := [kind for kind in kinds if kind not in (CONV, ATTENTION)]:
-        raise ValueError(
-            f"layer_types {shorten(unknown)} are not supported; {CONV}, {ATTENTION} are"
-        )
+    checked = checked_kinds("layer_types", kinds, (CONV, ATTENTION), decoder["num_hidden_layers"])
     return dict(
-        **decoder, qk_norm=True, convolves=tuple(kind == CONV for kind in kinds),
+        **decoder, qk_norm=True, convolves=tuple(kind == CONV for kind in checked),
         conv_width=check_int("conv_L_cache", fields["conv_L_cache"], 2),
         conv_bias=fields.flag("conv_bias"),
     )  # fmt: skip

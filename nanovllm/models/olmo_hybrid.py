@@ -11,9 +11,11 @@ from nanovllm.formats.names import FUSED, Names
 from nanovllm.layers.delta_sizes import DeltaNames
 from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, check_activation, decoder_fields, heads
-from nanovllm.models.hybrid import FULL, LINEAR, MIXER, HybridConfig, delta_net, hybrid_fields
+from nanovllm.models.hybrid import MIXER, HybridConfig, delta_net, hybrid_fields
+from nanovllm.models.layer_kinds import LINEAR
 from nanovllm.models.olmo2 import Olmo2Config
 from nanovllm.models.olmo2 import block as attention_block
+from nanovllm.models.windows import FULL
 
 if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
     from nanovllm.layers.block import Block

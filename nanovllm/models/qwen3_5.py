@@ -10,6 +10,7 @@ from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, check_activation, decoder_fields
 from nanovllm.models.hybrid import MIXER, HybridConfig, delta_net, hybrid_fields
 from nanovllm.models.shapes import LayerShape
+from nanovllm.utils.checks import shorten
 
 if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
     from nanovllm.layers.feed_forward import FeedForward
@@ -68,6 +69,10 @@ def gated_fields(file: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
         ropes[ROTATED] = 0.25
     fields = Fields({**file, **ropes}, defaults)
     check_activation(fields)
+    if fields.get("attn_output_gate", True) is not True:
+        raise ValueError(
+            f"attn_output_gate must be true, got {shorten(fields['attn_output_gate'])}"
+        )
     plain = Fields({**fields.file, "layer_types": None}, defaults, NO_WINDOW)
     bias = fields.flag("attention_bias")
     return dict(

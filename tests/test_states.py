@@ -1,4 +1,4 @@
-"""Models with state spaces: what their states must survive, beyond `test_families.py`.
+"""Models with states: what their states must survive, beyond `test_families.py`.
 
 Chunks around the sizes of kernels' tiles, prefixes that end at a checkpoint or between two, samples
 of one prompt, wrong drafts, preemptions on two ranks. It costs more than 20 seconds: there are many
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from drafts import Adversary, speculate
-from families import spaces
+from families import SAMPLES, spaces
 from families.describe import write
 from reference import (
     HARD,
@@ -32,14 +32,16 @@ from nanovllm import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
-NAMES = ["Mamba 2, one group", "Granite 4", "Falcon-H1", "Nemotron 3"]
+NAMES = [
+    "Mamba 2, one group", "Granite 4", "Falcon-H1", "Nemotron 3", "Qwen3.5", "OLMo Hybrid rotated",
+]  # fmt: skip
 TWO_RANKS = dict(tensor_parallel_size=2)
 
 
 @pytest.fixture(scope="module", params=NAMES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    sample = spaces.SAMPLES[request.param]
-    path = write(tmp_path_factory.mktemp("space"), sample)
+    sample = SAMPLES[request.param]
+    path = write(tmp_path_factory.mktemp("states"), sample)
     return make_case(path, make_prompts(), padded=sample.padded)
 
 
