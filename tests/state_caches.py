@@ -40,7 +40,7 @@ def admit(caches: CachesWithStates, tokens: List[int]) -> Sequence:
 
 
 def step(caches: CachesWithStates, seq: Sequence, num_tokens: int | None = None) -> Batch:
-    """Compute tokens of `seq`: all that are left, or so many."""
+    """Compute tokens of `seq`: all that are left, or the given number."""
     seq.num_scheduled_tokens = num_tokens or seq.num_uncached_tokens
     assert caches.grow(seq, seq.num_cached_tokens + seq.num_scheduled_tokens)
     batch = Batch([seq], is_prefill=True)

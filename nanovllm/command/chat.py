@@ -152,6 +152,8 @@ class Conversation:
                 print(f"the answer breaks off: {failure}", file=sys.stderr)
         except KeyboardInterrupt:
             writer.end(" ...\n")
+        finally:
+            writer.end("")  # a terminal does not stay dim
         return answer, token_ids
 
 

@@ -21,7 +21,7 @@ class OnePartBlock(Block):
         self.residual_scale = 1.0
         mixer = part if isinstance(part, Mixer) else None
         feed_forward = part if isinstance(part, FeedForward) else None
-        # One of the two is missing; what reads both knows only blocks of other classes.
+        # One of the two is missing: code that reads both handles blocks of other classes only.
         self.parts = Parts(cast(Any, mixer), cast(Any, feed_forward), norm[1], None, None, None)
 
     @property

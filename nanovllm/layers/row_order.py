@@ -71,7 +71,10 @@ def _elements(rows: torch.Tensor, unit: int) -> torch.Tensor:
     firsts = rows[::unit]
     blocks = firsts[:, None] + torch.arange(unit, device="cpu")
     if bool((firsts % unit).any()) or not torch.equal(blocks.flatten()[: len(rows)], rows):
-        raise ValueError(f"blocks of {unit} rows that hold rows of several heads")
+        raise ValueError(
+            f"the format's blocks of {unit} rows hold rows of several heads of one layer, which"
+            " must be taken apart; load this checkpoint with plain weights"
+        )
     return firsts // unit
 
 

@@ -1,4 +1,4 @@
-"""SeveralCaches: what a layer with another number of mixers than one keeps. Plain data."""
+"""SeveralCaches: what a layer with two mixers, or with none, keeps. Plain data."""
 
 from dataclasses import dataclass
 

@@ -9,7 +9,7 @@ INF = float("inf")
 
 @dataclass(frozen=True)
 class GroupedState(State):
-    """The state of heads of which each reads a group, one of `num_groups` of all ranks together."""
+    """The state of heads that share groups: all ranks together have `num_groups`."""
 
     num_groups: int
 

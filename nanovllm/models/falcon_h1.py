@@ -12,7 +12,13 @@ from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, check_activation, decoder_fields
 from nanovllm.models.layer_kinds import without_kinds
 from nanovllm.models.shapes import LayerShape, attention_matrices, gated_matrices
-from nanovllm.models.state_spaces import head_size, space_matrices, space_sizes, time_limits
+from nanovllm.models.state_spaces import (
+    MAMBA_SIZES,
+    head_size,
+    space_matrices,
+    space_sizes,
+    time_limits,
+)
 from nanovllm.utils.checks import check_float, shorten
 
 if TYPE_CHECKING:
@@ -31,10 +37,6 @@ DEFAULTS: Mapping[str, Any] = {
     "embedding_multiplier": 1.0, "mlp_multipliers": None, "key_multiplier": 1.0,
     "attention_out_multiplier": 1.0, "attention_in_multiplier": 1.0, "ssm_multipliers": None,
     "ssm_in_multiplier": 1.0, "ssm_out_multiplier": 1.0,
-}  # fmt: skip
-SIZES = {
-    "num_heads": "mamba_n_heads", "head_dim": "mamba_d_head", "num_groups": "mamba_n_groups",
-    "state_size": "mamba_d_state", "width": "mamba_d_conv",
 }  # fmt: skip
 SINGLE = (
     "lm_head", "embedding", "key", "attention_out", "attention_in", "ssm_in", "ssm_out",
@@ -92,7 +94,7 @@ def _space(fields: Fields) -> StateSpace:
     if fields["mamba_d_ssm"] is not None:
         inner = fields.size("mamba_d_ssm")
     fields["mamba_d_head"] = head_size(fields, "mamba_d_head", "mamba_n_heads", inner)
-    sizes, norm = space_sizes(fields, SIZES), None
+    sizes, norm = space_sizes(fields, MAMBA_SIZES), None
     if sizes["num_heads"] * sizes["head_dim"] != inner:
         raise ValueError(
             f"mamba_n_heads={sizes['num_heads']} times mamba_d_head={sizes['head_dim']} must be"
@@ -121,7 +123,7 @@ def _list(fields: Fields, name: str, length: int) -> tuple[float, ...]:
 
 
 def build(config: FalconH1Config, make: "Build") -> "CausalLM":
-    """The factor of keys is that of scores."""
+    """Compose the model. The factor of keys is a factor of the scores of attention."""
     from nanovllm.layers.mixer import ROPE
     from nanovllm.layers.scaled_mlp import ScaledMLP
     from nanovllm.layers.scaled_state_space import ScaledStateSpace

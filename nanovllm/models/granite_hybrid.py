@@ -21,6 +21,7 @@ from nanovllm.models.shapes import (
     gated_matrices,
 )
 from nanovllm.models.state_spaces import (
+    MAMBA_SIZES,
     check_inner,
     head_size,
     space_matrices,
@@ -45,10 +46,6 @@ DEFAULTS: Mapping[str, Any] = {
     "attention_multiplier": 1.0, "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256,
     "mamba_d_head": "auto", "mamba_d_conv": 4, "mamba_expand": 2, "mamba_conv_bias": True,
     "mamba_proj_bias": False, "time_step_limit": (0.0, float("inf")),
-}  # fmt: skip
-SIZES = {
-    "num_heads": "mamba_n_heads", "head_dim": "mamba_d_head", "num_groups": "mamba_n_groups",
-    "state_size": "mamba_d_state", "width": "mamba_d_conv",
 }  # fmt: skip
 PIECES = EXPERT_PIECES | {
     "shared_mlp.input_linear": "mlp.shared_expert.gate_up_proj",
@@ -127,7 +124,7 @@ def read(file: Mapping[str, Any]) -> GraniteHybridConfig:
 def _space(fields: Fields) -> StateSpace:
     inner = int(fields.number("mamba_expand") * fields["hidden_size"])
     fields["mamba_d_head"] = head_size(fields, "mamba_d_head", "mamba_n_heads", inner)
-    sizes = space_sizes(fields, SIZES)
+    sizes = space_sizes(fields, MAMBA_SIZES)
     check_inner(fields, "mamba_expand", sizes, "mamba_d_head")
     return StateSpace(
         **sizes,

@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
     from nanovllm.layers.layer import Build
 
 KINDS = FULL, LINEAR
-INTERVAL = "full_attention_interval"
 MIXER = "linear_attn"  # what files call the gated delta net of a layer
 
 
@@ -45,9 +44,12 @@ class HybridConfig(ModelConfig):
         )  # fmt: skip
 
 
-def hybrid_fields(fields: Fields) -> dict[str, Any]:
-    """The fields of a `HybridConfig` that are not those of every decoder."""
-    return dict(delta=_sizes(fields), linear_layers=_linear_layers(fields))
+def hybrid_fields(fields: Fields, interval: int) -> dict[str, Any]:
+    """The fields of a `HybridConfig` that are not those of every decoder.
+
+    Without `layer_types`, every layer whose number `interval` divides has attention, from 1.
+    """
+    return dict(delta=_sizes(fields), linear_layers=_linear_layers(fields, interval))
 
 
 def _sizes(fields: Fields) -> DeltaSizes:
@@ -61,11 +63,10 @@ def _sizes(fields: Fields) -> DeltaSizes:
     return DeltaSizes(key_heads, heads, key_dim, value_dim, check_int(name, fields[name], 2))
 
 
-def _linear_layers(fields: Fields) -> frozenset[int]:
-    """The layers without attention: by `layer_types`, else all but every Nth."""
+def _linear_layers(fields: Fields, interval: int) -> frozenset[int]:
+    """The layers without attention."""
     num_layers, kinds = fields.size("num_hidden_layers", MAX_LAYERS), fields["layer_types"]
     if kinds is None:
-        interval = check_int(INTERVAL, fields.get(INTERVAL, 4), 1)
         return frozenset(index for index in range(num_layers) if (index + 1) % interval)
     checked = checked_kinds("layer_types", kinds, KINDS, num_layers)
     return frozenset(index for index, kind in enumerate(checked) if kind == LINEAR)

@@ -38,7 +38,9 @@ def read(file: Mapping[str, Any]) -> Lfm2MoeConfig:
     Without `layer_types`, all layers have attention.
     """
     fields = Fields(file, DEFAULTS)
-    kinds = file.get("layer_types") or [ATTENTION] * fields.size("num_hidden_layers", MAX_LAYERS)
+    kinds = file.get("layer_types")
+    if kinds is None:
+        kinds = [ATTENTION] * fields.size("num_hidden_layers", MAX_LAYERS)
     decoder = mixed_fields(file, DEFAULTS, kinds)
     num_layers, num_experts = decoder["num_hidden_layers"], fields.size("num_experts")
     num_dense = check_int("num_dense_layers", fields["num_dense_layers"], 0)

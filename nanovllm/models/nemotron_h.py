@@ -43,6 +43,10 @@ SIZES = {
 }  # fmt: skip
 MLP, MOE = "mlp", "moe"
 KINDS = (LINEAR, FULL, MLP, MOE)
+NO_EXPERTS: Mapping[str, Any] = dict(
+    num_experts=0, expert_size=0, shared_size=0, latent_size=None,
+    routing=Routing(per_token=1, normalized=True),
+)  # fmt: skip
 LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}
 PATTERN = "hybrid_override_pattern"
 # Other names of fields, which transformers reads, too.
@@ -143,8 +147,6 @@ def read(file: Mapping[str, Any]) -> NemotronHConfig:
     fields = Fields(usual, defaults, NO_WINDOW)
     check_activation(fields, "relu2", "mlp_hidden_act")
     check_activation(fields, "silu", "mamba_hidden_act")
-    num_experts = fields.size("n_routed_experts")
-    latent = None if fields["moe_latent_size"] is None else fields.size("moe_latent_size")
     return NemotronHConfig(
         **decoder_fields(fields) | dict(rotated_layers=(False,) * len(kinds)),
         mlp_bias=fields.flag("mlp_bias"),
@@ -156,11 +158,7 @@ def read(file: Mapping[str, Any]) -> NemotronHConfig:
             out_bias=fields.flag("use_bias"),
             low=check_float("time_step_min", fields["time_step_min"], 0.0),
         ),
-        num_experts=num_experts,
-        expert_size=fields.size("moe_intermediate_size"),
-        shared_size=fields.size("moe_shared_expert_intermediate_size"),
-        latent_size=latent,
-        routing=_routing(fields, num_experts, has_experts=MOE in kinds),
+        **(_experts(fields) if MOE in kinds else NO_EXPERTS),
     )
 
 
@@ -180,10 +178,23 @@ def _kinds(file: Mapping[str, Any]) -> tuple[str, ...]:
     return kinds
 
 
-def _routing(fields: Fields, num_experts: int, has_experts: bool) -> Routing:
-    """Sigmoids, with a bias for the choice. Without experts, their fields have no meaning."""
-    if not has_experts:
-        return Routing(per_token=1, normalized=True)
+def _experts(fields: Fields) -> dict[str, Any]:
+    """The fields of layers with experts. Without such layers they have no meaning."""
+    num_experts, shared = fields.size("n_routed_experts"), fields.get("n_shared_experts", 1)
+    if shared != 1:
+        raise ValueError(f"n_shared_experts must be 1, got {shorten(shared)}")
+    latent = None if fields["moe_latent_size"] is None else fields.size("moe_latent_size")
+    return dict(
+        num_experts=num_experts,
+        expert_size=fields.size("moe_intermediate_size"),
+        shared_size=fields.size("moe_shared_expert_intermediate_size"),
+        latent_size=latent,
+        routing=_routing(fields, num_experts),
+    )
+
+
+def _routing(fields: Fields, num_experts: int) -> Routing:
+    """Sigmoids, with a bias for the choice."""
     return Routing(
         per_token=experts_per_token(fields, num_experts),
         normalized=fields.flag("norm_topk_prob"),

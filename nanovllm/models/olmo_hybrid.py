@@ -16,6 +16,7 @@ from nanovllm.models.layer_kinds import LINEAR
 from nanovllm.models.olmo2 import Olmo2Config
 from nanovllm.models.olmo2 import block as attention_block
 from nanovllm.models.windows import FULL
+from nanovllm.utils.checks import check_int, shorten
 
 if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
     from nanovllm.layers.block import Block
@@ -33,6 +34,7 @@ TENSORS = DeltaNames(
     {"q_proj": "q", "k_proj": "k", "v_proj": "v", "g_proj": "z", "b_proj": "b", "a_proj": "a"},
     norm="o_norm", out_proj="o_proj",
 )  # fmt: skip
+INTERVAL = 4  # of layers with attention, if the file does not list them
 GATE_EPS = 1e-5  # of the norms with gates, whatever `rms_norm_eps` says
 NAMES = Names(
     fused={
@@ -55,10 +57,10 @@ class OlmoHybridConfig(HybridConfig, Olmo2Config):
 
 
 def read(file: Mapping[str, Any]) -> OlmoHybridConfig:
-    """If `rope_theta` is null, no layer rotates queries and keys."""
+    """The config. If `rope_theta` is null, no layer rotates queries and keys."""
     fields = _with_defaults(Fields(file, DEFAULTS))
     check_activation(fields)
-    hybrid, bias = hybrid_fields(fields), fields.flag("attention_bias")
+    hybrid, bias = hybrid_fields(fields, INTERVAL), fields.flag("attention_bias")
     if len(hybrid["linear_layers"]) in (0, fields["num_hidden_layers"]):
         raise ValueError(f"layer_types must have both {FULL} and {LINEAR}")
     usual = _usual(fields, _rotates(file))
@@ -69,6 +71,8 @@ def read(file: Mapping[str, Any]) -> OlmoHybridConfig:
 def _rotates(file: Mapping[str, Any]) -> bool:
     """Whether attention has a rope: not if `rope_theta` is null."""
     given = file.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"rope_parameters must be an object, got {shorten(given)}")
     return bool(given.get("rope_theta", file.get("rope_theta", True)) is not None)
 
 
@@ -87,7 +91,7 @@ def _with_defaults(fields: Fields) -> Fields:
     def default(name: str, value: int) -> int:
         if found[f"linear_{name}"] is None:
             found[f"linear_{name}"] = value
-        return int(found[f"linear_{name}"])
+        return check_int(f"linear_{name}", found[f"linear_{name}"], 1)
 
     default("num_value_heads", num_heads)
     key_heads = default("num_key_heads", num_heads)

@@ -10,7 +10,7 @@ from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, check_activation, decoder_fields
 from nanovllm.models.hybrid import MIXER, HybridConfig, delta_net, hybrid_fields
 from nanovllm.models.shapes import LayerShape
-from nanovllm.utils.checks import shorten
+from nanovllm.utils.checks import check_int, shorten
 
 if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
     from nanovllm.layers.feed_forward import FeedForward
@@ -39,6 +39,7 @@ ROPES = ("rope_parameters", "rope_scaling")
 # How positions in images are divided among the rotated elements. Those of text are equal.
 OF_IMAGES = ("mrope_section", "mrope_interleaved")
 ROTATED = "partial_rotary_factor"
+INTERVAL = "full_attention_interval"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,10 @@ class GatedConfig(HybridConfig):
 
 
 def read(file: Mapping[str, Any]) -> GatedConfig:
-    """Of an image's positions in three dimensions, text has one."""
+    """The config of a dense model.
+
+    Positions of images have three dimensions, those of text one.
+    """
     return GatedConfig(**gated_fields(file, DEFAULTS))
 
 
@@ -75,8 +79,9 @@ def gated_fields(file: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
         )
     plain = Fields({**fields.file, "layer_types": None}, defaults, NO_WINDOW)
     bias = fields.flag("attention_bias")
+    interval = check_int(INTERVAL, fields.get(INTERVAL, 4), 1)
     return dict(
-        **decoder_fields(plain, partial_rotary=True), **hybrid_fields(fields),
+        **decoder_fields(plain, partial_rotary=True), **hybrid_fields(fields, interval),
         qk_norm=True, qkv_bias=bias, o_bias=bias,
     )  # fmt: skip
 

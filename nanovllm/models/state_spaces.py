@@ -10,12 +10,17 @@ from nanovllm.layers.state_space import StateSpace
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.fields import Fields
 from nanovllm.models.shapes import MatrixShape
-from nanovllm.utils.checks import check_float, shorten
+from nanovllm.utils.checks import check_float, check_int, shorten
 
 if TYPE_CHECKING:
     from nanovllm.layers.layer import Build
     from nanovllm.layers.state_space_mixer import StateSpaceMixer
 
+# The fields of a `StateSpace`'s sizes in hybrids, by our names.
+MAMBA_SIZES = {
+    "num_heads": "mamba_n_heads", "head_dim": "mamba_d_head", "num_groups": "mamba_n_groups",
+    "state_size": "mamba_d_state", "width": "mamba_d_conv",
+}  # fmt: skip
 INFINITIES = (float("inf"), {"__float__": "Infinity"})  # as files spell it
 
 
@@ -25,6 +30,7 @@ def space_sizes(fields: Fields, names: Mapping[str, str]) -> dict[str, Any]:
     The groups must divide the heads.
     """
     sizes = {ours: fields.size(theirs) for ours, theirs in names.items()}
+    check_int(names["width"], sizes["width"], 2)
     heads, groups = sizes["num_heads"], sizes["num_groups"]
     if heads % groups:
         names_and_sizes = f"{names['num_heads']}={heads}, {names['num_groups']}={groups}"

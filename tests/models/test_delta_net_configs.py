@@ -27,6 +27,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (NEXT, dict(attn_output_gate=False), "attn_output_gate must be true, got False"),
     (NEXT, dict(hidden_act="gelu"), "hidden_act must be 'silu'"),
     (OLMO, dict(linear_num_value_heads=7), "linear_num_value_heads=7 is not a multiple of"),
+    (OLMO, dict(linear_key_head_dim="a"), "linear_key_head_dim must be"),
+    (OLMO, dict(rope_parameters=[1]), "rope_parameters must be an object"),
     (OLMO, dict(linear_allow_neg_eigval="yes"), "linear_allow_neg_eigval must be"),
 ]
 
@@ -44,3 +46,8 @@ def test_every_fourth_layer_attends(name: str) -> None:
     assert {type(cache) for cache in kinds[3::4]} == {KeysAndValues}
     del kinds[3::4]
     assert {type(cache) for cache in kinds} == {State}
+
+
+def test_olmo_has_its_own_interval() -> None:
+    assert read(OLMO, full_attention_interval=2) == read(OLMO)
+    assert read(NEXT, full_attention_interval=2) != read(NEXT)

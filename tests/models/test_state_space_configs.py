@@ -25,6 +25,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (MAMBA2, dict(time_step_limit=[1.0, 0.5]), "time_step_limit must be"),
     (MAMBA2, dict(hidden_act="gelu"), "hidden_act must be 'silu'"),
     (MAMBA2, dict(layer_norm_epsilon=0.0), "layer_norm_epsilon must be"),
+    (MAMBA2, dict(conv_kernel=1), "conv_kernel must be"),
     (GRANITE, dict(layer_types=["mamba"]), "layer_types has 1 entries, num_hidden_layers=40"),
     (GRANITE, dict(layer_types=["conv"] * 40), "layer_types .* are not supported"),
     (GRANITE, dict(layers_block_type=["mamba"] * 40), "layer_types and layers_block_type differ"),
@@ -42,6 +43,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (NEMOTRON, dict(mlp_hidden_act="silu"), "mlp_hidden_act must be 'relu2'"),
     (NEMOTRON, dict(mamba_n_groups=4), "mamba_n_groups=4 and n_groups=8 differ"),
     (NANO, dict(moe_latent_size=0), "moe_latent_size must be"),
+    (NANO, dict(n_shared_experts=2), "n_shared_experts must be 1, got 2"),
     (NANO, dict(n_group=3), "n_group=3 must divide the number of experts"),
 ]
 
@@ -97,3 +99,8 @@ def test_ranks_divide_heads_and_repeat_groups(
     uneven = read(MAMBA2, num_heads=96, hidden_size=3072, n_groups=6)
     with pytest.raises(ValueError, match=r"tensor_parallel_size=4 cannot split groups=6"):
         uneven.check_parallel_size(4)
+
+
+def test_fields_of_experts_mean_nothing_without_them() -> None:
+    none = dict(n_routed_experts=0, moe_intermediate_size=None)
+    assert read(NEMOTRON, **none) == read(NEMOTRON)

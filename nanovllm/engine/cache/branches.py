@@ -103,8 +103,11 @@ class Branches:
             del self._begun[value]
 
     def clear(self) -> None:
-        """Forget the prompts that were seen."""
+        """Forget the prompts that were seen. No sequence that runs now leaves a branch."""
         self._seen.clear()
+        self._begun.clear()
+        for lengths in self.lengths.values():
+            lengths.clear()
 
     def _shared_with_waiting(
         self, seq: Sequence, num_hits: int, waiting: deque[Sequence] | None

@@ -81,7 +81,10 @@ class Checkpoints(dict[int, Prefix]):
         return prefix
 
     def next_to_drop(self) -> int:
-        """The slot of the checkpoint that is dropped first."""
+        """The slot of the checkpoint that is dropped first.
+
+        Of the oldest ones of each kind, one whose KV has left the cache goes before the others.
+        """
         queues = (self._superseded, self._single, self._shared)
         oldest = [next(iter(queue)) for queue in queues if queue]
         if len(self._shared) > MOST_SHARED * len(self):

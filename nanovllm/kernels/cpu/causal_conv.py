@@ -5,6 +5,7 @@ import torch
 from nanovllm.kernels.cpu.library import address, constant, function
 from nanovllm.kernels.cpu.state_arguments import state_arguments
 from nanovllm.kernels.operands.state_step import StateStep
+from nanovllm.kernels.plain import causal_conv as plain
 
 
 def causal_conv(
@@ -15,10 +16,12 @@ def causal_conv(
     step: StateStep,
     silu: bool,
 ) -> torch.Tensor:
-    """As the plain definition, for 2 to 8 taps. Reads and writes [T, C] and the states once."""
+    """As the plain definition, which computes more than 8 taps. Reads and writes all once."""
     num_rows, num_channels = x.shape
     taps = weight.shape[1]
-    assert weight.shape == (num_channels, taps) and 2 <= taps <= constant("most_taps")
+    if taps > constant("most_taps"):
+        return plain.causal_conv(x, weight, bias, states, step, silu)
+    assert weight.shape == (num_channels, taps) and taps > 1
     assert states.shape[1:] == (taps - 1, num_channels)
     assert x.dtype == weight.dtype == states.dtype and x.stride(1) == 1 and weight.is_contiguous()
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())

@@ -15,9 +15,9 @@ class StateChunks(NamedTuple):
     """The chunks of a step, and the sequences' parts that they are of; int32 on the device.
 
     A chunk ends where a position of its sequence is a multiple of CHUNK, after a token with kept
-    states, and with its sequence's part. So results depend on no other sequence of the step.
-    Sequences that are not short come first. Rows of the tables have 16 or 32 bytes, as kernels are
-    compiled for aligned addresses.
+    states, and with its sequence's part. Kept tokens end KV blocks: with blocks of a multiple of
+    CHUNK tokens, results depend on no other sequence of the step. Sequences that are not short come
+    first. Rows of the tables have 16 or 32 bytes, as kernels are compiled for aligned addresses.
     """
 
     # [chunks, 4]: the first row, the number of tokens, the sequence, and its first row

@@ -15,7 +15,7 @@ def _tensors(modules: Parts) -> dict[str, str]:
 
 
 def _space(above: str) -> dict[str, str]:
-    """Those of a state space."""
+    """The names of a state space's tensors."""
     modules = {"ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out":
                "out_proj"}  # fmt: skip
     inside = {"ssm_dt.bias": "dt_bias", "ssm_a": "A_log", "ssm_d": "D", **_tensors(modules)}
@@ -23,7 +23,7 @@ def _space(above: str) -> dict[str, str]:
 
 
 def _gated(above: str, suffix: str = "") -> dict[str, str]:
-    """Those of a gated feed-forward part."""
+    """The names of a gated feed-forward part's tensors."""
     return {f"ffn_{kind}{suffix}": f"{above}.{kind}_proj" for kind in ("gate", "up", "down")}
 
 

@@ -40,8 +40,8 @@ from nanovllm.kernels.triton.state.gates import (
 def inverse(a, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """(I + a)^-1 for a matrix that has numbers only below its diagonal.
 
-    Of blocks of 2, 4, 8, ... on the diagonal. A block's inverse follows from those of its halves
-    P, Q and the quarter C below P: that quarter of it is -Q^-1 C P^-1.
+    It inverts blocks of 2, 4, 8, ... on the diagonal. A block's inverse follows from those of its
+    halves P, Q and the quarter C below P: that quarter of it is -Q^-1 C P^-1.
     """
     tl.static_assert(CHUNK == 64, "blocks double five times from 2")
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
@@ -56,7 +56,7 @@ def inverse(a, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def inverse_length(x, EPS):  # type: ignore[no-untyped-def]
-    """For each row."""
+    """1 / sqrt(the squared length of each row, plus EPS)."""
     x = x.to(tl.float32)
     return tl.rsqrt(tl.sum(x * x, axis=1) + EPS)
 

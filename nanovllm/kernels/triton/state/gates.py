@@ -9,7 +9,7 @@ from nanovllm.kernels.triton.common import INTERPRETED
 
 @triton.jit
 def softplus(x):  # type: ignore[no-untyped-def]
-    """log(1 + exp(x)), to the last bits of float32 also where exp(x) is small; x above 20."""
+    """log(1 + exp(x)), also exact where exp(x) is small. It is x where x is above 20."""
     power = tl.exp(tl.minimum(x, 20.0))
     total = 1.0 + power
     is_one = total == 1.0
