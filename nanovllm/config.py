@@ -142,7 +142,7 @@ class Config:
         None,
         "most sequences that run at once; each of a request's `n` samples is one",
         int_range(1),
-        none="512 on a GPU, 256 on a CPU",
+        none="512 on a GPU, 256 on a CPU, fewer if states of sequences would take too much",
     )
     max_model_len: int | None = option(
         None,

@@ -49,7 +49,7 @@ def has_kv(case: Case) -> bool:
     return "mamba2" not in (case.path / "config.json").read_text()
 
 
-@pytest.mark.sampled(share=0.3)
+@pytest.mark.sampled(share=0.15)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("chunk", [1, 7, 63, 64, 65])
@@ -60,7 +60,7 @@ def test_chunks_leave_the_same_states(chunk: int, ranks: int, case: Case) -> Non
         audit_at_rest(llm)
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [TWO_RANKS, dict(scheduling="mixed", overlap=True)])
 def test_preempted_sequences_find_their_states(options: dict[str, Any], case: Case) -> None:
@@ -72,6 +72,7 @@ def test_preempted_sequences_find_their_states(options: dict[str, Any], case: Ca
         assert llm.scheduler.num_preemptions >= 3 or not has_kv(case)
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_prefixes_end_at_a_checkpoint_or_between_two(ranks: int, case: Case) -> None:
     """A hit begins at the last checkpoint that is not behind the common tokens."""
@@ -91,16 +92,13 @@ def test_prefixes_end_at_a_checkpoint_or_between_two(ranks: int, case: Case) -> 
             assert llm.scheduler.layout.states is not None
             interval = llm.scheduler.layout.states.interval
             for length, out in zip(lengths, found, strict=True):
-                if length < 470:  # the prompts leave checkpoints at their ends, too
-                    own = [n // 4 * 4 for n in (other + 1 for other in lengths) if n <= length]
-                    least = length // interval * interval
-                    assert out["num_cached_tokens"] in (least, *own)
-                    assert out["num_cached_tokens"] >= least
-                else:
-                    assert out["num_cached_tokens"] >= 476
+                hit = out["num_cached_tokens"]  # prompts leave checkpoints where they differ, too
+                assert length // interval * interval <= hit <= length and hit % 4 == 0
+                assert length < 470 or hit >= 476
     assert outputs[True] == outputs[False]
 
 
+@pytest.mark.sampled(share=0.4)
 @pytest.mark.parametrize("options", [HARD, dict(TWO_RANKS, scheduling="mixed")])
 def test_samples_of_a_prompt_have_their_own_states(options: dict[str, Any], case: Case) -> None:
     hot = SamplingParams(temperature=1.0, n=3, seed=3, max_tokens=16, ignore_eos=True)
@@ -113,7 +111,7 @@ def test_samples_of_a_prompt_have_their_own_states(options: dict[str, Any], case
         audit_at_rest(llm)
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.2)
 @pytest.mark.parametrize("options", [{}, dict(HARD, overlap=True), TWO_RANKS])
 @pytest.mark.parametrize("backend", ["auto", "torch"])  # drafts of the host, and of the device
 def test_drafts_right_and_wrong_leave_no_state(

@@ -63,7 +63,7 @@ def read(file: Mapping[str, Any]) -> OlmoHybridConfig:
     hybrid, bias = hybrid_fields(fields, INTERVAL), fields.flag("attention_bias")
     if len(hybrid["linear_layers"]) in (0, fields["num_hidden_layers"]):
         raise ValueError(f"layer_types must have both {FULL} and {LINEAR}")
-    usual = _usual(fields, _rotates(file))
+    usual = _usual(file, _rotates(file))
     most = 2.0 if fields.flag("linear_allow_neg_eigval") else 1.0
     return OlmoHybridConfig(**usual, **hybrid, qkv_bias=bias, o_bias=bias, most=most)
 
@@ -76,11 +76,11 @@ def _rotates(file: Mapping[str, Any]) -> bool:
     return bool(given.get("rope_theta", file.get("rope_theta", True)) is not None)
 
 
-def _usual(fields: Fields, rotates: bool) -> dict[str, Any]:
+def _usual(file: Mapping[str, Any], rotates: bool) -> dict[str, Any]:
     """The fields of every decoder."""
-    file = {n: v for n, v in fields.file.items() if rotates or not n.startswith("rope_")}
+    file = {n: v for n, v in file.items() if rotates or not n.startswith("rope_")}
     usual = decoder_fields(Fields({**file, "layer_types": None}, DEFAULTS, NO_WINDOW))
-    return usual | {"rotated_layers": (rotates,) * fields["num_hidden_layers"]}
+    return usual | {"rotated_layers": (rotates,) * usual["num_hidden_layers"]}
 
 
 def _with_defaults(fields: Fields) -> Fields:

@@ -99,7 +99,7 @@ SAMPLES = {
         dict(
             num_hidden_layers=3, layer_types=[LINEAR, FULL, FULL],
             linear_allow_neg_eigval=False, linear_value_head_dim=12, tie_word_embeddings=True,
-            rope_parameters=dict(rope_type="default", rope_theta=10_000.0),
+            rope_parameters=dict(rope_type="default", rope_theta=500_000.0),
         ),
         adjust=remember,
     ),

@@ -261,3 +261,15 @@ def test_gated_norms_are_those_of_the_twin(
     rtol = 2.0**-6 if dtype == torch.bfloat16 else 1e-5  # rounded twice
     torch.testing.assert_close(out, expected, rtol=rtol, atol=1e-6)
     assert (out != expected).float().mean() < 0.02 or dtype == torch.float32
+
+
+def test_convolutions_of_many_taps_are_plain() -> None:
+    """A config may ask for more taps than the kernel has."""
+    x, weight = torch.randn(5, 6), torch.randn(6, 9)
+    states, results = torch.randn(3, 8, 6), []
+    for kernels, own in ((CPU, states), (PLAIN, states.clone())):
+        after = torch.tensor([-1, -1, -1, -1, 1])
+        step = StateStep(torch.tensor([0]), after, torch.tensor([0, 5]))
+        results.append((kernels.causal_conv(x, weight, None, own, step, True), own))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)

@@ -627,7 +627,8 @@ def test_a_field_of_another_type_or_range_is_named(
 
 
 @pytest.mark.parametrize(
-    "architecture", ["Qwen3NextForCausalLM", "GPT2Model", "Qwen3NextModel", "qwen3", 3, None]
+    "architecture",
+    ["Qwen3VLForConditionalGeneration", "GPT2Model", "Qwen3VLModel", "qwen3", 3, None],
 )
 def test_unsupported_architectures_are_refused(copy_of_model: Copy, architecture: Any) -> None:
     """Related ones are not loaded as Qwen3."""

@@ -32,6 +32,7 @@ class Placement:
     most_drafts: int = 0  # the most drafts that the device guesses for a sequence in a decode step
     most_rejected: int = 0  # the most drafts of a sequence in a step, which may be wrong
     caches_prefixes: bool = True
+    num_seqs: int = 0  # the default of `max_num_seqs`
 
     @property
     def block_size(self) -> int:
@@ -48,7 +49,7 @@ class Placement:
             attention_backend=self.backend.attention.name,
             max_num_batched_tokens=config.max_num_batched_tokens
             or BATCHED_TOKENS[self.device.type],
-            max_num_seqs=config.max_num_seqs or NUM_SEQS[self.device.type],
+            max_num_seqs=config.max_num_seqs or self.num_seqs,
             overlap=self.device.type == "cuda" if config.overlap is None else config.overlap,
         )
 
@@ -74,9 +75,15 @@ def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -
     most_rejected = asked.most_drafts if asked else 0
     on_host = {"grammar", "none"} | ({"ngram"} if backend.attention.packs_few_queries else set())
     most_drafts = most_rejected if asked and asked.method not in on_host else 0
+    num_seqs = NUM_SEQS[device.type]
+    if specs[0].has_states:
+        from nanovllm.engine.start.running_states import num_sequences
+
+        slots = 1 + most_rejected
+        num_seqs = num_sequences(num_seqs, slots, config, model_config, ranks.size, device, dtype)
     return Placement(
         ranks, device, dtype, kv_dtype, backend, max_positions, uses_graphs, most_drafts,
-        most_rejected, config.enable_prefix_caching,
+        most_rejected, config.enable_prefix_caching, num_seqs,
     )  # fmt: skip
 
 
