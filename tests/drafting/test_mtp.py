@@ -142,7 +142,7 @@ def test_drafts_are_those_of_the_definition(
     assert len(recorder.guessed) > 20 and len(seen) > 10
 
 
-@pytest.mark.sampled(share=0.2)
+@pytest.mark.sampled(share=0.1)
 @pytest.mark.slow
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("is_good", [False, True])
