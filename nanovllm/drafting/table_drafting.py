@@ -118,8 +118,7 @@ class TableDrafting(PacedDrafting):
             if not seq.room:
                 continue  # it was preempted
             caches.publish(seq, end)
-            if caches.states is not None:
-                caches.states.accept(seq, batch, before - 1, end)
+            caches.accept(seq, batch, before - 1, end)
             if seq.finish_reason is not None:
                 continue  # a later step may count a token that the device has not computed
             if not seq.num_possible_tokens and not seq.num_scheduled_tokens:

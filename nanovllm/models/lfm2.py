@@ -12,6 +12,7 @@ from nanovllm.models.fields import MAX_LAYERS, Fields, decoder_fields, ids
 from nanovllm.models.layer_kinds import checked_kinds
 from nanovllm.models.shapes import LayerShape, MatrixShape
 from nanovllm.models.spellings import errors_spell, respelt
+from nanovllm.models.windows import FULL
 from nanovllm.utils.checks import check_bool, check_float, check_int, shorten
 
 if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
@@ -32,7 +33,7 @@ DEFAULTS: Mapping[str, Any] = {
 SPELLING = {"norm_eps": "rms_norm_eps"}
 # Other names of fields. If a file has both, transformers reads these.
 OVERRIDES = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
-CONV, ATTENTION = "conv", "full_attention"
+CONV = "conv"
 NAMES = Names(
     pieces={
         "embedding_norm": "norm", "operator_norm": "input_layernorm",
@@ -90,7 +91,7 @@ def _kinds(raw: Mapping[str, Any]) -> list[str]:
     num_layers = check_int("num_hidden_layers", raw["num_hidden_layers"], 1, MAX_LAYERS)
     listed = raw["full_attn_idxs"]
     attending = range(num_layers) if listed is None else ids("full_attn_idxs", listed)
-    return [ATTENTION if index in attending else CONV for index in range(num_layers)]
+    return [FULL if index in attending else CONV for index in range(num_layers)]
 
 
 def _inner_size(raw: Mapping[str, Any], size: int) -> int:
@@ -114,7 +115,7 @@ def mixed_fields(
     plain = {name: value for name, value in file.items() if name != "layer_types"} | others
     fields = Fields(respelt(plain, SPELLING), respelt(defaults, SPELLING))
     decoder = decoder_fields(fields)
-    checked = checked_kinds("layer_types", kinds, (CONV, ATTENTION), decoder["num_hidden_layers"])
+    checked = checked_kinds("layer_types", kinds, (CONV, FULL), decoder["num_hidden_layers"])
     return dict(
         **decoder, qk_norm=True, convolves=tuple(kind == CONV for kind in checked),
         conv_width=check_int("conv_L_cache", fields["conv_L_cache"], 2),

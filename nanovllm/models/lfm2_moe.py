@@ -8,9 +8,10 @@ from nanovllm.kernels.operands.routing import Routing
 from nanovllm.models.experts import ExpertsConfig, SparseConfig, experts_per_token, sparse_mlp
 from nanovllm.models.family import Family
 from nanovllm.models.fields import MAX_LAYERS, Fields
-from nanovllm.models.lfm2 import ATTENTION, NAMES, SIZES, SPELLING, Lfm2Config, mixed_fields
+from nanovllm.models.lfm2 import NAMES, SIZES, SPELLING, Lfm2Config, mixed_fields
 from nanovllm.models.lfm2 import build as build_lfm2
 from nanovllm.models.spellings import errors_spell
+from nanovllm.models.windows import FULL
 from nanovllm.utils.checks import check_int
 
 if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
@@ -40,7 +41,7 @@ def read(file: Mapping[str, Any]) -> Lfm2MoeConfig:
     fields = Fields(file, DEFAULTS)
     kinds = file.get("layer_types")
     if kinds is None:
-        kinds = [ATTENTION] * fields.size("num_hidden_layers", MAX_LAYERS)
+        kinds = [FULL] * fields.size("num_hidden_layers", MAX_LAYERS)
     decoder = mixed_fields(file, DEFAULTS, kinds)
     num_layers, num_experts = decoder["num_hidden_layers"], fields.size("num_experts")
     num_dense = check_int("num_dense_layers", fields["num_dense_layers"], 0)

@@ -98,6 +98,9 @@ class Caches:
         """Enter the full blocks among the first `num_computed` tokens of `seq` in the cache."""
         self.blocks.publish(seq, num_computed)
 
+    def accept(self, seq: Sequence, batch: Batch, start: int, end: int) -> None:
+        """Keep what a step with guessed drafts left after the tokens `start` to `end` of `seq`."""
+
     def pass_by(self, seq: Sequence) -> None:
         """Free the blocks of `seq` with tokens that no later token attends to."""
         self.blocks.pass_by(seq)

@@ -72,6 +72,10 @@ class CachesWithStates(Caches):
         if seq.checkpoints:
             self.states.publish(seq, num_computed)
 
+    def accept(self, seq: Sequence, batch: Batch, start: int, end: int) -> None:
+        """Enter the checkpoint that the step planned, if it computed that length of `seq`."""
+        self.states.accept(seq, batch, start, end)
+
     def pass_by(self, seq: Sequence) -> None:
         """Publish what is computed, then free the blocks that no later token attends to."""
         self.publish(seq, min(seq.num_cached_tokens, seq.num_known_tokens))
