@@ -220,8 +220,9 @@ def make_model(
     """Save a random model with its tokenizer, as transformers itself saves it."""
     torch.manual_seed(seed)
     experts = EXPERTS if family == "Qwen3Moe" else {}
-    config = getattr(transformers, f"{family}Config")(**SHAPE | experts | overrides)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float32)
+    model_class = getattr(transformers, f"{family}ForCausalLM")
+    config = model_class.config_class(**SHAPE | experts | overrides)
+    model = model_class(config).to(torch.float32)
     for name, param in model.named_parameters():
         if param.dim() > 1:  # larger than training would start with: peaked, varied outputs
             param.data.normal_(0.0, 0.15)

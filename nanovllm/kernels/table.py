@@ -145,6 +145,7 @@ OPERATIONS = (
 # The module of each operation, and its name there, if that is another one.
 PLAIN_PLACES = {name: f"plain.{name}" for name in OPERATIONS} | {
     "add_rms_norm": "plain.rms_norm",
+    "add_normed": "plain.rms_norm",
     "sample_masked": "plain.mask",
     "adapted_experts": "plain.experts",
     "arranged_linear": "plain.quantized_linear:quantized_linear",

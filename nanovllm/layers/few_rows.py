@@ -1,11 +1,13 @@
-"""Decode steps of few rows: fewer kernels for blocks of the form that most models have.
+"""Decode steps of few rows: fewer kernels for blocks of the forms that most models have.
 
-Six kernels a block instead of nine, or eight with experts; with several ranks eight, as two of
-them sum over the ranks. The form is a norm before each part, self-attention, and a feed-forward
-part gated by silu, or of experts. Blocks of another form are computed one kernel after the other.
+With a norm before each part, attention, and a gated feed-forward part: six kernels a block instead
+of nine, or eight with experts; with several ranks eight, as two of them sum over the ranks. With
+norms after the parts, too, eight instead of eleven. The mixer is between two linear layers; the
+feed-forward part may be any. Blocks of another form are computed one kernel after the other.
+
+A part's input is `Scaled` where its first kernel finishes the norm, and else a normed tensor.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,15 +20,19 @@ from nanovllm.layers.block import Block
 from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.feed_forward import MLP, FeedForward, SiluAndMul
+from nanovllm.layers.gelu import GeluTanhAndMul
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import LinearBase, RowParallelLinear
+from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.lora import AdapterRows
-from nanovllm.layers.mixer import Ropes, SelfAttention
+from nanovllm.layers.mixer import Mixer, ProjectedMixer, Ropes
 from nanovllm.layers.ranks import Ranks
 from nanovllm.layers.sparse_mlp import ExpertRouter, SparseMLP
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.linear.few_rows import FewRows  # which needs Triton
+
+GATES: dict[type, str] = {SiluAndMul: "silu", GeluTanhAndMul: "gelu"}
+Entering = Scaled | torch.Tensor  # a part's input
 
 
 def few_rows_of(blocks: list[Any], norm: RMSNorm, kernels: Kernels) -> "FewRows | None":
@@ -35,7 +41,7 @@ def few_rows_of(blocks: list[Any], norm: RMSNorm, kernels: Kernels) -> "FewRows 
     Blocks may be quantized differently: all need such kernels, and the lowest limit applies.
     """
     found = [kernels.few_rows(operands_of(block), norm.weight.dtype) for block in blocks]
-    if not all(found) or not norm.is_plain:
+    if not all(found) or norm.factors is None:
         return None
     return min(found, key=lambda each: each.most_rows if each else 0)
 
@@ -65,8 +71,7 @@ def compute_few_rows(
         if adapted is None:
             return None
         few_rows = adapted
-    x, tapped = compute_blocks(blocks, few_rows, x, ropes, norm, taps)
-    return norm(x), tapped  # one kernel for all rows
+    return compute_blocks(blocks, few_rows, x, ropes, norm, taps)
 
 
 def operands_of(block: Block) -> list[Any]:
@@ -75,27 +80,39 @@ def operands_of(block: Block) -> list[Any]:
     An operand is None if there are no kernels for it.
     """
     mixer, feed_forward, before_mixer, after_mixer, before, after = block.parts
-    norms = before_mixer, before
-    if not all(norm is not None and norm.is_plain for norm in norms) or after_mixer or after:
+    if before_mixer is None or before is None or block.residual_scale != 1.0:
         return [None]
-    # A subclass may compute something else, which they would leave out. They call `attend`.
-    own = (type(mixer).mix, type(mixer).project) != (SelfAttention.mix, SelfAttention.project)
-    if type(block) is not Block or own or block.residual_scale != 1.0:
+    norms = [norm for norm in (before_mixer, after_mixer, before, after) if norm is not None]
+    if any(norm.factors is None for norm in norms) or not _is_between_linears(mixer):
         return [None]
-    assert isinstance(mixer, SelfAttention)
-    return [*_operands(mixer.qkv_proj, mixer.o_proj), *_operands_after(feed_forward)]
+    is_fused = _is_fused(feed_forward, after)
+    if type(block) is not Block or (before.ranks.size > 1 and (after_mixer or not is_fused)):
+        return [None]  # with several ranks, other forms have not been measured
+    assert isinstance(mixer, ProjectedMixer)
+    found = _operands(*mixer.projections)
+    if not is_fused:
+        return found
+    if isinstance(feed_forward, SparseMLP):
+        return [*found, expert_weights(feed_forward.gate, feed_forward.experts)]
+    assert isinstance(feed_forward, MLP)
+    return [*found, *_operands(feed_forward.gate_up_proj, feed_forward.down_proj)]
+
+
+def _is_between_linears(mixer: Mixer) -> bool:
+    """Whether the mixer is `attend` and its projections. A subclass may compute something else."""
+    own = type(mixer).mix, type(mixer).project
+    return own == (ProjectedMixer.mix, ProjectedMixer.project)
+
+
+def _is_fused(feed_forward: FeedForward, after: RMSNorm | None) -> bool:
+    """Whether kernels compute it from scaled rows; others are called as they are."""
+    if type(feed_forward) is SparseMLP:
+        return after is None and feed_forward.gate.kernel is not None
+    return type(feed_forward) is MLP and type(feed_forward.act_fn) in GATES
 
 
 def _operands(*linears: LinearBase) -> list[Any]:
     return [linear.operand_and_bias[0] for linear in linears]
-
-
-def _operands_after(feed_forward: FeedForward) -> list[Any]:
-    if type(feed_forward) is SparseMLP:
-        return [expert_weights(feed_forward.gate, feed_forward.experts)]
-    if type(feed_forward) is MLP and type(feed_forward.act_fn) is SiluAndMul:
-        return _operands(feed_forward.gate_up_proj, feed_forward.down_proj)
-    return [None]
 
 
 def expert_weights(gate: ExpertRouter, experts: Experts) -> ExpertWeights | None:
@@ -113,69 +130,99 @@ def compute_blocks(
     norm: RMSNorm,
     taps: tuple[int, ...],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The residual after all blocks, and the residuals before the blocks `taps`.
+    """The norm of the residual after all blocks, and the residuals before the blocks `taps`.
 
     `norm` follows the last block.
     """
-    norms: list[Any] = [*(block.parts.before_mixer for block in blocks[1:]), norm]
-    scaled: Scaled | None = None
+    norms: list[Any] = [*(block.parts.before_mixer for block in blocks), norm]
+    entering: Entering = norms[0](x)
     tapped = {}
-    for index, (block, after) in enumerate(zip(blocks, norms, strict=True)):
+    for index, (block, after) in enumerate(zip(blocks, norms[1:], strict=True)):
         if index in taps:
             tapped[index] = x
-        x, scaled = compute_block(block, few_rows, x, scaled, ropes, after)
-    return x, [tapped[index] for index in taps]
+        x, entering = compute_block(block, few_rows, x, entering, ropes, after)
+    normed = norm(x) if isinstance(entering, Scaled) else entering  # one kernel for all rows
+    return normed, [tapped[index] for index in taps]
 
 
 def compute_block(
     block: Block,
     few_rows: "FewRows",
     x: torch.Tensor,
-    scaled: Scaled | None,
+    entering: Entering,
     ropes: Ropes,
     norm: RMSNorm,
-) -> tuple[torch.Tensor, Scaled]:
-    """The residual after the block, and the same residual scaled for the next norm, `norm`.
+) -> tuple[torch.Tensor, Entering]:
+    """The residual after the block, and what enters the next one, whose norm is `norm`.
 
-    x is the residual before the block. `scaled` is x scaled for the block's first norm; None in the
-    first block.
+    x is the residual before the block, and `entering` its norm.
     """
-    attention, feed_forward, first, _, second, _ = block.parts
-    assert isinstance(attention, SelfAttention) and first is not None and second is not None
-    qkv = attention.qkv_proj
-    if scaled is None:
-        attended = attention.mix(first(x), ropes)
-    else:
-        attended = attention.attend(few_rows.linear(scaled, *qkv.operand_and_bias), ropes)
-    x, scaled = _add(few_rows, attended, attention.o_proj, x, second)
+    mixer, feed_forward, _, after_mixer, before, after = block.parts
+    assert isinstance(mixer, ProjectedMixer) and before is not None
+    first, last = mixer.projections
+    attended = mixer.attend(few_rows.linear(entering, *first.operand_and_bias), ropes)
+    is_fused = _is_fused(feed_forward, after)
+    x, entering = _add_linear(few_rows, attended, last, x, after_mixer, before, is_fused)
+    if not is_fused:
+        assert isinstance(entering, torch.Tensor)
+        return _add(feed_forward(entering), x, after, norm)
     if isinstance(feed_forward, SparseMLP):
         weights = expert_weights(feed_forward.gate, feed_forward.experts)
-        assert weights is not None
-        return few_rows.add_experts(scaled, weights, x, norm.weight, norm.eps)
+        assert weights is not None and isinstance(entering, Scaled)
+        assert norm.factors is not None
+        return few_rows.add_experts(entering, weights, x, norm.factors, norm.eps)
     assert isinstance(feed_forward, MLP)
-    gated = few_rows.gated(scaled, *feed_forward.gate_up_proj.operand_and_bias)
-    return _add(few_rows, gated, feed_forward.down_proj, x, norm)
+    gate = GATES[type(feed_forward.act_fn)]
+    gated = few_rows.gated(entering, *feed_forward.gate_up_proj.operand_and_bias, gate)
+    return _add_linear(few_rows, gated, feed_forward.down_proj, x, after, norm, True)
+
+
+def _add_linear(
+    few_rows: "FewRows",
+    x: torch.Tensor,
+    linear: LinearBase,
+    residual: torch.Tensor,
+    after: RMSNorm | None,
+    norm: RMSNorm,
+    scales: bool,
+) -> tuple[torch.Tensor, Entering]:
+    """The residual plus all ranks' outputs of `linear`, and the norm of this sum.
+
+    `after` is the norm of the outputs. If there is none, and the next part `scales`, the norm is
+    left to it.
+    """
+    assert norm.factors is not None
+    if after is not None or not scales:
+        return _add(few_rows.product(x, *linear.operand_and_bias), residual, after, norm)
+    if norm.ranks.size == 1:
+        return few_rows.add(x, *linear.operand_and_bias, residual, norm.factors, norm.eps)
+    assert norm.ranks.peer_kernels is not None
+    part = few_rows.product(x, *linear.operand_and_bias)
+    return norm.ranks.peer_kernels.add_scaled(part, residual, norm.factors, norm.eps)
 
 
 def _add(
-    few_rows: "FewRows",
-    x: torch.Tensor,
-    linear: RowParallelLinear,
-    residual: torch.Tensor,
-    norm: RMSNorm,
-) -> tuple[torch.Tensor, Scaled]:
-    """The residual plus all ranks' outputs of `linear`, and this sum scaled for `norm`."""
-    if norm.ranks.size == 1:
-        return few_rows.add(x, *linear.operand_and_bias, residual, norm.weight, norm.eps)
-    assert norm.ranks.peer_kernels is not None
-    part = few_rows.product(x, *linear.operand_and_bias)
-    return norm.ranks.peer_kernels.add_scaled(part, residual, norm.weight, norm.eps)
+    x: torch.Tensor, residual: torch.Tensor, after: RMSNorm | None, norm: RMSNorm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The residual plus x, or plus its norm `after`, and the norm of this sum."""
+    if after is None:
+        normed, total = norm.add(x, residual)
+    else:
+        normed, total = norm.kernels.add_normed(
+            x, after.factors, after.eps, residual, norm.factors, norm.eps
+        )
+    return total, normed
 
 
 def with_adapters(
-    few_rows: "FewRows", blocks: Iterable[Block], adapters: AdapterRows
+    few_rows: "FewRows", blocks: list[Any], adapters: AdapterRows
 ) -> "FewRows | None":
-    """The kernels for few rows with adapters; None if experts have room for some."""
+    """The kernels for few rows with adapters; None if experts have room for some.
+
+    Also None if a gate's input is already normed: the kernels add adapters to scaled ones.
+    """
+    if any(block.parts.after_mixer for block in blocks):
+        return None
     low_ranks: dict[int, LowRank] = {}
     for module in (module for block in blocks for module in block.modules()):
         if isinstance(module, Experts) and module.low_ranks:

@@ -35,7 +35,6 @@ class GatedAttention(PlusOneAttention):
         )  # fmt: skip
         self.gate_size = self.cache.num_heads * heads.head_dim
 
-    def mix(self, x: Any, ropes: Ropes) -> torch.Tensor:
-        projected = self.qkv_proj(x)
-        attended = self.attend(projected[:, self.gate_size :], ropes)
+    def attend(self, projected: torch.Tensor, ropes: Ropes) -> torch.Tensor:
+        attended = super().attend(projected[:, self.gate_size :], ropes)
         return attended.mul_(projected[:, : self.gate_size].sigmoid())

@@ -1,19 +1,16 @@
 """GatedConv: a mixer with a convolution of a few tokens between two gates, as in LFM2."""
 
-from typing import Any
-
 import torch
 
-from nanovllm.kernels.table import Rounding
 from nanovllm.layers.cache_spec import State
 from nanovllm.layers.layer import Build
-from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.mixer import Ropes
+from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.mixer import ProjectedMixer, Ropes
 from nanovllm.layers.short_conv import ShortConv
 from nanovllm.layers.state_mixer import StateMixer
 
 
-class GatedConv(StateMixer):
+class GatedConv(ProjectedMixer, StateMixer):
     """`out_proj(c * conv(b * x))`, where `in_proj` makes b, c and x of a token, in this order.
 
     `conv` filters the last `width` tokens of each channel. The ranks divide the channels. With
@@ -32,15 +29,12 @@ class GatedConv(StateMixer):
         )
         self.cache = State((self.conv.state,))
 
-    def rounding(self, x: torch.Tensor) -> Rounding | None:
-        return self.in_proj.rounding(x)
+    @property
+    def projections(self) -> tuple[LinearBase, RowParallelLinear]:
+        return self.in_proj, self.out_proj
 
-    def mix(self, x: Any, ropes: Ropes) -> torch.Tensor:  # noqa: ARG002
-        before, after, channels = self.in_proj(x).chunk(3, dim=-1)
+    def attend(self, projected: torch.Tensor, ropes: Ropes) -> torch.Tensor:  # noqa: ARG002
+        before, after, channels = projected.chunk(3, dim=-1)
         filtered: torch.Tensor = self.conv(before * channels, self.states[0])
         mixed: torch.Tensor = after * filtered
         return mixed
-
-    def project(self, mixed: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.out_proj(mixed)
-        return out

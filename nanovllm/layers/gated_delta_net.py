@@ -4,21 +4,19 @@ A short convolution mixes the tokens' queries, keys and values; then the gated d
 values, and reads them. `kernels/plain/gated_delta.py` defines it.
 """
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from nanovllm.formats.stored import Loaded, check_shape, copy_into
 from nanovllm.kernels.operands.rates import DeltaRates
-from nanovllm.kernels.table import PLAIN, Kernels, Rounding
+from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import state_step
 from nanovllm.layers.delta_sizes import KINDS, DeltaNames, DeltaSizes
 from nanovllm.layers.gated_norm import GatedNorm
 from nanovllm.layers.layer import Build, Layer
-from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.mixer import Ropes
+from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.mixer import ProjectedMixer, Ropes
 from nanovllm.layers.ranks import Ranks
 from nanovllm.layers.row_order import RowOrdered, rows_of_kinds
 from nanovllm.layers.short_conv import ShortConv
@@ -63,7 +61,7 @@ class DeltaConv(ShortConv):
         return self.sizes[shard_id], 1, self.width
 
 
-class GatedDeltaNet(StateMixer, Layer):
+class GatedDeltaNet(ProjectedMixer, StateMixer, Layer):
     """The gated delta rule between projections; its heads' outputs are normalized, with a gate.
 
     The ranks divide the heads. The rates `A_log` and `dt_bias` are float32, as kernels read them.
@@ -108,21 +106,18 @@ class GatedDeltaNet(StateMixer, Layer):
     def bind(self, backend: Backend) -> None:
         self.kernels = backend.kernels
 
-    def rounding(self, x: torch.Tensor) -> Rounding | None:
-        return self.in_proj.rounding(x)
+    @property
+    def projections(self) -> tuple[LinearBase, RowParallelLinear]:
+        return self.in_proj, self.last[1]
 
-    def mix(self, x: Any, ropes: Ropes) -> torch.Tensor:  # noqa: ARG002
+    def attend(self, projected: torch.Tensor, ropes: Ropes) -> torch.Tensor:  # noqa: ARG002
         conv_states, memories = self.states
-        qkv, gate, b, a = torch.split(self.in_proj(x), self.sizes, dim=1)
+        qkv, gate, b, a = torch.split(projected, self.sizes, dim=1)
         mixed = self.conv1d(qkv, conv_states)
         rates = DeltaRates(self.A_log, self.dt_bias, self.most)
         out = self.kernels.gated_delta(mixed, a, b, rates, memories, state_step())
         normed: torch.Tensor = self.last[0](out.flatten(1), gate)
         return normed
-
-    def project(self, mixed: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last[1](mixed)
-        return out
 
 
 def _in_projection(

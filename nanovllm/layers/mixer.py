@@ -15,7 +15,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues
 from nanovllm.layers.layer import Build
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
 
 Ropes = Mapping[str, Rope]  # a step's cosines and sines, by the name that the decoder gives a rope
 ROPE = "rope"  # the name of a decoder's rope if all layers have the same
@@ -48,7 +48,33 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
 
-class SelfAttention(Mixer):
+class ProjectedMixer(Mixer):
+    """A mixer that is `attend` between two linear layers, its `projections`.
+
+    Kernels may fuse these with what is next to them, and call `attend` alone.
+    """
+
+    @property
+    def projections(self) -> tuple[LinearBase, RowParallelLinear]:
+        """The first layer and the last one."""
+        raise NotImplementedError
+
+    def attend(self, projected: torch.Tensor, ropes: Ropes) -> torch.Tensor:
+        """Outputs of the first layer -> inputs of the last one, and the tokens enter the cache."""
+        raise NotImplementedError
+
+    def rounding(self, x: torch.Tensor) -> Rounding | None:
+        return self.projections[0].rounding(x)
+
+    def mix(self, x: Any, ropes: Ropes) -> torch.Tensor:
+        return self.attend(self.projections[0](x), ropes)
+
+    def project(self, mixed: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.projections[1](mixed)
+        return out
+
+
+class SelfAttention(ProjectedMixer):
     """Grouped-query attention, with the `heads` of all ranks together.
 
     `rope` names the rope that rotates queries and keys; None: they are not rotated. `head_norms`
@@ -93,18 +119,12 @@ class SelfAttention(Mixer):
     def kind(self) -> tuple[Any, ...]:
         return *super().kind, self.rope, self.attn.kv.soft_cap
 
-    def rounding(self, x: torch.Tensor) -> Rounding | None:
-        return self.qkv_proj.rounding(x)
-
-    def mix(self, x: Any, ropes: Ropes) -> torch.Tensor:
-        return self.attend(self.qkv_proj(x), ropes)
-
-    def project(self, mixed: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.o_proj(mixed)
-        return out
+    @property
+    def projections(self) -> tuple[LinearBase, RowParallelLinear]:
+        return self.qkv_proj, self.o_proj
 
     def attend(self, projected: torch.Tensor, ropes: Ropes) -> torch.Tensor:
-        """Attend between the two projections: [T, (H + 2 * KVH) * D] -> [T, H * D]."""
+        """[T, (H + 2 * KVH) * D] -> [T, H * D]."""
         qkv = projected.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
         if self.has_head_norms and self.norms is None:
             qkv = self._normed(qkv)

@@ -127,10 +127,12 @@ def write_table() -> None:
 
 
 def rms_norm(size: int) -> None:
-    from nanovllm.kernels.triton.linear.rms_norm import add_rms_norm, rms_norm
+    from nanovllm.kernels.triton.linear.rms_norm import add_normed, add_rms_norm, rms_norm
 
-    rms_norm(bf16(TOKENS, size), bf16(size), EPS)
-    add_rms_norm(bf16(TOKENS, size), bf16(TOKENS, size), bf16(size), EPS)
+    x, factors = bf16(TOKENS, size), torch.empty(size)
+    rms_norm(x, bf16(size), EPS)
+    add_rms_norm(x, x, bf16(size), EPS)
+    add_normed(x, factors, EPS, x, factors, EPS)
 
 
 def all_reduce(size: int, ranks: int, rows: int) -> None:
@@ -218,8 +220,9 @@ def few_experts(rows: int, form: Format | None = None) -> None:
 
 
 def few_rows(
-    hidden: int, attended: int, inner: int, qkv: int, rows: int, bias: bool = False
-) -> None:
+    hidden: int, attended: int, inner: int, qkv: int, rows: int, bias: bool = False,
+    gate: str = "silu",
+) -> None:  # fmt: skip
     from nanovllm.kernels.triton.linear import few_rows
 
     def layer(size_out: int, size_in: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -229,7 +232,7 @@ def few_rows(
     with mock.patch.object(few_rows, "num_multiprocessors", return_value=132):  # an H100's
         _, scaled = few.add(bf16(rows, attended), *layer(hidden, attended), x, bf16(hidden), EPS)
         few.linear(scaled, *layer(qkv, hidden))
-        few.gated(scaled, *layer(2 * inner, hidden))
+        few.gated(scaled if gate == "silu" else x, *layer(2 * inner, hidden), gate)
         few.add(bf16(rows, inner), *layer(hidden, inner), x, bf16(hidden), EPS)
 
 
@@ -571,6 +574,12 @@ CALLS: dict[str, Callable[[], object]] = {
             ("Qwen3-14B", (5120, 5120, 17408, 7168), (8, 32, 64)),
         )
         for rows in some
+    },
+    **{
+        f"few_rows, Gemma-3-4B, {rows} rows": partial(
+            few_rows, 2560, 2048, 10240, 4096, rows, gate="gelu"
+        )
+        for rows in (1, 32)
     },
     **{
         f"few_rows, Qwen2.5-0.5B, biases, {rows} rows": partial(

@@ -135,6 +135,26 @@ def test_norm_equals_its_twin(tested: Implementation, shape: Rows, wide: bool) -
     assert_norms_as_its_twin(shape, tested, wide)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [80, 1024])
+def test_a_norm_before_the_sum_is_that_of_two_kernels(
+    size: int, dtype: torch.dtype, on_triton: Implementation
+) -> None:
+    """It is rounded between them, as theirs is."""
+    shape, kernels = Rows(5, size, dtype), on_triton.kernels
+    x, residual = shape.make(on_triton.device), shape.make(on_triton.device, part=1)
+    inner, weight = (make_weight(size, torch.float32, on_triton.device) for _ in range(2))
+    normed, total = kernels.add_normed(x, inner, EPS, residual, weight, EPS)
+    expected, expected_total = kernels.add_rms_norm(
+        kernels.rms_norm(x, inner, EPS), residual, weight, EPS
+    )
+    assert_rounded_alike(total, expected_total)
+    assert_rounded_alike(normed, expected)
+    plain, plain_total = PLAIN.add_normed(x, inner, EPS, residual, weight, EPS)
+    torch.testing.assert_close(total, plain_total)
+    torch.testing.assert_close(normed, plain)
+
+
 def test_norm_squares_in_float32(on_triton: Implementation) -> None:
     """65,504 is float16's largest: the square of 300 is more."""
     x = torch.full((2, 80), 300.0, dtype=torch.float16, device=on_triton.device)

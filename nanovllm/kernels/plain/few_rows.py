@@ -9,20 +9,24 @@ import torch.nn.functional as F
 
 from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled
 from nanovllm.kernels.plain.experts import experts
+from nanovllm.kernels.plain.gelu_and_mul import gelu_and_mul
 from nanovllm.kernels.plain.route import route
 from nanovllm.kernels.plain.silu_and_mul import silu_and_mul
 
+Rows = Scaled | torch.Tensor  # tensors are normed
+ACTIVATIONS = {"silu": silu_and_mul, "gelu": gelu_and_mul}
 
-def scaled_linear(
-    x: Scaled, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
+
+def scaled_linear(x: Rows, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`norm @ weight.T + bias` for weight [N, K]."""
-    return _wide_linear(x.normed(), weight, bias).to(x.product.dtype)
+    return _wide_linear(_normed(x), weight, bias).to(_dtype(x))
 
 
-def scaled_gated(x: Scaled, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`silu(gate) * up` of `norm @ weight.T + bias` for weight [2 * N, K]."""
-    return silu_and_mul(_wide_linear(x.normed(), weight, bias)).to(x.product.dtype)
+def scaled_gated(
+    x: Rows, weight: torch.Tensor, bias: torch.Tensor | None = None, gate: str = "silu"
+) -> torch.Tensor:
+    """`silu(gate) * up` of `norm @ weight.T + bias` for weight [2 * N, K]; or another `gate`."""
+    return ACTIVATIONS[gate](_wide_linear(_normed(x), weight, bias)).to(_dtype(x))
 
 
 def add_linear(
@@ -50,6 +54,14 @@ def add_experts(
     gate_up, down = weights.gate_up.float(), weights.down.float()
     total = residual.float() + experts(normed, gate_up, down, ids, shares, len(gate_up))
     return _scaled_sum(total.to(x.product.dtype), norm, eps)
+
+
+def _normed(x: Rows) -> torch.Tensor:
+    return x.normed() if isinstance(x, Scaled) else x.float()
+
+
+def _dtype(x: Rows) -> torch.dtype:
+    return x.product.dtype if isinstance(x, Scaled) else x.dtype
 
 
 def _scaled_sum(total: torch.Tensor, norm: torch.Tensor, eps: float) -> tuple[torch.Tensor, Scaled]:

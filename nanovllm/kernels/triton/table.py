@@ -5,6 +5,7 @@ from nanovllm.kernels.table import Kernels, nothing
 TRITON_PLACES = {
     "rms_norm": "triton.linear.rms_norm",
     "add_rms_norm": "triton.linear.rms_norm",
+    "add_normed": "triton.linear.rms_norm",
     "silu_and_mul": "triton.linear.silu_and_mul",
     "gelu_and_mul": "triton.linear.gelu_and_mul",
     "norm_rope_store": "triton.attention.norm_rope_store",

@@ -119,8 +119,12 @@ class FewRows:
     most_rows: int
     arrivals: torch.Tensor | None = field(default=None, compare=False)  # zeros, for `shared_tiles`
 
-    def linear(self, x: Scaled, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self, x: Scaled | torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """`norm @ weight.T + bias` for weight [N, K]."""
+        if isinstance(x, torch.Tensor):
+            return self.product(x, weight, bias)
         out = x.product.new_empty(len(x.product), weight.shape[0])
         self._launch(RowOperands(x.product, bias, out, scaled=x), weight)
         return out
@@ -128,15 +132,26 @@ class FewRows:
     def product(
         self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`x @ weight.T + bias`: a rank's part of a sum."""
+        """`x @ weight.T + bias`: of normed rows, or a rank's part of a sum."""
         out = x.new_empty(len(x), weight.shape[0])
         self._launch(RowOperands(x, bias, out), weight)
         return out
 
-    def gated(self, x: Scaled, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`silu(gate) * up` of `norm @ weight.T + bias` for weight [2 * N, K]: [T, N]."""
-        out = rows_with_room(len(x.product), weight.shape[0] // 2, x.product)
-        self._launch(RowOperands(x.product, bias, out, scaled=x, gated=True), weight)
+    def gated(
+        self,
+        x: Scaled | torch.Tensor,
+        weight: Weight,
+        bias: torch.Tensor | None = None,
+        gate: str = "silu",
+    ) -> torch.Tensor:
+        """`silu(gate) * up` of `norm @ weight.T + bias` for weight [2 * N, K]: [T, N].
+
+        `gate` names the activation: one of `row_outputs.GATES`.
+        """
+        scaled = x if isinstance(x, Scaled) else None
+        rows = x.product if isinstance(x, Scaled) else x
+        out = rows_with_room(len(rows), weight.shape[0] // 2, rows)
+        self._launch(RowOperands(rows, bias, out, scaled, gate), weight)
         return out
 
     def add(

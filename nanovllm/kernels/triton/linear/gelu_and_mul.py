@@ -10,22 +10,30 @@ BLOCK = 1024
 
 
 @triton.jit
+def gelu(gate):  # type: ignore[no-untyped-def]
+    """The approximation by tanh, g * (1 + tanh(u)) / 2, which is g / (1 + exp(-2 u))."""
+    twice_u = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
+    return gate / (1.0 + tl.exp(-twice_u))
+
+
+@triton.jit
+def gated_by_gelu(gate, up):  # type: ignore[no-untyped-def]
+    """`gelu(gate) * up` of sums in float32, without rounding in between, for fused kernels."""
+    return gelu(gate) * up
+
+
+@triton.jit
 def _gelu_and_mul_kernel(  # type: ignore[no-untyped-def]
     x_ptr, out_ptr, x_stride, size, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program computes BLOCK outputs of one row.
-
-    The approximation of gelu by tanh, g * (1 + tanh(u)) / 2, is g / (1 + exp(-2 u)).
-    """
+    """One program computes BLOCK outputs of one row."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = n < size
     gate = tl.load(x_ptr + row * x_stride + n, mask=inside, other=0.0)
     up = tl.load(x_ptr + row * x_stride + size + n, mask=inside, other=0.0)
-    g = gate.to(tl.float32)
-    twice_u = 1.5957691216057308 * (g + 0.044715 * g * g * g)  # 2 * sqrt(2 / pi)
-    gelu = (g / (1.0 + tl.exp(-twice_u))).to(gate.dtype)  # rounded as in plain PyTorch
-    out = gelu.to(tl.float32) * up.to(tl.float32)
+    rounded = gelu(gate.to(tl.float32)).to(gate.dtype)  # as in plain PyTorch
+    out = rounded.to(tl.float32) * up.to(tl.float32)
     tl.store(out_ptr + row * size + n, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 

@@ -17,7 +17,7 @@ from nanovllm.kernels.triton.common import await_inputs, let_next_begin
 from nanovllm.kernels.triton.linear.row_outputs import RowOperands, store_outputs
 
 MOST_ROWS = 2
-MOST_BYTES = 16 << 20  # of a matrix: as much as programs that run at the same time can hold
+MOST_BYTES = 33 << 19  # of a matrix: as much as programs that run at the same time can hold
 WARPS = 4
 HELD = WARPS * 32 * 128  # weights of a program: 128 of a thread, in 64 registers
 MOST_TILE_ROWS = 16

@@ -118,7 +118,7 @@ def _quantized_rows_kernel(  # type: ignore[no-untyped-def]
     at = t[:, None] * N + n[None, :]
     inside_n = tl.minimum(n, N - 1) if N % BLOCK_N else n
     FOUR: tl.constexpr = KIND == "int4"  # noqa: N806
-    OUTPUTS: tl.constexpr = N * (1 + GATED)  # noqa: N806
+    OUTPUTS: tl.constexpr = N * 2 if GATED else N  # noqa: N806
     STEP: tl.constexpr = INNER * RUNS  # noqa: N806
     SHARE: tl.constexpr = (PADDED // STEP + SPLIT - 1) // SPLIT * STEP  # noqa: N806
     WORDS: tl.constexpr = INNER // 4  # noqa: N806

@@ -12,8 +12,10 @@ import triton.language as tl
 from nanovllm.kernels.integers import next_power_of_2
 from nanovllm.kernels.operands.scaled import Scaled
 from nanovllm.kernels.triton.common import early
+from nanovllm.kernels.triton.linear.gelu_and_mul import gated_by_gelu
 from nanovllm.kernels.triton.linear.silu_and_mul import gated
 
+GATES = {"silu": 1, "gelu": 2}  # the numbers by which kernels know the activation of a gate
 Addends = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # residual, norm, the product with it
 
 
@@ -24,8 +26,12 @@ class RowOperands(NamedTuple):
     bias: torch.Tensor | None  # [N], or one for each row; 2 * N if gated
     out: torch.Tensor  # [T, N]
     scaled: Scaled | None = None  # x with its sums of squares, if outputs are to be scaled
-    gated: bool = False
+    gate: str = ""  # the activation of the gate, if outputs are gated
     addends: Addends | None = None
+
+    @property
+    def gated(self) -> bool:
+        return bool(self.gate)
 
     @property
     def eps(self) -> float:
@@ -43,7 +49,7 @@ class RowOperands(NamedTuple):
         residual, norm, product = self.addends or (x, x, x)
         constants = dict(
             N=self.out.shape[1], K=x.shape[1], P=width, BLOCK_P=next_power_of_2(max(1, width)),
-            BIAS=0 if bias is None else bias.dim(), GATED=self.gated,
+            BIAS=0 if bias is None else bias.dim(), GATED=GATES.get(self.gate, 0),
             ADD=self.addends is not None, **early(x.device),
         )  # fmt: skip
         tensors = squares_in, x if bias is None else bias, residual, norm, self.out, product
@@ -57,7 +63,7 @@ def store_outputs(  # type: ignore[no-untyped-def]
     N: tl.constexpr, K: tl.constexpr, P: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr,
     ADD: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Store a tile of outputs, from the sums acc and, if GATED, up: [T, BLOCK_N].
+    """Store a tile of outputs, from the sums acc and, if GATED by one of GATES, up: [T, BLOCK_N].
 
     `squares` are P parts of the rows' sums of squares, for the norm before the layer. `t` and `n`
     are the rows and outputs of this tile, the `tile`-th of N, with n at most N - 1. `at` are the
@@ -79,8 +85,10 @@ def store_outputs(  # type: ignore[no-untyped-def]
         acc += tl.load(bias_ptr + n).to(tl.float32)[None, :]
         if GATED:
             up += tl.load(bias_ptr + N + n).to(tl.float32)[None, :]
-    if GATED:
+    if GATED == 1:
         acc = gated(acc, up)
+    if GATED == 2:
+        acc = gated_by_gelu(acc, up)
     if ADD:
         acc += residual.to(tl.float32)
     rounded = acc.to(out_ptr.dtype.element_ty)

@@ -80,7 +80,8 @@ def _shared_tiles_kernel(  # type: ignore[no-untyped-def]
     GATED: gl.constexpr, ADD: gl.constexpr, BLOCK_T: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Compute a tile of outputs of all rows, or a part of its sums."""
-    BLOCK_N: gl.constexpr = OUTPUTS // (1 + GATED)  # noqa: N806
+    TENSORS: gl.constexpr = 2 if GATED else 1  # noqa: N806
+    BLOCK_N: gl.constexpr = OUTPUTS // TENSORS  # noqa: N806
     SPLIT: gl.constexpr = K // INPUTS  # noqa: N806
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_T, 16])  # noqa: N806
     OUT: gl.constexpr = gl.BlockedLayout(  # noqa: N806
@@ -90,7 +91,7 @@ def _shared_tiles_kernel(  # type: ignore[no-untyped-def]
     first_k = gl.program_id(0) * INPUTS
     first_n = gl.program_id(1) * BLOCK_N
     weights = gl.allocate_shared_memory(
-        dtype, [STEPS, 1 + GATED, BLOCK_N, COPIED], weight_tiles.layout
+        dtype, [STEPS, TENSORS, BLOCK_N, COPIED], weight_tiles.layout
     )
     rows = gl.allocate_shared_memory(dtype, [STEPS, BLOCK_T, COPIED], x_tiles.layout)
     bars = _barriers(OUTPUTS * COPIED * 2)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
+from nanovllm.kernels.triton.common import rows_with_room
 
 TILE = 1024  # values of a program, unless a group has more
 
@@ -41,11 +42,14 @@ def _gated_norm_kernel(  # type: ignore[no-untyped-def]
 def gated_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, gate_first: bool
 ) -> torch.Tensor:
-    """Normalize the groups of x [T, G, D]. Reads x and the gate once, writes as much as x has."""
+    """Normalize the groups of x [T, G, D]. Reads x and the gate once, writes as much as x has.
+
+    The result has memory after its last row, for products of few rows.
+    """
     num_rows, groups, size = x.shape
     assert x.stride(2) == gate.stride(2) == weight.stride(-1) == 1
     dtype = torch.promote_types(weight.dtype, x.dtype) if gate_first else x.dtype
-    out = x.new_empty(x.shape, dtype=dtype)
+    out = rows_with_room(num_rows, groups * size, x, dtype).view(x.shape)
     block_d = next_power_of_2(size)
     block_g = max(1, TILE // block_d)
     _gated_norm_kernel[(cdiv(num_rows * groups, block_g),)](
