@@ -14,8 +14,8 @@ from nanovllm.kernels.table import Rounding
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues
 from nanovllm.layers.layer import Build
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.rms_norm import RMSNorm
 
 Ropes = Mapping[str, Rope]  # a step's cosines and sines, by the name that the decoder gives a rope
 ROPE = "rope"  # the name of a decoder's rope if all layers have the same

@@ -18,7 +18,6 @@ from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.feed_forward import SiluAndMul
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     LinearBase,
     MergedColumnParallelLinear,
@@ -26,6 +25,7 @@ from nanovllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from nanovllm.layers.rms_norm import RMSNorm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
