@@ -57,6 +57,8 @@ class SelfAttention(Mixer):
     score s by c * tanh(s / c). The input may be wider than the output: `size_in` and `hidden_size`.
     """
 
+    qkv_class: type[QKVParallelLinear] = QKVParallelLinear
+
     def __init__(
         self,
         make: Build,
@@ -73,7 +75,7 @@ class SelfAttention(Mixer):
     ) -> None:
         super().__init__()
         self.head_dim, self.rope = heads.head_dim, rope
-        self.qkv_proj = QKVParallelLinear(
+        self.qkv_proj = self.qkv_class(
             size_in or hidden_size, heads.head_dim, heads.num_heads, heads.num_kv_heads,
             bias=qkv_bias, ranks=make.ranks, weight_format=make.formats.of("qkv_proj"),
         )  # fmt: skip
