@@ -19,6 +19,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,20 +170,16 @@ def describe(machine: Machine, cache_bytes: int) -> dict[str, Any]:
     }
 
 
-def kernel_names(text: str) -> list[str]:
-    """Parse names with commas between them."""
-    names = text.split(",")
-    for name in names:
-        if name not in KERNELS:
-            raise argparse.ArgumentTypeError(f"no kernel {name!r}; there are {', '.join(KERNELS)}")
-    return names
+def parse_args(
+    argv: list[str] | None, title: str | None = __doc__, known: Collection[str] = KERNELS
+) -> argparse.Namespace:
+    """Read the command line, and refuse to run where there is nothing to measure.
 
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line, and refuse to run where there is nothing to measure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", type=kernel_names, default=list(KERNELS), metavar="NAME,...",
-                        help=f"of {', '.join(KERNELS)}")  # fmt: skip
+    `known` are the kernels of the script that `title` describes in its first line.
+    """
+    parser = argparse.ArgumentParser(description=(title or "").partition("\n")[0])
+    parser.add_argument("--only", type=partial(names_among, known), default=[*known],
+                        metavar="NAME,...", help=f"of {', '.join(known)}")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a few small points: a smoke test")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     args = parser.parse_args(argv)
@@ -196,6 +193,15 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if problem:
         parser.exit(2, f"{parser.prog}: error: {problem}\n")
     return args
+
+
+def names_among(known: Collection[str], text: str) -> list[str]:
+    """Parse names with commas between them."""
+    names = text.split(",")
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"no kernel {name!r}; there are {', '.join(known)}")
+    return names
 
 
 @torch.inference_mode()

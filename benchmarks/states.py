@@ -11,18 +11,16 @@ flash-linear-attention is installed, `fla` is the time of its kernels for the ga
 whose heads are normalized, and whose gates are made, before.
 """
 
-import argparse
 import json
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from kernels import captured, max_error, measure_machine, sample_seconds
+from kernels import captured, max_error, measure_machine, parse_args, sample_seconds
 
 from nanovllm.kernels.operands.rates import DeltaRates, SpaceRates
 from nanovllm.kernels.operands.state_step import StateStep
@@ -194,31 +192,10 @@ def format_row(row: dict[str, Any]) -> str:
     return f"{point:52}{''.join(cells)}{wrong}"
 
 
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    """Read the command line, and refuse to run where there is nothing to measure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    names = [operation.name for operation in operations(quick=True)]
-    parser.add_argument("--only", default=",".join(names), metavar="NAME,...",
-                        help=f"of {', '.join(names)}")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="a few small points: a smoke test")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
-    args = parser.parse_args(argv)
-    if unknown := {*args.only.split(",")} - {*names}:
-        parser.error(f"--only: no {', '.join(unknown)}; there are {', '.join(names)}")
-    problem = None
-    if DEVICE == "cuda" and not torch.cuda.is_available():
-        problem = "needs a CUDA device; without one, TRITON_INTERPRET=1 and --quick test the script"
-    elif DEVICE == "cpu" and not args.quick:
-        problem = "under TRITON_INTERPRET=1 times mean nothing, and only --quick ends soon"
-    if problem:
-        parser.exit(2, f"{parser.prog}: error: {problem}\n")
-    return args
-
-
 @torch.inference_mode()
 def main(argv: list[str] | None = None) -> int:
     """Print a table; the exit status says whether all points that were compared were right."""
-    args = parse_args(argv)
+    args = parse_args(argv, __doc__, [operation.name for operation in operations(quick=True)])
     torch.manual_seed(0)
     machine = measure_machine()
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "Triton's interpreter"
@@ -226,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{'':52}{'us':>10}{'% floor':>10}{'fla us':>10}{'error':>10}")
     rows = []
     for operation in operations(args.quick):
-        if operation.name not in args.only.split(","):
+        if operation.name not in args.only:
             continue
         counts = ((80,), (2,)) if args.quick else (PREFILLS, DECODES)
         for is_decode, some in enumerate(counts):

@@ -1,4 +1,4 @@
-"""Metrics of an engine, with vLLM's types and names.
+"""Metrics of an engine, with vLLM's types, and its names where they mean the same.
 
 `LLM.get_metrics` returns them. Metrics of requests count requests that have ended;
 generated tokens, and times to the first one, are counted when they are generated.

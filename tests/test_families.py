@@ -34,10 +34,13 @@ from reference import (
 from safetensors.torch import load_file
 
 from nanovllm.command.info import describe
+from nanovllm.formats.names import usual_name
 from nanovllm.layers.ranks import Ranks
 from nanovllm.models import model_size
 from nanovllm.models.check import check_model
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.file_errors import names_of
+from nanovllm.models.loader import checkpoint_targets, read_weights
 from nanovllm.models.parts import build_model
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
@@ -141,6 +144,10 @@ def test_the_config_counts_what_the_model_has(name: str, tmp_path: Path) -> None
         config.check_parallel_size(ranks.size)
         with torch.device("meta"):
             check_model(config, build_model(config, 16, ranks), ranks)
+    for tensors in read_weights(tmp_path):  # as errors name them, if files lack them
+        known, names = checkpoint_targets(model), names_of(tensors.keys(), model.names)
+        used = [name for name in tensors if not names.is_skipped(name)]
+        assert [names.theirs(usual_name(name, names, known)) for name in used] == used
     described = describe({"model": str(tmp_path), "device": "cpu"})
     assert config.architecture in str(described)
 

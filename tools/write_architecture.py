@@ -34,7 +34,7 @@ CORE: dict[str, list[str]] = {
                "engine/run/computed", "engine/run/draw_inputs", "engine/run/launched"],
     "the model": ["models/llama", "models/parts", "models/decoder", "layers/block",
                   "layers/mixer", "layers/feed_forward",
-                  "layers/cache_spec", "layers/embed_head", "layers/layernorm", "layers/linear",
+                  "layers/cache_spec", "layers/embed_head", "layers/rms_norm", "layers/linear",
                   "layers/rotary_embedding", "layers/context", "layers/attention", "layers/backend",
                   "layers/sampler"],
     "plain kernels": ["kernels/table", "kernels/kv_layer", "kernels/plain/read_table",

@@ -14,10 +14,10 @@ from nanovllm.formats.format import PLAIN_FORMATS
 from nanovllm.kernels.plain.norm_rope_store import Rope
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layer import Build
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.mixer import ROPE, SelfAttention
 from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.models import parts
 from nanovllm.models.decoder import Model
 

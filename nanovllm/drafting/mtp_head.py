@@ -22,6 +22,7 @@ from nanovllm.layers.layer import Build
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.ranks import Ranks
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models.carried_head import CarriedHead
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM, Decoder, Model
 from nanovllm.models.family import family_of
@@ -100,7 +101,7 @@ class MtpDecoder(Decoder):
         return input_ids
 
 
-class MtpHead(CausalLM):
+class MtpHead(CarriedHead):
     """The head. Embedding and logits are the model's; the ranks split the layer as the model's."""
 
     embed_tokens: VocabParallelEmbedding | None = None

@@ -1,10 +1,8 @@
 """MtpSource: the draft head in a model's own files, found and checked, which ranks can load."""
 
 import logging
-import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -57,8 +55,7 @@ class MtpSource:
                         whole = head.blank(ALONE)
                     load_dummy(head, whole, config.seed)
                 else:
-                    with _errors_name_as_files():
-                        load_model(head, self.path, files=own_files(self.path))
+                    load_model(head, self.path, files=own_files(self.path))
         num_bytes = head.num_bytes
         head.bind(placement.backend)
         OutputTap(model.model)
@@ -68,15 +65,6 @@ class MtpSource:
         )  # fmt: skip
         of_draft, models = draft_bytes(self.config, placement), ((self.config, head.eval()),)
         return HeadGuesser(head, model.model.embed_tokens, placement, of_draft, models)
-
-
-@contextmanager
-def _errors_name_as_files() -> Iterator[None]:
-    """Make errors in the block name tensors by their names in the files."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(re.sub(r"(?<![\w./])model\.", PREFIX, str(error))) from None
 
 
 def own_files(path: Path) -> Iterator[dict[str, InFile]]:

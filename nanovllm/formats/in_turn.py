@@ -40,12 +40,12 @@ def load_in_turn(part: RankPart, stored: Stored, target: torch.Tensor, loaded: L
         index = stored.index(slice(0, 0), part.columns, size)
         index = (rows, *index[1:])
         to = parts[i]
-        if isinstance(stored, Transposed):
+        if isinstance(stored, StoredTransposed):
             to, index = to.t(), index[::-1]
         copy_into(to, loaded, shape, index)
 
 
-class Transposed(Stored):
+class StoredTransposed(Stored):
     """A matrix that files have as [in, out]."""
 
     def shape(self, size: tuple[int, int]) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ class DenseInTurn(InTurn, Dense):
     """Plain weights [in, out] of experts, with the outputs of the projections in turn."""
 
     def __init__(self) -> None:
-        self._tensors = {"weight": Transposed((ROWS, COLUMNS))}
+        self._tensors = {"weight": StoredTransposed((ROWS, COLUMNS))}
 
 
 class MxFormat(InTurn, BlockFormat):

@@ -12,10 +12,10 @@ from torch import nn
 
 from nanovllm.layers.context import keep_adapters_of
 from nanovllm.layers.layer import Build, Layer
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.mixer import Ropes
 from nanovllm.layers.per_layer_embedding import PerLayerBlock
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.sizes import AltUpSizes
 
 

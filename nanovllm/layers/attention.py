@@ -11,7 +11,7 @@ from nanovllm.layers.backend import AttentionBackend, Backend, TorchBackend
 from nanovllm.layers.cache_spec import TokenCache
 from nanovllm.layers.context import Context, get_context
 from nanovllm.layers.layer import Layer
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rms_norm import RMSNorm
 
 Norms = tuple[RMSNorm, RMSNorm]  # of query heads and of key heads
 

@@ -9,8 +9,8 @@ from torch import nn
 from nanovllm.layers.context import keep_adapters_of
 from nanovllm.layers.feed_forward import FeedForward
 from nanovllm.layers.layer import Build
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mixer import Mixer, Ropes
+from nanovllm.layers.rms_norm import RMSNorm
 
 Named = tuple[str, RMSNorm]
 

@@ -21,11 +21,11 @@ from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.feed_forward import MLP, FeedForward, SiluAndMul
 from nanovllm.layers.gelu import GeluTanhAndMul
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.lora import AdapterRows
 from nanovllm.layers.mixer import Mixer, ProjectedMixer, Ropes
 from nanovllm.layers.ranks import Ranks
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.sparse_mlp import ExpertRouter, SparseMLP
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from nanovllm.formats.stored import Loaded, copy_into
 from nanovllm.kernels.table import Rounding
 from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.layer import Build
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rms_norm import RMSNorm
 
 
 class FullWidthNorm(RMSNorm):

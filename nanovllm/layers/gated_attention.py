@@ -4,16 +4,27 @@ from typing import Any
 
 import torch
 
-from nanovllm.layers.cache_spec import KeysAndValues
-from nanovllm.layers.layer import Build
+from nanovllm.formats.format import DENSE, WeightFormat
 from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.layers.mixer import Ropes
 from nanovllm.layers.plus_one_norm import PlusOneAttention
+from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.row_order import RowOrdered, rows_of_kinds
 
 
 class GatedQKV(RowOrdered, QKVParallelLinear):
     """Gates, queries, keys and values. Files have each head's query and gate in one tensor."""
+
+    def __init__(
+        self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool,
+        ranks: Ranks = ALONE, weight_format: WeightFormat = DENSE,
+    ) -> None:  # fmt: skip
+        size = num_heads * head_dim
+        rows = rows_of_kinds([size, size], ranks.size, num_heads, order=(1, 0))
+        super().__init__(
+            hidden_size, head_dim, 2 * num_heads, num_kv_heads, bias, ranks, weight_format,
+            orders={0: rows},
+        )  # fmt: skip
 
 
 class GatedAttention(PlusOneAttention):
@@ -22,18 +33,11 @@ class GatedAttention(PlusOneAttention):
     Norms of queries and keys have factors 1 + weight.
     """
 
-    def __init__(
-        self, make: Build, hidden_size: int, heads: KeysAndValues, *,
-        qkv_bias: bool = False, **options: Any,
-    ) -> None:  # fmt: skip
-        super().__init__(make, hidden_size, heads, qkv_bias=qkv_bias, **options)
-        size = heads.num_heads * heads.head_dim
-        rows = rows_of_kinds([size, size], make.ranks.size, heads.num_heads, order=(1, 0))
-        self.qkv_proj: QKVParallelLinear = GatedQKV(
-            hidden_size, heads.head_dim, 2 * heads.num_heads, heads.num_kv_heads, qkv_bias,
-            make.ranks, make.formats.of("qkv_proj"), orders={0: rows},
-        )  # fmt: skip
-        self.gate_size = self.cache.num_heads * heads.head_dim
+    qkv_class = GatedQKV
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.gate_size = self.cache.num_heads * self.head_dim
 
     def attend(self, projected: torch.Tensor, ropes: Ropes) -> torch.Tensor:
         attended = super().attend(projected[:, self.gate_size :], ropes)

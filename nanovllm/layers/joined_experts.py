@@ -10,8 +10,8 @@ from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.gelu_experts import GeluExperts
 from nanovllm.layers.layer import Build, Layer
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.scaled_block import ScaledBlock
 from nanovllm.layers.sizes import ExpertSizes
 

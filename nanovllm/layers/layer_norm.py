@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.kernels.table import Rounding
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rms_norm import RMSNorm
 
 
 class LayerNorm(RMSNorm):

@@ -14,8 +14,8 @@ from nanovllm.kernels.table import Rounding
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues
 from nanovllm.layers.layer import Build
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.rms_norm import RMSNorm
 
 Ropes = Mapping[str, Rope]  # a step's cosines and sines, by the name that the decoder gives a rope
 ROPE = "rope"  # the name of a decoder's rope if all layers have the same
@@ -83,6 +83,8 @@ class SelfAttention(ProjectedMixer):
     score s by c * tanh(s / c). The input may be wider than the output: `size_in` and `hidden_size`.
     """
 
+    qkv_class: type[QKVParallelLinear] = QKVParallelLinear
+
     def __init__(
         self,
         make: Build,
@@ -99,7 +101,7 @@ class SelfAttention(ProjectedMixer):
     ) -> None:
         super().__init__()
         self.head_dim, self.rope = heads.head_dim, rope
-        self.qkv_proj = QKVParallelLinear(
+        self.qkv_proj = self.qkv_class(
             size_in or hidden_size, heads.head_dim, heads.num_heads, heads.num_kv_heads,
             bias=qkv_bias, ranks=make.ranks, weight_format=make.formats.of("qkv_proj"),
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """Norms of a block at other places than before each part: after it, or both."""
 
 from nanovllm.layers.block import Norms
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rms_norm import RMSNorm
 
 
 def post_norms(mixer: RMSNorm, feed_forward: RMSNorm) -> Norms:

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from nanovllm.layers.block import Block, Norms
 from nanovllm.layers.feed_forward import FeedForward
 from nanovllm.layers.layer import Build
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.mixer import Mixer, Ropes
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.sizes import PerLayer
 
 

@@ -6,8 +6,8 @@ import torch
 
 from nanovllm.kernels.table import Rounding
 from nanovllm.layers.backend import Backend
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mixer import SelfAttention
+from nanovllm.layers.rms_norm import RMSNorm
 
 
 class PlusOneRMSNorm(RMSNorm):

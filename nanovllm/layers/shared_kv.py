@@ -13,9 +13,9 @@ from nanovllm.kernels.plain.norm_rope_store import rotate
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.context import Context, get_context
 from nanovllm.layers.layer import Build
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.mixer import Mixer, Ropes
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.scaled_attention import ScaledAttention
 from nanovllm.layers.shared_cache import SharedKeysAndValues
 

@@ -9,10 +9,10 @@ from nanovllm.formats.stored import RankPart
 from nanovllm.kernels.table import Rounding
 from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.layer import Build
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.mixer import Ropes, SelfAttention
 from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.shared_kv import lending_attention
 from nanovllm.layers.weightless_norm import WeightlessNorm
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rms_norm import RMSNorm
 
 
 class WeightlessNorm(RMSNorm):

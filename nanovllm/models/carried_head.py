@@ -1,24 +1,26 @@
 """Heads that a model's checkpoint carries, and the model together with them."""
 
 from dataclasses import replace
-from typing import Protocol
 
 from nanovllm.layers.ranks import Ranks
-from nanovllm.models.decoder import CausalLM, Decoder, Model
+from nanovllm.models.decoder import CausalLM, Model
 
 
-class CarriedHead(Protocol):
+class CarriedHead(CausalLM):
     """A head with layers in `model`. Its tensors in files have names that begin with `prefix`."""
 
     prefix: str
-    model: Decoder
 
     def blank(self, ranks: Ranks) -> "CarriedHead":
         """The head for these ranks before loading. PyTorch's default type and device are set."""
+        raise NotImplementedError
 
 
 class ModelWithHead(CausalLM):
-    """A model and a head, with the same modules: its tensors are all those of the checkpoint."""
+    """A model and a head, with the same modules: its tensors are all those of the checkpoint.
+
+    Those of the head begin with `prefix`.
+    """
 
     def __init__(self, model: CausalLM, head: CarriedHead) -> None:
         Model.__init__(self)

@@ -19,8 +19,8 @@ from nanovllm.layers.block import Block
 from nanovllm.layers.context import get_context
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layer import Build, Layer
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mixer import Mixer, Ropes
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
 if TYPE_CHECKING:

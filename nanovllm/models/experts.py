@@ -157,11 +157,13 @@ def expert_groups(fields: Fields, num_experts: int, best: int = 2) -> ExpertGrou
 
     A group is as good as the sum of its `best` largest scores.
     """
-    if fields["n_group"] in (None, 1):
+    if fields["n_group"] is None:
         return None
     number = fields.size("n_group", num_experts)
     chosen = fields.size("topk_group", number)
     size, per_token = num_experts // number, experts_per_token(fields, num_experts)
+    if number == 1:
+        return None
     if num_experts % number or size < best:
         raise ValueError(
             f"n_group={number} must divide the number of experts, {num_experts}, into groups of at"

@@ -9,7 +9,7 @@ from nanovllm.layers.several_caches import SeveralCaches
 from nanovllm.layers.state_space import StateSpace
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
-from nanovllm.models.fields import NO_WINDOW, Fields, check_activation, decoder_fields
+from nanovllm.models.fields import NO_WINDOW, Fields, check_activation, decoder_fields, ids
 from nanovllm.models.layer_kinds import without_kinds
 from nanovllm.models.shapes import LayerShape, attention_matrices, gated_matrices
 from nanovllm.models.state_spaces import (
@@ -77,6 +77,7 @@ def read(file: Mapping[str, Any]) -> FalconH1Config:
     """All layers are alike. A norm of state spaces is optional."""
     fields = Fields(without_kinds(file), DEFAULTS, NO_WINDOW)
     check_activation(fields)
+    _check_parts(fields)
     return FalconH1Config(
         **decoder_fields(fields),
         qkv_bias=fields.flag("attention_bias"),
@@ -87,6 +88,18 @@ def read(file: Mapping[str, Any]) -> FalconH1Config:
         of_projection=_list(fields, "ssm_multipliers", 5),
         of_mlp=_list(fields, "mlp_multipliers", 2),
     )
+
+
+def _check_parts(fields: Fields) -> None:
+    """Raise if fields that transformers does not read deny a layer one of its parts."""
+    if fields.get("mamba_use_mlp") not in (None, True):
+        raise ValueError(f"mamba_use_mlp must be true, got {shorten(fields['mamba_use_mlp'])}")
+    listed, num_layers = fields.get("attn_layer_indices"), fields.size("num_hidden_layers")
+    if listed is not None and ids("attn_layer_indices", listed) != {*range(num_layers)}:
+        raise ValueError(
+            f"attn_layer_indices must be null or have all {num_layers} layers, as each has"
+            f" attention; got {shorten(listed)}"
+        )
 
 
 def _space(fields: Fields) -> StateSpace:

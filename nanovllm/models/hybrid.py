@@ -67,9 +67,14 @@ def _linear_layers(fields: Fields, interval: int) -> frozenset[int]:
     """The layers without attention."""
     num_layers, kinds = fields.size("num_hidden_layers", MAX_LAYERS), fields["layer_types"]
     if kinds is None:
-        return frozenset(index for index in range(num_layers) if (index + 1) % interval)
+        return layers_by_interval(num_layers, interval)
     checked = checked_kinds("layer_types", kinds, KINDS, num_layers)
     return frozenset(index for index, kind in enumerate(checked) if kind == LINEAR)
+
+
+def layers_by_interval(num_layers: int, interval: int) -> frozenset[int]:
+    """The layers without attention, if each layer has it whose number `interval` divides."""
+    return frozenset(index for index in range(num_layers) if (index + 1) % interval)
 
 
 def delta_net(

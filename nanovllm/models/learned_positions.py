@@ -9,7 +9,7 @@ from torch import nn
 from nanovllm.layers.block import Block
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layer import Build, Layer
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.models.decoder import Decoder
 
 

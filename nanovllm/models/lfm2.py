@@ -74,23 +74,29 @@ class Lfm2Config(ModelConfig):
 def read(file: Mapping[str, Any]) -> Lfm2Config:
     """Without `layer_types`, the layers of `full_attn_idxs` have attention, or all layers."""
     raw = {**DEFAULTS, **file}
-    kinds = file.get("layer_types")
-    if kinds is None:
-        kinds = _kinds(raw)
-    elif isinstance(kinds, list) and raw["full_attn_idxs"] is not None and kinds != _kinds(raw):
-        raise ValueError(
-            f"full_attn_idxs={shorten(raw['full_attn_idxs'])} and layer_types differ; keep one"
-        )
-    decoder = mixed_fields(file, DEFAULTS, kinds)
+    decoder = mixed_fields(file, DEFAULTS, kinds_of(raw))
     size = decoder["intermediate_size"]
     return Lfm2Config(**{**decoder, "intermediate_size": _inner_size(raw, size)})
 
 
-def _kinds(raw: Mapping[str, Any]) -> list[str]:
-    """The kind of each layer by `full_attn_idxs`."""
+def kinds_of(raw: Mapping[str, Any]) -> object:
+    """The kind of each layer, by `layer_types` or by `full_attn_idxs`; they must agree."""
+    given, listed = raw.get("layer_types"), raw.get("full_attn_idxs")
+    if given is None:
+        return _by_indices(raw, listed)
+    if isinstance(given, list) and listed is not None and given != _by_indices(raw, listed):
+        raise ValueError(f"full_attn_idxs={shorten(listed)} and layer_types differ; keep one")
+    return given
+
+
+def _by_indices(raw: Mapping[str, Any], listed: Any) -> list[str]:
     num_layers = check_int("num_hidden_layers", raw["num_hidden_layers"], 1, MAX_LAYERS)
-    listed = raw["full_attn_idxs"]
     attending = range(num_layers) if listed is None else ids("full_attn_idxs", listed)
+    if outside := [index for index in attending if index not in range(num_layers)]:
+        raise ValueError(
+            f"full_attn_idxs has {shorten(sorted(outside))}, but the layers are 0 to"
+            f" {num_layers - 1} (num_hidden_layers={num_layers})"
+        )
     return [FULL if index in attending else CONV for index in range(num_layers)]
 
 

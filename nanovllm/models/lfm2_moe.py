@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.kernels.operands.routing import Routing
 from nanovllm.models.experts import ExpertsConfig, SparseConfig, experts_per_token, sparse_mlp
 from nanovllm.models.family import Family
-from nanovllm.models.fields import MAX_LAYERS, Fields
-from nanovllm.models.lfm2 import NAMES, SIZES, SPELLING, Lfm2Config, mixed_fields
+from nanovllm.models.fields import Fields
+from nanovllm.models.lfm2 import NAMES, SIZES, SPELLING, Lfm2Config, kinds_of, mixed_fields
 from nanovllm.models.lfm2 import build as build_lfm2
 from nanovllm.models.spellings import errors_spell
-from nanovllm.models.windows import FULL
 from nanovllm.utils.checks import check_int
 
 if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
@@ -36,13 +35,10 @@ class Lfm2MoeConfig(Lfm2Config, SparseConfig):
 def read(file: Mapping[str, Any]) -> Lfm2MoeConfig:
     """A bias for each expert is added to its score, a sigmoid, only for the choice.
 
-    Without `layer_types`, all layers have attention.
+    Without `layer_types` and `full_attn_idxs`, all layers have attention.
     """
     fields = Fields(file, DEFAULTS)
-    kinds = file.get("layer_types")
-    if kinds is None:
-        kinds = [FULL] * fields.size("num_hidden_layers", MAX_LAYERS)
-    decoder = mixed_fields(file, DEFAULTS, kinds)
+    decoder = mixed_fields(file, DEFAULTS, kinds_of(fields))
     num_layers, num_experts = decoder["num_hidden_layers"], fields.size("num_experts")
     num_dense = check_int("num_dense_layers", fields["num_dense_layers"], 0)
     routing = Routing(

@@ -67,12 +67,14 @@ def read_weights(path: Path) -> Iterator[dict[str, InFile]]:
 
 
 @contextmanager
-def errors_name(path: Path) -> Iterator[None]:
-    """Give the ValueErrors of a block the name of the checkpoint."""
+def errors_name(path: Path, model: Model | None = None) -> Iterator[None]:
+    """Give the ValueErrors of a block the checkpoint's name, and the names in files of tensors."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        from nanovllm.models.file_errors import with_file_names
+
+        raise ValueError(f"{path}: {with_file_names(str(error), path, model)}") from None
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,9 @@ def load_model(
 
     It fills every parameter exactly once and uses every tensor of the files, except tensors without
     an effect and tensors that the model's names skip. Anything else is a ValueError that names the
-    tensor. For a fused parameter, the files have the parts or the fused tensor; for a tied
-    parameter either name, or both with the same values. A rank reads only its own part of a tensor.
+    tensor as the files do. For a fused parameter, the files have the parts or the fused tensor; for
+    a tied parameter either name, or both with the same values. A rank reads only its own part of a
+    tensor.
 
     Files are read one after the other; a few threads copy a file's tensors, and the first error in
     file order is raised. Peak host memory: what the rank holds, plus the mapped pages of the files,
@@ -124,9 +127,9 @@ def load_model(
             raise ValueError(f"tensor {name!r} has {error}") from None
         return len(target.parts)
 
-    hide = None if use_tqdm else True  # None hides it unless stderr is a terminal
-    bar = make_bar(total=len(missing), desc="Loading", unit="tensor", disable=hide)
-    with errors_name(path), bar, ThreadPoolExecutor(NUM_THREADS, "nanovllm-load") as pool:
+    # None hides it unless stderr is a terminal.
+    bar = make_bar(total=len(missing), desc="Loading", unit="tensor", disable=not use_tqdm or None)
+    with errors_name(path, model), bar, ThreadPoolExecutor(NUM_THREADS, "nanovllm-load") as pool:
         for tensors in files or read_weights(path):
             skipped += [name for name in tensors if names.is_skipped(name)]
             tensors = {

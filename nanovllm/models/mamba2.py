@@ -18,6 +18,7 @@ from nanovllm.models.state_spaces import (
     space_sizes,
     time_limits,
 )
+from nanovllm.utils.checks import check_bool, shorten
 
 if TYPE_CHECKING:
     from nanovllm.layers.layer import Build
@@ -58,10 +59,17 @@ class Mamba2Config(ModelConfig):
 
 @errors_spell(SPELLING)
 def read(file: Mapping[str, Any]) -> Mamba2Config:
-    """Heads times their size is `expand` times the hidden size."""
+    """Heads times their size is `expand` times the hidden size.
+
+    Outputs have a norm after their gate. Published files say that the norm is before the gate,
+    which neither transformers nor these models do: the field has no meaning.
+    """
     file = respelt(file, SPELLING)
     fields = Fields(file, respelt(DEFAULTS, SPELLING), NO_WINDOW)
     check_activation(fields)
+    check_bool("norm_before_gate", fields.get("norm_before_gate", True))
+    if fields.get("rms_norm") not in (None, True):
+        raise ValueError(f"rms_norm must be true, got {shorten(fields['rms_norm'])}")
     sizes = space_sizes(fields, SIZES)
     check_inner(fields, "expand", sizes, "num_heads")
     space = StateSpace(

@@ -15,7 +15,7 @@ from nanovllm.models.fields import MAX_LAYERS, NO_WINDOW, Fields, check_activati
 from nanovllm.models.layer_kinds import LINEAR, layer_kinds, without_kinds
 from nanovllm.models.shapes import ExpertCount, LayerShape, MatrixShape, attention_matrices
 from nanovllm.models.spellings import errors_spell, respelt
-from nanovllm.models.state_spaces import space_matrices, space_mixer, space_sizes
+from nanovllm.models.state_spaces import space_matrices, space_mixer, space_sizes, time_limits
 from nanovllm.models.windows import FULL
 from nanovllm.utils.checks import check_float, shorten
 
@@ -53,7 +53,7 @@ PATTERN = "hybrid_override_pattern"
 SPELLING = {
     "layer_norm_epsilon": "rms_norm_eps", "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias",
-    "mamba_dt_min": "time_step_min",
+    "mamba_dt_min": "time_step_min", "mamba_dt_limit": "time_step_limit",
 }  # fmt: skip
 NAMES = Names(
     fused={name: parts for name, parts in FUSED.items() if name == "qkv_proj"},
@@ -156,10 +156,24 @@ def read(file: Mapping[str, Any]) -> NemotronHConfig:
             in_bias=fields.flag("use_bias"),
             conv_bias=fields.flag("use_conv_bias"),
             out_bias=fields.flag("use_bias"),
-            low=check_float("time_step_min", fields["time_step_min"], 0.0),
+            low=_shortest_step(fields),
         ),
         **(_experts(fields) if MOE in kinds else NO_EXPERTS),
     )
+
+
+def _shortest_step(fields: Fields) -> float:
+    """The least time step; `time_step_limit` may not limit steps further."""
+    shortest = check_float("time_step_min", fields["time_step_min"], 0.0)
+    if (given := fields.get("time_step_limit")) is None:
+        return shortest
+    limits = time_limits(given)
+    if limits["low"] > shortest or "high" in limits:
+        raise ValueError(
+            f"time_step_limit={shorten(given)} is not supported: steps have no other limit than"
+            f" time_step_min={shortest}"
+        )
+    return shortest
 
 
 def _kinds(file: Mapping[str, Any]) -> tuple[str, ...]:

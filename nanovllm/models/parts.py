@@ -14,9 +14,9 @@ from nanovllm.layers.block import pre_norms as named_pre_norms
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.feed_forward import MLP
 from nanovllm.layers.layer import Build
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mixer import ROPE, SelfAttention
 from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM, Decoder

@@ -10,9 +10,9 @@ import torch
 
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layer import Build
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.per_layer_embedding import PerLayerBlock
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.sizes import PerLayer
 from nanovllm.models.decoder import Decoder

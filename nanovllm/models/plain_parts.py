@@ -8,10 +8,10 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.feed_forward import FeedForward
 from nanovllm.layers.layer import Build
 from nanovllm.layers.layer_norm import LayerNorm, PlusOneLayerNorm
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mixer import ROPE, Mixer
 from nanovllm.layers.parallel_block import ParallelBlock
 from nanovllm.layers.plain_mlp import PlainMLP
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.models import parts
 from nanovllm.models.decoder import CausalLM, Decoder
 from nanovllm.models.plain import PlainConfig

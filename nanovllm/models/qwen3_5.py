@@ -8,7 +8,7 @@ from nanovllm.formats.names import FUSED, Names
 from nanovllm.layers.delta_sizes import DeltaNames
 from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, check_activation, decoder_fields
-from nanovllm.models.hybrid import MIXER, HybridConfig, delta_net, hybrid_fields
+from nanovllm.models.hybrid import MIXER, HybridConfig, delta_net, hybrid_fields, layers_by_interval
 from nanovllm.models.shapes import LayerShape
 from nanovllm.utils.checks import check_int, shorten
 
@@ -79,11 +79,20 @@ def gated_fields(file: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
         )
     plain = Fields({**fields.file, "layer_types": None}, defaults, NO_WINDOW)
     bias = fields.flag("attention_bias")
-    interval = check_int(INTERVAL, fields.get(INTERVAL, 4), 1)
     return dict(
-        **decoder_fields(plain, partial_rotary=True), **hybrid_fields(fields, interval),
+        **decoder_fields(plain, partial_rotary=True), **_layers(fields),
         qk_norm=True, qkv_bias=bias, o_bias=bias,
     )  # fmt: skip
+
+
+def _layers(fields: Fields) -> dict[str, Any]:
+    """The fields of a `HybridConfig`; `full_attention_interval` and `layer_types` must agree."""
+    interval = check_int(INTERVAL, fields.get(INTERVAL, 4), 1)
+    hybrid, num_layers = hybrid_fields(fields, interval), fields["num_hidden_layers"]
+    by_interval = layers_by_interval(num_layers, interval)
+    if INTERVAL in fields.file and hybrid["linear_layers"] != by_interval:
+        raise ValueError(f"{INTERVAL}={interval} contradicts layer_types; keep one of them")
+    return hybrid
 
 
 def _rope(given: Any) -> Any:

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layer import Build
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mixer import Mixer
 from nanovllm.layers.per_layer_embedding import PerLayerBlock
 from nanovllm.layers.proportional_rope import proportional_rope
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, get_rope
 from nanovllm.layers.shared_cache import SharedKeysAndValues
 from nanovllm.layers.shared_kv import LendingAttention, SharedKVAttention

@@ -37,7 +37,7 @@ def metrics_text(metrics: Iterable[Metric], model_name: str) -> bytes:
 
 def _add(families: dict[str, Any], metric: Metric, labels: dict[str, str]) -> None:
     names, values = list(labels), list(labels.values())
-    text = metric.name.removeprefix("vllm:").replace("_", " ")
+    text = metric.name.partition(":")[2].replace("_", " ")
     if isinstance(metric, Histogram):
         family = families.setdefault(
             metric.name, HistogramMetricFamily(metric.name, text, labels=names)

@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -36,8 +35,7 @@ def blank_model(shard: Shard, ranks: Ranks | None = None) -> CausalLM:
 
 def carried_heads(shard: Shard) -> list[CarriedHead]:
     """The heads in the model's checkpoint that the shard uses: one, or none."""
-    drafts: list[Any] = [model for _, model in shard.drafting.models]
-    return [model for model in drafts if hasattr(model, "prefix")]
+    return [model for _, model in shard.drafting.models if isinstance(model, CarriedHead)]
 
 
 def with_heads(model: CausalLM, heads: list[CarriedHead]) -> CausalLM:

@@ -11,6 +11,7 @@ import torch
 
 from nanovllm.formats.names import usual_name
 from nanovllm.layers.layer import Layer
+from nanovllm.models.carried_head import ModelWithHead
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.file_errors import unexpected_tensor
 from nanovllm.models.loader import TYPES, Target, checkpoint_targets
@@ -44,7 +45,7 @@ class KnownTensors:
 
         A head for drafts is not needed, so that its tensors are never missing.
         """
-        head = getattr(self.blank, "prefix", None)
+        head = self.blank.prefix if isinstance(self.blank, ModelWithHead) else None
         needed = (each for each in self.targets.values() if can_change(each))
         parts = {part for target in needed for part in target.parts}
         return {part for part in parts if head is None or not part.startswith(head)}

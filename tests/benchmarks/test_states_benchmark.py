@@ -38,3 +38,10 @@ def test_without_a_gpu_one_line_says_so() -> None:
     done = run_cli(interpret=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "needs a CUDA device" in done.stderr and not done.stdout
+
+
+@pytest.mark.slow
+def test_a_missing_folder_is_an_error_before_anything_is_measured() -> None:
+    """As in the benchmark of kernels, which reads the options."""
+    done = run_cli("--quick", "--json", "/no/such/folder/file", interpret=True)
+    assert done.returncode == 2 and "no folder /no/such/folder" in done.stderr and not done.stdout

@@ -12,7 +12,7 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.context import Context, attending
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.scaled_attention import ScaledAttention
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,11 +16,11 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.feed_forward import MLP, FeedForward
 from nanovllm.layers.few_rows import operands_of
 from nanovllm.layers.layer import Build, Layer
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mixer import Mixer, SelfAttention
 from nanovllm.layers.norm_places import post_norms, sandwich_norms
 from nanovllm.layers.plus_one_norm import PlusOneRMSNorm
 from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.models.decoder import Decoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -21,11 +21,11 @@ from nanovllm.layers.full_width_norm import full_width_norms
 from nanovllm.layers.interleaved import InterleavedAttention
 from nanovllm.layers.late_head_norms import LateHeadNorms
 from nanovllm.layers.layer import Build
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.mixer import ROPE, SelfAttention
 from nanovllm.layers.query_growth import GROWTH, GrowingQueries, QueryGrowth
 from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.rotary_embedding import get_rope
 from nanovllm.models.decoder import Decoder
 

@@ -1,6 +1,7 @@
 """Norm, activation, linear layers and the two ends of the model, each against its formula."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -10,15 +11,17 @@ from conftest import Products
 from rounding import linear_error
 from torch import nn
 
-from nanovllm.formats.format import DenseMatrix, PackedMatrix
+from nanovllm.formats.format import DenseMatrix, Formats, PackedMatrix, WeightFormat
 from nanovllm.formats.layouts import KernelMatrix
 from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.backend import Backend, TorchBackend
+from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.feed_forward import SiluAndMul
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.gated_attention import GatedAttention
+from nanovllm.layers.layer import Build
 from nanovllm.layers.linear import (
     LinearBase,
     MergedColumnParallelLinear,
@@ -26,6 +29,9 @@ from nanovllm.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from nanovllm.layers.plus_one_norm import PlusOneRMSNorm
+from nanovllm.layers.ranks import Ranks
+from nanovllm.layers.rms_norm import RMSNorm
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -241,6 +247,27 @@ def test_misshapen_qkv_shards_are_refused(shard_id: int, shape: tuple[int, int])
     with pytest.raises(ValueError, match="the model needs"):
         layer.weight_loader(layer.weight, torch.ones(shape), shard_id)
     assert not layer.weight.any(), "a part was written"
+
+
+@dataclass(frozen=True)
+class Asked(Formats):
+    """Plain weights, and the names of the layers that asked for a format."""
+
+    layers: list[str] = field(default_factory=list)
+
+    def of(self, layer: str) -> WeightFormat:
+        self.layers.append(layer)
+        return super().of(layer)
+
+
+def test_attention_with_gates_makes_each_projection_once() -> None:
+    """One that is made and replaced takes its memory, and the time to fill it with zeros."""
+    formats, norms = Asked(), (PlusOneRMSNorm(8, 1e-6), PlusOneRMSNorm(8, 1e-6))
+    heads = KeysAndValues(4, 2, 8)
+    mixer = GatedAttention(Build(Ranks(1, 2), formats, 16), 32, heads, head_norms=norms)
+    assert formats.layers == ["qkv_proj", "o_proj"]
+    projected = mixer.qkv_proj(torch.randn(3, 32))
+    assert projected.shape == (3, mixer.gate_size + (2 + 2 * 1) * 8) and mixer.gate_size == 2 * 8
 
 
 # The two ends

@@ -32,7 +32,6 @@ from nanovllm.layers.context import Context, attending
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.experts import near_equal_slice
 from nanovllm.layers.few_rows import compute_few_rows
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import (
     LinearBase,
     MergedColumnParallelLinear,
@@ -40,6 +39,7 @@ from nanovllm.layers.linear import (
     RowParallelLinear,
 )
 from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.dummy import load_dummy

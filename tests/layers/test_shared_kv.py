@@ -16,10 +16,10 @@ from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.layer import Build, Layer
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mixer import Mixer
 from nanovllm.layers.proportional_rope import proportional_rope
 from nanovllm.layers.ranks import ALONE
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.shared_cache import SharedKeysAndValues
 from nanovllm.layers.shared_kv import LendingAttention, SharedKVAttention
 from nanovllm.layers.value_norm import KeysAsValues, ValueNormAttention

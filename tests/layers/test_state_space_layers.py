@@ -14,10 +14,10 @@ from nanovllm.layers.block import Norms
 from nanovllm.layers.context import STATES, reading
 from nanovllm.layers.feed_forward import FeedForward
 from nanovllm.layers.layer import Build, Layer
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.mixer import Mixer, Ropes
 from nanovllm.layers.one_part_block import OnePartBlock
 from nanovllm.layers.ranks import ALONE, Ranks
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.scaled_state_space import ScaledStateSpace
 from nanovllm.layers.side_by_side_block import Factors, SideBySideBlock
 from nanovllm.layers.state_space import StateSpace

@@ -15,9 +15,9 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.block import Block
 from nanovllm.layers.latent import Latent
 from nanovllm.layers.layer import Build, Layer
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from nanovllm.layers.mixer import ROPE, Mixer, Ropes
+from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.models import parts
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM

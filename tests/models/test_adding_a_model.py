@@ -78,7 +78,6 @@ def test_the_page_names_every_choice_that_exists() -> None:
         late_head_norms,
         latent,
         layer_norm,
-        layernorm,
         mixer,
         norm_places,
         one_part_block,
@@ -86,6 +85,7 @@ def test_the_page_names_every_choice_that_exists() -> None:
         plain_mlp,
         plus_one_norm,
         query_growth,
+        rms_norm,
         several_caches,
         side_by_side_block,
         sparse_mlp,
@@ -99,8 +99,8 @@ def test_the_page_names_every_choice_that_exists() -> None:
     modules = (
         block, cache_spec, embed_head, feed_forward, full_width_norm, gated_conv,
         gated_delta_net, gelu, head_layer_norm, interleaved, late_head_norms, latent,
-        layer_norm, layernorm, mixer, norm_places, one_part_block, parallel_block,
-        plain_mlp, plus_one_norm, query_growth, several_caches, side_by_side_block,
+        layer_norm, mixer, norm_places, one_part_block, parallel_block,
+        plain_mlp, plus_one_norm, query_growth, rms_norm, several_caches, side_by_side_block,
         sparse_mlp, state_space_mixer, weightless_norm, experts, parts,
     )  # fmt: skip
     known = {name for each in modules for name in vars(each)} | {*Names.__dataclass_fields__}

@@ -24,13 +24,17 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (NEXT, dict(layer_types=[LINEAR]), "layer_types has 1 entries, num_hidden_layers=48"),
     (NEXT, dict(layer_types=["mamba"] * 48), "layer_types .* are not supported"),
     (NEXT, dict(full_attention_interval=0), "full_attention_interval must be"),
+    (
+        NEXT, dict(full_attention_interval=2, layer_types=([LINEAR] * 3 + ["full_attention"]) * 12),
+        "full_attention_interval=2 contradicts layer_types",
+    ),
     (NEXT, dict(attn_output_gate=False), "attn_output_gate must be true, got False"),
     (NEXT, dict(hidden_act="gelu"), "hidden_act must be 'silu'"),
     (OLMO, dict(linear_num_value_heads=7), "linear_num_value_heads=7 is not a multiple of"),
     (OLMO, dict(linear_key_head_dim="a"), "linear_key_head_dim must be"),
     (OLMO, dict(rope_parameters=[1]), "rope_parameters must be an object"),
     (OLMO, dict(linear_allow_neg_eigval="yes"), "linear_allow_neg_eigval must be"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), WRONG)
@@ -50,4 +54,8 @@ def test_every_fourth_layer_attends(name: str) -> None:
 
 def test_olmo_has_its_own_interval() -> None:
     assert read(OLMO, full_attention_interval=2) == read(OLMO)
-    assert read(NEXT, full_attention_interval=2) != read(NEXT)
+    twice = read(NEXT, full_attention_interval=2)
+    assert twice != read(NEXT)
+    assert (
+        read(NEXT, full_attention_interval=2, layer_types=[LINEAR, "full_attention"] * 24) == twice
+    )

@@ -129,6 +129,11 @@ def test_the_intermediate_size_is_adjusted(fields: dict[str, Any], size: int) ->
         ({"layer_types": ["conv", "mamba", "conv", "conv"]}, "layer_types"),
         ({"layer_types": ["conv"]}, "num_hidden_layers=4"),
         ({"layer_types": ["conv"] * 4, "full_attn_idxs": [1]}, "full_attn_idxs"),
+        ({"full_attn_idxs": [1, 4, 9]}, r"full_attn_idxs has \[4, 9\], but the layers are 0 to 3"),
+        (
+            {"architectures": ["Lfm2MoeForCausalLM"], "layer_types": ["conv"] * 4,
+             "full_attn_idxs": [1]}, r"full_attn_idxs=\[1\] and layer_types differ",
+        ),
         ({"conv_L_cache": 1}, "conv_L_cache"), ({"norm_eps": -1.0}, "norm_eps"),
         ({"block_multiple_of": 0}, "block_multiple_of"), ({"conv_bias": 1}, "conv_bias"),
     ],

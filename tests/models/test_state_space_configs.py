@@ -18,6 +18,7 @@ def read(name: str, **changes: Any) -> ModelConfig:
     return ModelConfig.parse({**copy.deepcopy(PUBLISHED[name].file), **changes})
 
 
+INFINITY = float("inf")
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     (MAMBA2, dict(num_heads=96), "num_heads: 96 heads of 64 channels contradict expand=2"),
     (MAMBA2, dict(n_groups=3), "num_heads=128, n_groups=3"),
@@ -26,6 +27,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (MAMBA2, dict(hidden_act="gelu"), "hidden_act must be 'silu'"),
     (MAMBA2, dict(layer_norm_epsilon=0.0), "layer_norm_epsilon must be"),
     (MAMBA2, dict(conv_kernel=1), "conv_kernel must be"),
+    (MAMBA2, dict(rms_norm=False), "rms_norm must be true, got False"),
+    (MAMBA2, dict(norm_before_gate="no"), "norm_before_gate must be"),
     (GRANITE, dict(layer_types=["mamba"]), "layer_types has 1 entries, num_hidden_layers=40"),
     (GRANITE, dict(layer_types=["conv"] * 40), "layer_types .* are not supported"),
     (GRANITE, dict(layers_block_type=["mamba"] * 40), "layer_types and layers_block_type differ"),
@@ -37,6 +40,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (FALCON, dict(ssm_multipliers=[1.0] * 4), "ssm_multipliers must be a list of 5 numbers"),
     (FALCON, dict(mlp_multipliers=[1.0, 0.0]), "mlp_multipliers must be"),
     (FALCON, dict(key_multiplier="1"), "key_multiplier must be a number"),
+    (FALCON, dict(mamba_use_mlp=False), "mamba_use_mlp must be true, got False"),
+    (FALCON, dict(attn_layer_indices=[1, 5]), r"attn_layer_indices must .*; got \[1, 5\]"),
     (NEMOTRON, dict(hybrid_override_pattern="MX"), "hybrid_override_pattern must have letters"),
     (NEMOTRON, dict(hybrid_override_pattern="M-"), "num_hidden_layers=52, but there are 2"),
     (NEMOTRON, dict(layers_block_type=["mamba"] * 52), "contradicts the list of layer types"),
@@ -44,6 +49,10 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (NEMOTRON, dict(mamba_n_groups=4), "mamba_n_groups=4 and n_groups=8 differ"),
     (NANO, dict(moe_latent_size=0), "moe_latent_size must be"),
     (NANO, dict(n_shared_experts=2), "n_shared_experts must be 1, got 2"),
+    (NEMOTRON, dict(time_step_limit=[0.0, 0.1]), r"time_step_limit=\[0.0, 0.1\] is not supported"),
+    (NEMOTRON, dict(time_step_limit=[0.01, INFINITY]), "other limit than time_step_min=0.001"),
+    (NEMOTRON, dict(mamba_dt_limit=[0.0, 0.1]), "mamba_dt_limit=.* and time_step_limit=.* differ"),
+    (NANO, dict(topk_group=2), r"topk_group must be in \[1, 1\], got 2"),
     (NANO, dict(n_group=3), "n_group=3 must divide the number of experts"),
 ]
 
@@ -58,6 +67,21 @@ def test_an_infinite_limit_is_spelt_in_two_ways() -> None:
     tagged = {"__float__": "Infinity"}
     assert read(MAMBA2, time_step_limit=[0.0, tagged]) == read(MAMBA2)
     assert read(MAMBA2, time_step_limit=[0.0, 1.0]) != read(MAMBA2)
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        (NEMOTRON, dict(time_step_limit=[0.001, INFINITY])),  # as transformers computes it
+        (NEMOTRON, dict(time_step_limit=None)),
+        (FALCON, dict(mamba_use_mlp=None, attn_layer_indices=[*range(36)])),
+        (FALCON, dict(attn_layer_indices=None)),
+        (MAMBA2, dict(rms_norm=None)),
+        (MAMBA2, dict(norm_before_gate=False)),  # published files say true, and mean this
+    ],
+)
+def test_fields_that_say_what_is_computed(name: str, same: dict[str, Any]) -> None:
+    assert read(name, **same) == read(name)
 
 
 def test_layers_have_the_kinds_of_the_pattern() -> None:

@@ -37,6 +37,7 @@ from strangers import loop_case, registered
 
 from nanovllm import SamplingParams
 from nanovllm.command.info import describe
+from nanovllm.metrics import Gauge
 from nanovllm.models import model_size
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.parts import build_model
@@ -276,6 +277,9 @@ def test_states_are_freed_with_the_engine(case: Case) -> None:
 
 
 def test_statistics_count_states(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("prometheus_client")
+    from nanovllm.server.metrics import metrics_text
+
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with make_llm(case.path, max_num_seqs=4, kvcache_block_size=4) as llm:
         has_kv = bool(llm.scheduler.layout.windows)
@@ -288,8 +292,13 @@ def test_statistics_count_states(case: Case, capsys: pytest.CaptureFixture[str])
         assert stats.num_state_slots > 4
         share = 4 / stats.num_blocks if has_kv else 2 / stats.num_state_slots
         assert stats.cache_usage == share
-        usage = {m.name: m for m in llm.get_metrics()}["vllm:kv_cache_usage_perc"]
-        assert usage.value == stats.cache_usage  # type: ignore[attr-defined]
+        gauges = {m.name: m.value for m in llm.get_metrics() if isinstance(m, Gauge)}
+        assert gauges["vllm:kv_cache_usage_perc"] == stats.cache_usage
+        shown = metrics_text(llm.get_metrics(), "m").decode()
+        of_states = {"slots": stats.num_state_slots, "slots_used": 2, "checkpoints": 1}
+        for name, value in of_states.items():
+            assert gauges[f"nanovllm:state_{name}"] == value
+            assert f'nanovllm:state_{name}{{model_name="m"}} {value}.0\n' in shown
         while not llm.is_finished():
             llm.step()
         assert (llm.stats().state_slots_used, llm.stats().checkpoints_used) == (0, 3)

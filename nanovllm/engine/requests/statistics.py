@@ -1,4 +1,4 @@
-"""Statistics: an engine's counts, as its `stats` and as metrics by vLLM's names."""
+"""Statistics: an engine's counts, as its `stats` and as metrics, by vLLM's names if it has them."""
 
 from itertools import accumulate
 
@@ -63,6 +63,7 @@ def request_metrics(
     }
     return [
         *(Gauge(f"vllm:{name}", labels, value) for name, value in gauges.items()),
+        *(Gauge(f"nanovllm:{name}", labels, value) for name, value in _of_states(stats).items()),
         *(Counter(f"vllm:{name}", labels, value) for name, value in counters.items()),
         *(
             Counter("vllm:request_success", {**labels, "finished_reason": reason}, number)
@@ -70,6 +71,17 @@ def request_metrics(
         ),
         *(histogram(one, f"vllm:{name}", labels) for name, one in histograms.items()),
     ]
+
+
+def _of_states(stats: EngineStats) -> dict[str, int]:
+    """The gauges of the slots for states, in models that have some. vLLM has no such metrics."""
+    if not stats.num_state_slots:
+        return {}
+    return {
+        "state_slots": stats.num_state_slots,
+        "state_slots_used": stats.state_slots_used,
+        "state_checkpoints": stats.checkpoints_used,
+    }
 
 
 def histogram(measured: Measured, name: str, labels: dict[str, str]) -> Histogram:
