@@ -86,7 +86,11 @@ def _longrope(metadata: Metadata, long_factors: list[float]) -> dict[str, Any]:
     metadata.only("rope.scaling.type", ("longrope", "none"))
     metadata.get("rope.scaling.factor", None)
     trained = metadata.size("rope.scaling.original_context_length")
-    scaling = {"rope_type": "longrope", "short_factor": short_factors, "long_factor": long_factors}
+    scaling: dict[str, Any] = {
+        "rope_type": "longrope",
+        "short_factor": short_factors,
+        "long_factor": long_factors,
+    }
     attention = metadata.number("rope.scaling.attn_factor", None)
     factor = max(metadata.size("context_length") / trained, 1.0)
     usual = math.sqrt(1 + math.log(factor) / math.log(max(trained, 2)))
