@@ -25,6 +25,10 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "odd": dict(r=3, lora_alpha=5, use_rslora=True, rank_pattern={"q_proj": 5}),
     "attention": dict(r=8, target_modules=["q_proj", "v_proj"]),
     "whole": dict(target_modules=[*EVERY_LINEAR, "embed_tokens", "lm_head"]),
+    "stacks": dict(  # of experts in files that have nothing else, as of gpt-oss
+        target_modules="all-linear",
+        target_parameters=["mlp.experts.gate_up_proj", "1.mlp.experts.down_proj"],
+    ),
     "experts": dict(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"]),
 }
 DENSE = ("linear", "odd", "attention", "whole")

@@ -70,7 +70,11 @@ def write_quantized(path: Path, variant: Variant, *, shards: bool = False, **mod
 
     `model` is for `make_model`. With `shards`, the parts of a matrix are in two files.
     """
-    make_model(path, **model)
+    return quantize(make_model(path, **model), variant, shards)
+
+
+def quantize(path: Path, variant: Variant, shards: bool = False) -> Path:
+    """Quantize the model in a directory, and save below it in float32 what it then stands for."""
     shutil.copytree(path, path / DEQUANTIZED)
     stored: dict[str, torch.Tensor] = {}
     exact: dict[str, torch.Tensor] = {}

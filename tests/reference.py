@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from audits import audit_scheduler
 from conftest import LogitRecorder
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+)
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.schedule.batch import Batch
@@ -98,7 +103,13 @@ def make_crowd() -> list[list[int]]:
 
 def load_reference(path: Path) -> Any:
     """transformers' model with its weights in float32, whatever they are stored in."""
-    return AutoModelForCausalLM.from_pretrained(path).float().eval()
+    return auto_class(path).from_pretrained(path).float().eval()
+
+
+def auto_class(path: Path) -> Any:
+    """The class of transformers that loads a model: some are not among its decoders."""
+    known = type(AutoConfig.from_pretrained(path)) in AutoModelForCausalLM._model_mapping
+    return AutoModelForCausalLM if known else AutoModelForImageTextToText
 
 
 def as_fp8(x: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from nanovllm.formats.names import Names
 from nanovllm.formats.stored import RankPart
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.experts import Experts
+from nanovllm.layers.file_order import RowsInTurn
 from nanovllm.layers.linear import LinearBase
 from nanovllm.models.decoder import Model
 
@@ -65,7 +66,7 @@ def modules_of(model: Model) -> dict[str, Module]:
 def _modules(model: Model) -> Iterator[Module]:
     for name, layer in model.named_modules():
         if isinstance(layer, Experts):
-            yield from _of_experts(name, layer) if layer.takes_adapters else ()
+            yield from _of_experts(name, layer)
         elif isinstance(layer, VocabParallelEmbedding):
             yield Module(name, layer, layer.rank_part, (0,))
         elif isinstance(layer, LinearBase):
@@ -80,9 +81,10 @@ def _of_linear(name: str, layer: LinearBase, names: Names) -> Iterator[Module]:
 
 
 def _of_experts(name: str, layer: Experts) -> Iterator[Module]:
+    """The stacks of a layer; and each expert's matrices, unless files only have stacks."""
     for matrix, kinds in layer.projections.items():
         held = layer.rank_parts[matrix]
         yield Module(f"{name}.{matrix}", layer, held, tuple(range(len(kinds))), matrix)
-        for expert in range(layer.num_experts):
+        for expert in range(0 if isinstance(layer, RowsInTurn) else layer.num_experts):
             for index, kind in enumerate(kinds):
                 yield Module(f"{name}.{expert}.{kind}", layer, held, (index,), matrix, expert)

@@ -5,7 +5,7 @@ both. No PyTorch here.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from nanovllm.formats.names import Names
@@ -29,7 +29,8 @@ class Quantization:
     A layer that no rule matches has plain weights. `files` says which weights the checkpoint's
     files have: "plain": only plain ones; "quantized": quantized ones in layers with a scheme;
     "decide": in layers with a scheme, the types of the tensors decide, because the tools that write
-    such checkpoints do not list all plain layers in the config. Rules match the names in the files.
+    such checkpoints do not list all plain layers in the config. Rules match the names in the files:
+    one of them, if files of the family have several layouts.
     """
 
     method: str | None = None
@@ -39,8 +40,9 @@ class Quantization:
 
     def scheme(self, name: str) -> "Scheme | None":
         """The scheme of a linear layer, by its usual name; None for plain weights."""
-        name = self.names.theirs(name)
-        return next((rule.scheme for rule in self.rules if rule.pattern.match(name)), None)
+        names = spellings(name, self.names)
+        found = (rule.scheme for rule in self.rules if any(map(rule.pattern.match, names)))
+        return next(found, None)
 
     def scheme_of_table(self, name: str) -> "Scheme | None":
         """The scheme of an embedding's table. Rules of other methods do not mean tables."""
@@ -58,3 +60,13 @@ class Quantization:
 
 
 NOT_QUANTIZED = Quantization()
+
+
+def spellings(name: str, names: Names) -> list[str]:
+    """The names in files of any layout for our module `name`.
+
+    Tools write the names of modules, whose layout may be another than that of the files.
+    """
+    layouts = [{}, *({theirs: ours} for theirs, ours in names.prefixes.items())]
+    others = layouts if names.prefixes else []
+    return [names.theirs(name), *(replace(names, prefixes=each).theirs(name) for each in others)]

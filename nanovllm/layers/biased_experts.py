@@ -13,10 +13,13 @@ from nanovllm.formats.quantize import WhileLoading
 from nanovllm.formats.stored import Loaded, StoredTensor
 from nanovllm.kernels.operands.expert_biases import ExpertBiases
 from nanovllm.kernels.operands.routing import Routing
+from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.experts import MATRICES, Experts
 from nanovllm.layers.feed_forward import FeedForward
+from nanovllm.layers.file_order import RowsInTurn
 from nanovllm.layers.layer import Build
 from nanovllm.layers.linear import BIAS
+from nanovllm.layers.lora import PairAdapters
 from nanovllm.layers.sparse_mlp import ExpertRouter
 
 
@@ -34,15 +37,13 @@ class BiasedSizes:
     limit: float
 
 
-class BiasedExperts(Experts):
+class BiasedExperts(Experts, RowsInTurn):
     """Experts with biases. Files have stacks of tensors, with the rows of gate and up in turn.
 
     Plain matrices [in, out] are turned while they are loaded. In GGUF files, gate and up are
     stacks of their own, with the usual names. If ranks split each expert, only rank 0 adds the
     bias of the last product.
     """
-
-    takes_adapters = False
 
     def __init__(self, make: Build, hidden_size: int, sizes: BiasedSizes) -> None:
         found = make.formats.of_experts(sizes.num_experts)
@@ -90,14 +91,16 @@ class BiasedExperts(Experts):
         biases = ExpertBiases(
             gate_up, down if self.adds_last_bias else None, self.sizes.alpha, self.sizes.limit
         )
-        if self.matrices is not None:
-            return self.kernels.biased_experts(
-                x, *self.matrices, expert_ids, shares, self.num_experts, biases, linear=_linear
-            )
+        options: dict[str, Any] = {} if self.matrices is None else {"linear": _linear}
+        if self.low_ranks and (adapters := adapter_rows()):
+            pairs = adapters.of_pairs(expert_ids, self.num_own)
+            options["additions"] = PairAdapters(pairs, *(self.low_ranks[m] for m in MATRICES))
         # Before `bind`, plain PyTorch multiplies by dense weights.
-        operands: tuple[Any, Any] = self.operands or (self.gate_up_proj, self.down_proj)
+        operands: tuple[Any, Any] = (
+            self.matrices or self.operands or (self.gate_up_proj, self.down_proj)
+        )
         return self.kernels.biased_experts(
-            x, *operands, expert_ids, shares, self.num_experts, biases
+            x, *operands, expert_ids, shares, self.num_experts, biases, **options
         )
 
 

@@ -56,7 +56,6 @@ class Experts(Layer):
 
     kernels: Kernels = PLAIN
     activation: Callable[[torch.Tensor], torch.Tensor] | None = None  # of gate and up; None: silu
-    takes_adapters = True
     num_inner = 2  # the projections before the activation: gate and up
 
     def __init__(

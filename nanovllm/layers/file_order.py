@@ -116,6 +116,15 @@ class Ordered(LinearBase):
         return self.order.shape(super().whole_shape(param, shard_id))
 
 
+class RowsInTurn:
+    """Experts with fused matrices that files only store as stacks, with rows in turn."""
+
+    @staticmethod
+    def outputs(num_projections: int, rows: torch.Tensor) -> torch.Tensor:
+        """Rows for all outputs: those of the first projection, then those of the next."""
+        return torch.cat([rows[i::num_projections] for i in range(num_projections)])
+
+
 class OrderedQKV(Ordered, QKVParallelLinear):
     """Query, key and value projections in the files' order."""
 
@@ -134,4 +143,6 @@ def outputs_of(layer: nn.Module, projections: Sequence[int], rows: torch.Tensor)
         return layer.outputs(projections, rows)
     if isinstance(layer, Ordered) and len(projections) == len(layer.rank_part.sizes):
         return layer.order.outputs(rows)
+    if isinstance(layer, RowsInTurn):
+        return layer.outputs(len(projections), rows)
     return rows

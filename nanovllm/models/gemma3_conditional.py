@@ -3,23 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.formats.names import Names
 from nanovllm.models import gemma3
 from nanovllm.models.family import Family
 from nanovllm.models.gemma2 import LOGIT_CAP
-from nanovllm.models.text_part import text_part
+from nanovllm.models.text_part import SEEING_NAMES, text_part
 from nanovllm.utils.checks import shorten
 
 DEFAULTS = gemma3.DEFAULTS
-VISION = ("vision_tower.", "multi_modal_projector.")
-# The names of transformers 5, and those in the files that Google published.
-NAMES = Names(
-    prefixes={
-        "model.language_model.": "model.", "language_model.model.": "model.",
-        "language_model.lm_head.": "lm_head.",
-    },
-    skipped=(*VISION, *(f"model.{name}" for name in VISION)),
-)  # fmt: skip
 
 
 def read(file: Mapping[str, Any]) -> gemma3.Gemma3Config:
@@ -32,4 +22,4 @@ def read(file: Mapping[str, Any]) -> gemma3.Gemma3Config:
     return gemma3.read(text)
 
 
-FAMILY = Family(read, gemma3.build, NAMES)
+FAMILY = Family(read, gemma3.build, SEEING_NAMES)

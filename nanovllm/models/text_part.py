@@ -10,9 +10,18 @@ from nanovllm.utils.checks import shorten
 # Fields that belong to the whole model, if the file has them there.
 OF_WHOLE = ("architectures", "tie_word_embeddings", "dtype", "torch_dtype", "eos_token_id")
 
-
 # The names of modules that text does not need.
+VISION = ("vision_tower.", "multi_modal_projector.")
 OTHERS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio")
+
+# The names in the files of transformers 5, and of older ones, of models that also see.
+SEEING_NAMES = Names(
+    prefixes={
+        "model.language_model.": "model.", "language_model.model.": "model.",
+        "language_model.lm_head.": "lm_head.",
+    },
+    skipped=(*VISION, *(f"model.{name}" for name in VISION)),
+)  # fmt: skip
 
 
 def whole_names(names: Names) -> Names:

@@ -11,6 +11,7 @@ from families import (
     hybrids,
     layer_norms,
     lfm2,
+    mistral3,
     spaces,
     usual,
 )
@@ -25,6 +26,7 @@ SAMPLES: dict[str, Sample] = {
     **gemma3n.SAMPLES,
     **gemma4.SAMPLES,
     **gpt_oss.SAMPLES,
+    **mistral3.SAMPLES,
     **hybrids.SAMPLES,
     **lfm2.SAMPLES,
     **spaces.SAMPLES,
@@ -38,6 +40,7 @@ PUBLISHED: dict[str, Published] = {
     **gemma3n.PUBLISHED,
     **gemma4.PUBLISHED,
     **gpt_oss.PUBLISHED,
+    **mistral3.PUBLISHED,
     **hybrids.PUBLISHED,
     **lfm2.PUBLISHED,
     **spaces.PUBLISHED,

@@ -39,7 +39,8 @@ class Published:
 def config_class(architecture: str) -> Any:
     """transformers' config of the text model."""
     found = getattr(transformers, architecture).config_class
-    return found.sub_configs.get("text_config", found)
+    text = found.sub_configs.get("text_config", found)
+    return type(found().text_config) if text is transformers.AutoConfig else text
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ SAMPLES = {
         CLASS,
         dict(SMALL, attention_bias=True, intermediate_size=56,
              swiglu_limit=1.5),
-        adjust=spread,
+        adjust=spread, adapters="stacks",
     ),
     "gpt-oss, the other way": Sample(
         CLASS,
@@ -31,7 +31,7 @@ SAMPLES = {
             tie_word_embeddings=True, swiglu_alpha=0.9,
             rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
         ),
-        adjust=spread,
+        adjust=spread, adapters="stacks",
     ),
 }  # fmt: skip
 FILE: dict[str, Any] = {

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from adapted import OPTIONS as WITH_ADAPTERS
+from adapted import with_adapters
 from conftest import edit_config
 from families import SAMPLES
 from families.describe import write
@@ -90,8 +92,8 @@ def test_the_config_says_which_layers_are_plain() -> None:
 
 
 @pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """A model in MXFP4, and what transformers makes of its values."""
+def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model in MXFP4, and the same values as plain weights."""
     sizes = dict(intermediate_size=64, num_hidden_layers=2)
     sample = replace(SAMPLES["gpt-oss"], fields=SAMPLES["gpt-oss"].fields | sizes)
     plain = write(tmp_path_factory.mktemp("plain"), sample)
@@ -107,7 +109,13 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     save_file(values, plain / "model.safetensors", metadata={"format": "pt"})
     save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
     edit_config(path, quantization_config=CONFIG)
-    return replace(make_case(plain, make_prompts()), path=path)
+    return path, plain
+
+
+@pytest.fixture(scope="module")
+def case(paths: tuple[Path, Path]) -> Case:
+    """The model in MXFP4, and what transformers makes of its values."""
+    return replace(make_case(paths[1], make_prompts()), path=paths[0])
 
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])
@@ -121,6 +129,13 @@ def test_two_ranks_equal_transformers(case: Case, whole: bool) -> None:
     options = dict(tensor_parallel_size=2, enable_expert_parallel=whole)
     with make_llm(case.path, **options) as llm:
         assert_same(generate(llm, case), case.expected)
+
+
+@pytest.mark.sampled(share=0.35)
+def test_adapters_of_experts_equal_peft(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    adapted = with_adapters(paths[1], tmp_path, 8, ["stacks"])
+    with make_llm(paths[0], **WITH_ADAPTERS) as llm:
+        assert_same(adapted.generate(llm), adapted.expected)
 
 
 def test_random_weights_have_the_layout_of_the_files(case: Case) -> None:

@@ -75,8 +75,8 @@ def test_scales_of_the_kv_cache_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         SinkSelfAttention(Build(ALONE, Formats(), 8), 16, KeysAndValues(2, 2, 8))
 
 
-def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
-    """Files have other rows and columns than the layers, so that they would fit by chance."""
+def test_adapters_of_single_experts_are_refused(tmp_path: Path) -> None:
+    """Files have stacks of all experts alone, and so have adapters."""
     path = write(tmp_path / "model", SAMPLES["gpt-oss"])
     name = "model.layers.0.mlp.experts.0.gate_proj"
     adapter = write_adapter(tmp_path / "adapter", {name: (56, 64)})

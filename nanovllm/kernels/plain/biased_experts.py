@@ -1,13 +1,15 @@
 """Layers of experts with biases and a clamped gate: see `ExpertBiases`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.operands.expert_biases import ExpertBiases
-from nanovllm.kernels.plain.experts import Weights, pairs_by_expert
+from nanovllm.kernels.operands.low_rank import PairAdditions
+from nanovllm.kernels.plain.experts import Weights, adapted_experts, experts
 
 Linear = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
 
@@ -21,20 +23,33 @@ def biased_experts(
     num_experts: int,
     biases: ExpertBiases,
     linear: Linear = F.linear,
+    additions: PairAdditions | None = None,
 ) -> torch.Tensor:
-    """As `experts` of `experts.py`, with biases. `linear` multiplies by a matrix and adds a bias.
+    """As `experts` of `experts.py`, with biases; with `additions`, as `adapted_experts`.
 
-    A row adds up its experts in their order. Syncs.
+    `linear` multiplies by a matrix and adds a bias. Syncs.
     """
-    assert len(down) <= num_experts
-    per_row, flat_shares = expert_ids.shape[1], shares.flatten()
-    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert, chosen in pairs_by_expert(expert_ids, len(down)):
-        rows = chosen // per_row
-        inner = clamped_gate(linear(x[rows], gate_up[expert], biases.gate_up[expert]), biases)
-        y = linear(inner, down[expert], None if biases.down is None else biases.down[expert])
-        out.index_add_(0, rows, y.float() * flat_shares[chosen, None])
-    return out.to(x.dtype)
+    weights = WithBiases(gate_up, biases.gate_up), WithBiases(down, biases.down)
+    options: dict[str, Any] = dict(
+        activation=partial(clamped_gate, biases=biases), linear=lambda x, each: linear(x, *each)
+    )
+    operands = x, *weights, expert_ids, shares, num_experts
+    if additions is None:
+        return experts(*operands, **options)
+    return adapted_experts(*operands, additions, **options)
+
+
+class WithBiases(Sequence[Any]):
+    """Each expert's matrix and its bias, which may be None."""
+
+    def __init__(self, matrices: Weights, biases: torch.Tensor | None) -> None:
+        self._matrices, self._biases = matrices, biases
+
+    def __len__(self) -> int:
+        return len(self._matrices)
+
+    def __getitem__(self, expert: Any) -> Any:
+        return self._matrices[expert], None if self._biases is None else self._biases[expert]
 
 
 def clamped_gate(x: torch.Tensor, biases: ExpertBiases) -> torch.Tensor:

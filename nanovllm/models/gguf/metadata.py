@@ -16,7 +16,7 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM", "phi3": "Phi3ForCausalLM", "smollm3": "SmolLM3ForCausalLM",
     "qwen2moe": "Qwen2MoeForCausalLM", "olmoe": "OlmoeForCausalLM",
-    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM", "phimoe": "PhimoeForCausalLM",
     "olmo2": "Olmo2ForCausalLM", "granite": "GraniteForCausalLM", "seed_oss": "SeedOssForCausalLM",
     "exaone4": "Exaone4ForCausalLM", "ernie4_5": "Ernie4_5ForCausalLM", "glm4": "Glm4ForCausalLM",
     "hunyuan-dense": "HunYuanDenseV1ForCausalLM", "command-r": "CohereForCausalLM",

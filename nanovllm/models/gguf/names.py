@@ -60,7 +60,7 @@ SINKS = "attn_sinks"  # a tensor that is no module's weight
 # The stacks of all experts' matrices [E, N, K].
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 MIXTRAL = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
-EXPERTS_OF = {"llama": MIXTRAL}  # where an architecture has other names
+EXPERTS_OF = {"llama": MIXTRAL, "phimoe": MIXTRAL}  # where an architecture has other names
 # Factors of the rotation's frequencies: they become fields of the config.
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"

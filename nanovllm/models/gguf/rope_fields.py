@@ -14,6 +14,9 @@ PARTIAL = ("phi3", "glm4", "gptneox", "phi2", "stablelm", "nemotron", "qwen3next
 NO_ROPE = ("mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 # Architectures that do not truncate yarn's ramp, and scale unless a config says otherwise.
 NOT_TRUNCATED = ("gpt-oss",)
+# The factor of cosines and sines in all configs of Phi-3.5-MoE's family. The converter leaves it
+# out, and writes the usual one of longrope.
+PHIMOE_SCALE = 1.243163121016122
 # What Llama 3.1 to 3.3 have in common: their files have only the factors that result.
 LLAMA3 = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
@@ -83,12 +86,19 @@ def _longrope(metadata: Metadata, long_factors: list[float]) -> dict[str, Any]:
     metadata.only("rope.scaling.type", ("longrope", "none"))
     metadata.get("rope.scaling.factor", None)
     trained = metadata.size("rope.scaling.original_context_length")
-    scaling = {"rope_type": "longrope", "short_factor": short_factors, "long_factor": long_factors}
+    scaling: dict[str, Any] = {
+        "rope_type": "longrope",
+        "short_factor": short_factors,
+        "long_factor": long_factors,
+    }
     attention = metadata.number("rope.scaling.attn_factor", None)
     factor = max(metadata.size("context_length") / trained, 1.0)
     usual = math.sqrt(1 + math.log(factor) / math.log(max(trained, 2)))
     if attention is not None and not math.isclose(attention, usual, rel_tol=1e-6):
         scaling["attention_factor"] = attention
+    if metadata.architecture == "phimoe":
+        scale = scaling.pop("attention_factor", PHIMOE_SCALE)
+        scaling |= {"short_mscale": scale, "long_mscale": scale}
     return {"rope_scaling": scaling, "original_max_position_embeddings": trained}
 
 

@@ -6,7 +6,7 @@ The files do not say whether the shares of a token's experts add up to 1: each f
 from collections.abc import Callable
 
 from nanovllm.models.gguf.metadata import Metadata
-from nanovllm.models.gguf.usual_fields import Config, attention_bias
+from nanovllm.models.gguf.usual_fields import Config, attention_bias, window
 
 
 def _experts(metadata: Metadata, normalized: bool, name: str = "num_experts") -> Config:
@@ -89,7 +89,18 @@ def _gpt_oss(metadata: Metadata) -> Config:
     }
 
 
+def _phimoe(metadata: Metadata) -> Config:
+    """Experts are chosen by SparseMixer, in layers with LayerNorm: files do not say it."""
+    _same_width(metadata)
+    return {
+        **attention_bias(metadata),
+        "lm_head_bias": "output.bias" in metadata.model.tensors,
+        "sliding_window": window(metadata),
+        **_experts(metadata, False, "num_local_experts"),
+    }
+
+
 SPARSE: dict[str, Callable[[Metadata], Config]] = {
     "qwen2moe": _qwen2moe, "olmoe": _olmoe, "granitemoe": _granitemoe,
-    "gpt-oss": _gpt_oss,
+    "gpt-oss": _gpt_oss, "phimoe": _phimoe,
 }  # fmt: skip

@@ -4,6 +4,7 @@ The names come from the `gguf` package; what the converter does to tensors is wr
 """
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import gguf
 import pytest
 import torch
 from families.describe import write
-from families.experts import SAMPLES
+from families.experts import LONGROPE, PHI_ROPE, SAMPLES
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf_files import add_metadata, tokenizer_metadata
 from safetensors.torch import load_file
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "cache")
 Tensors = dict[str, torch.Tensor]
 NAMES = {
     "Mixtral": "llama", "Qwen2-MoE": "qwen2moe", "OLMoE": "olmoe", "GraniteMoE": "granitemoe",
+    "Phi-3.5-MoE": "phimoe",
 }  # fmt: skip
 FACTORS = {
     "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
@@ -97,9 +99,23 @@ def metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         values["expert_feed_forward_length"] = config["moe_intermediate_size"]
         shared = config["shared_expert_intermediate_size"]
         values["expert_shared_feed_forward_length"] = shared
+    if architecture == "phimoe":
+        values |= phi_metadata(config)
     if architecture == "granitemoe":
         values |= {key: float(config[name]) for key, name in FACTORS.items()}
     return {f"{architecture}.{key}": value for key, value in values.items()}
+
+
+def phi_metadata(config: dict[str, Any]) -> dict[str, Any]:
+    """The converter computes longrope's factor of cosines and sines, whatever the config says."""
+    trained = config["rope_parameters"]["original_max_position_embeddings"]
+    stretched = math.log(config["max_position_embeddings"] / trained)
+    return {
+        "attention.sliding_window": config["sliding_window"] or 0,
+        "rope.dimension_count": config["hidden_size"] // config["num_attention_heads"],
+        "rope.scaling.original_context_length": trained,
+        "rope.scaling.attn_factor": math.sqrt(1 + stretched / math.log(trained)),
+    }
 
 
 def write_file(
@@ -115,8 +131,13 @@ def write_file(
         next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), 8
     )
     tensors = load_file(model / "model.safetensors")
+    if architecture == "phimoe":
+        tensors |= {
+            f"rope_factors_{n}": torch.tensor(config["rope_parameters"][f"{n}_factor"])
+            for n in ("short", "long")
+        }
     for name, tensor in converted(tensors, architecture, config).items():
-        there = spelt(name, names)
+        there = f"{name}.weight" if name.startswith("rope") else spelt(name, names)
         is_matrix = tensor.dim() > 1 and "gate_inp" not in there
         stored = GGMLQuantizationType[kind if is_matrix else "F32"]
         data = gguf.quants.quantize(tensor.contiguous().numpy(), stored)
@@ -132,8 +153,11 @@ def write_file(
 
 def written(name: str, path: Path) -> Path:
     """A model with rows of 32 weights or more, which blocks need."""
-    sample = SAMPLES[name]
-    return write(path, replace(sample, fields=sample.fields | dict(num_attention_heads=4)))
+    sample, fields = SAMPLES[name], dict[str, Any](num_attention_heads=4)
+    if name == "Phi-3.5-MoE":
+        scales = dict.fromkeys(("short_mscale", "long_mscale"), PHI_ROPE["short_mscale"])
+        fields |= dict(rope_parameters=LONGROPE | scales, router_jitter_noise=0.01)
+    return write(path, replace(sample, fields=sample.fields | fields))
 
 
 @pytest.mark.sampled(share=0.35)
@@ -163,6 +187,7 @@ def test_files_have_the_models_outputs(name: str, tmp_path: Path) -> None:
         ("Mixtral", {"expert_gating_func": 2}), ("Mixtral", {"expert_weights_norm": False}),
         ("OLMoE", {"expert_weights_scale": 2.5}), ("OLMoE", {"expert_shared_count": 1}),
         ("Qwen2-MoE", {"leading_dense_block_count": 1}), ("OLMoE", {"attention.clamp_kqv": 8.0}),
+        ("Phi-3.5-MoE", {"expert_weights_norm": True}),
         ("GraniteMoE", {"expert_shared_feed_forward_length": 64}),
     ],
 )  # fmt: skip

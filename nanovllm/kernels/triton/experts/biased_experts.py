@@ -10,6 +10,7 @@ import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.operands.expert_biases import ExpertBiases
+from nanovllm.kernels.operands.low_rank import PairAdditions
 from nanovllm.kernels.triton.experts.experts import Stack, grouped_linear
 from nanovllm.kernels.triton.experts.grouping import group
 from nanovllm.kernels.triton.linear.silu_and_mul import BLOCK
@@ -63,6 +64,7 @@ def biased_experts(
     shares: torch.Tensor,
     num_experts: int,
     biases: ExpertBiases,
+    additions: PairAdditions | None = None,
 ) -> torch.Tensor:
     """As `plain/biased_experts.py` defines.
 
@@ -72,12 +74,16 @@ def biased_experts(
     (num_rows, per_row), (num_here, hidden, size) = expert_ids.shape, down.shape
     groups = group(expert_ids, num_here, num_experts)
     gates = grouped_linear(x, gate_up, groups, None, x.dtype)
+    if additions:
+        additions.add_gates(x, gates)
     inner, out = x.new_empty(expert_ids.numel(), size), torch.empty_like(x)
     _clamped_gate_kernel[(len(inner), cdiv(size, BLOCK))](
         gates, biases.gate_up, inner, expert_ids, num_here, size, biases.alpha, biases.limit,
         BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
     parts = grouped_linear(inner, down, groups, shares, torch.float32)
+    if additions:
+        additions.add_outputs(inner, parts, shares.flatten())
     _add_up_kernel[(num_rows, cdiv(hidden, BLOCK))](
         parts, biases.down, out, expert_ids, shares, num_here, per_row, hidden, BLOCK=BLOCK,
         num_warps=8,

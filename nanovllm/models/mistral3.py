@@ -1,0 +1,39 @@
+"""The text of Mistral Small 3.1 and 3.2 and of Ministral 3, whose checkpoints also see."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.models import ministral3, mistral
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.family import Family
+from nanovllm.models.ministral3 import Ministral3Config
+from nanovllm.models.text_part import SEEING_NAMES, text_part
+from nanovllm.utils.checks import check_choice
+
+if TYPE_CHECKING:
+    from nanovllm.layers.layer import Build
+    from nanovllm.models.decoder import CausalLM
+
+DEFAULTS = mistral.DEFAULTS
+FAMILIES = {"mistral": mistral, "ministral3": ministral3}  # of the text
+
+
+def read(file: Mapping[str, Any]) -> ModelConfig:
+    """The fields are those of `text_config`, of the family that its `model_type` names."""
+    text = text_part(file)
+    if text is file:
+        raise ValueError("text_config is missing")
+    kind = check_choice("text_config: model_type", text.get("model_type", "mistral"), FAMILIES)
+    return FAMILIES[kind].FAMILY.read(text)
+
+
+def build(config: ModelConfig, make: "Build") -> "CausalLM":
+    """Compose the text model."""
+    if isinstance(config, Ministral3Config):
+        return ministral3.build(config, make)
+    from nanovllm.models import parts
+
+    return parts.usual_model(config, make)
+
+
+FAMILY = Family(read, build, SEEING_NAMES)
