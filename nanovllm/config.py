@@ -122,8 +122,8 @@ class Config:
     )
     quantization: str | None = option(
         None,
-        "`fp8`, `int8` or `int4` quantizes plain weights while they are loaded; the methods of"
-        " quantized checkpoints are only checked",
+        "`fp8`, `int8` or `int4` quantizes plain weights while they are loaded, `dequantize` makes"
+        " plain weights of a GGUF file's; the methods of quantized checkpoints are only checked",
         QUANTIZATION,
         none="as the checkpoint is",
     )

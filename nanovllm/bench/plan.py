@@ -48,7 +48,10 @@ def make_plan(
         options = {"load_format": "dummy", **options, "model": write_shape(shape, path)}
         options |= _draft_shape(options, scratch)
     asked = Config(**options)
-    path = resolve_model(asked.model, revision=asked.revision, download_dir=asked.download_dir)
+    path = resolve_model(
+        asked.model, revision=asked.revision, download_dir=asked.download_dir,
+        quantization=asked.quantization,
+    )  # fmt: skip
     model = ModelConfig.from_dir(path, asked.quantization)
     longest = min(MAX_MODEL_LEN, model.max_position_embeddings)
     local = {"model": str(path), "revision": None}

@@ -58,8 +58,9 @@ def describe(options: dict[str, Any]) -> dict[str, Any]:
 
     config = Config(**options)
     path = resolve_model(
-        config.model, CONFIG_FILES, revision=config.revision, download_dir=config.download_dir
-    )
+        config.model, CONFIG_FILES, revision=config.revision, download_dir=config.download_dir,
+        quantization=config.quantization,
+    )  # fmt: skip
     model = ModelConfig.from_dir(path, config.quantization)
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, model.dtype, device)

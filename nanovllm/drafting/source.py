@@ -68,7 +68,10 @@ def find_source(config: Config, model_config: ModelConfig, tokenizer: Any) -> Dr
     if asked.method == "eagle3":
         return find_head(config, model_config)
     with errors_name_model(f"draft model {asked.model!r}"):
-        path = resolve_model(asked.model, revision=asked.revision, download_dir=config.download_dir)
+        path = resolve_model(
+            asked.model, revision=asked.revision, download_dir=config.download_dir,
+            quantization=asked.quantization,
+        )  # fmt: skip
         draft = ModelConfig.from_dir(path, asked.quantization)
         _check_layers(draft)
         by_experts = config.enable_expert_parallel and any(layer.experts for layer in draft.layers)

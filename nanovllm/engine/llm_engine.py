@@ -55,8 +55,9 @@ class LLMEngine:
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         asked = self.asked = Config(model=model, **options)  # type: ignore[arg-type]
         self.model_path = path = resolve_model(
-            asked.model, revision=asked.revision, download_dir=asked.download_dir
-        )
+            asked.model, revision=asked.revision, download_dir=asked.download_dir,
+            quantization=asked.quantization,
+        )  # fmt: skip
         self.model_config = ModelConfig.from_dir(path, asked.quantization)
         self.model_config.check_parallel_size(
             asked.tensor_parallel_size, asked.enable_expert_parallel

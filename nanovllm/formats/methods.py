@@ -18,18 +18,25 @@ from nanovllm.formats.mxfp4 import read_mxfp4
 from nanovllm.formats.names import FIELD, HEAD, OLD_FIELD, USUAL_NAMES, Names
 from nanovllm.formats.quantization import NOT_QUANTIZED, Quantization, SchemeRule
 from nanovllm.formats.rules import refusal
-from nanovllm.formats.scheme import ONLINE
+from nanovllm.formats.scheme import DEQUANTIZE, ONLINE
 from nanovllm.utils.checks import allowed_choices, shorten
 
 
 def choose_quantization(
     raw: Mapping[str, Any], option: str | None, names: Names = USUAL_NAMES
-) -> Quantization:
+) -> Quantization | None:
     """The quantization that a checkpoint's config describes, else the one that the option names.
 
-    It is a ValueError if the two contradict each other.
+    None: plain weights. It is a ValueError if config and option contradict each other.
     """
     found = read_quantization(raw)
+    if option == DEQUANTIZE:
+        if found.method is not None:
+            raise ValueError(
+                f"quantization={option!r} is for GGUF files; the checkpoint is quantized by"
+                f" {found.method!r}"
+            )
+        return None
     if option and found.method not in (None, option):
         raise ValueError(
             f"quantization={option!r}: the checkpoint is quantized already, by"

@@ -39,13 +39,19 @@ def find_directory(
 
 def resolve_model(
     model: str, files: Sequence[str] = MODEL_PATTERNS, *, revision: str | None = None,
-    download_dir: str | None = None,
+    download_dir: str | None = None, quantization: str | None = None,
 ) -> Path:  # fmt: skip
     """The directory of `model`: a local path, a hub id, or a name of the package index's table.
 
-    Of a hub id, `files` are downloaded.
+    Of a hub id, `files` are downloaded. `quantization` is the option of that name: it may ask for
+    plain weights of a GGUF file, which have a directory of their own.
     """
-    return find_directory("model", model, files, revision, download_dir)
+    path = find_directory("model", model, files, revision, download_dir)
+    if quantization is None or not any(path.glob("*.gguf")):
+        return path
+    from nanovllm.models.gguf.directory import directory_with
+
+    return directory_with(path, quantization)
 
 
 def local_directory(option: str, source: str, revision: str | None = None) -> Path | None:

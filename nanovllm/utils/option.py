@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 NOTHING = "none"  # the help for None where None sets nothing
-QUANTIZATIONS = ("fp8", "int8", "int4", "compressed-tensors", "awq", "gptq", "gguf", "mxfp4")
+QUANTIZATIONS = ("fp8", "int8", "int4", "dequantize", "compressed-tensors", "awq", "gptq", "gguf",
+                 "mxfp4")  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from nanovllm.models.loader import Target
 from nanovllm.weights.blank import blank_model, carried_heads, with_heads, with_memory
 from nanovllm.weights.bound_layers import alias_of, kept, unpacked
 from nanovllm.weights.copies import Copies
-from nanovllm.weights.named_tensors import KnownTensors, layer_name
+from nanovllm.weights.named_tensors import KnownTensors, layer_name, of_blocks
 from nanovllm.weights.places import Place, Shape, places_of
 from nanovllm.weights.tensors import BOUND, refresh, replace_values
 
@@ -169,6 +169,7 @@ class LiveWeights:
                 return []
             raise ValueError(
                 f"tensor {name!r} is quantized, or in a layout of the kernels that is not reversed"
+                + of_blocks(param.dtype)
             )
         return self._trace(target, memory)
 

@@ -82,11 +82,15 @@ class KnownTensors:
         if shape != known.shape and not (known.shape == () and shape == (1,)):
             raise ValueError(
                 f"tensor {name!r} has shape {tuple(shape)}, the model needs {known.shape}"
+                + of_blocks(known.types[0])
             )
         if dtype not in known.types:
             types = ", ".join(str(each).removeprefix("torch.") for each in known.types)
             got = str(dtype).removeprefix("torch.")
-            raise ValueError(f"tensor {name!r} has type {got}, a model needs one of {types}")
+            raise ValueError(
+                f"tensor {name!r} has type {got}, a model needs one of {types}"
+                + of_blocks(known.types[0])
+            )
 
     def check_once(self, names: Iterable[str]) -> None:
         """Raise a ValueError if a tensor is given twice, also by two names."""
@@ -111,6 +115,13 @@ class KnownTensors:
     def parts_of(self, names: Iterable[str]) -> set[str]:
         """The parts that tensors of these names fill."""
         return {part for name in names for part in self[name].target.parts}
+
+
+def of_blocks(dtype: torch.dtype) -> str:
+    """What an error adds about a tensor of this type: the way out if it is stored in blocks."""
+    if dtype != torch.uint8:
+        return ""
+    return '; it has blocks: quantization="dequantize" makes plain weights of a GGUF file\'s'
 
 
 def tied_error(one: str, other: str) -> ValueError:

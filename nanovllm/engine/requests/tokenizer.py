@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from nanovllm.models.checkpoint import TOKENIZER_PATTERNS, find_directory, read_json
+from nanovllm.models.checkpoint import TOKENIZER_PATTERNS, find_directory
 
 logger = logging.getLogger("nanovllm")
 
@@ -48,20 +48,16 @@ def load_tokenizer(
 
 
 def _from_directory(path: Path) -> Any:
-    """The tokenizer in a directory, even if transformers cannot parse the `config.json` there.
+    """The tokenizer in a directory, even if transformers cannot parse the `config.json` there."""
+    if any(path.glob("*.gguf")):
+        from nanovllm.engine.requests.other_tokenizers import beside_gguf
 
-    transformers needs only the model's type. If another field makes it fail, such as an int where
-    it expects a float, pass the type's default config: `ModelConfig` has checked the file.
-    """
-    from transformers import AutoConfig, AutoTokenizer
+        return beside_gguf(path)
+    from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(str(path))
-    except Exception:  # transformers raises many kinds
-        try:
-            config = AutoConfig.for_model(read_json(path / "config.json")["model_type"])
-        except Exception:
-            config = None
-        if config is None:
-            raise
-        return AutoTokenizer.from_pretrained(str(path), config=config)
+    except Exception as error:  # transformers raises many kinds
+        from nanovllm.engine.requests.other_tokenizers import with_default_config
+
+        return with_default_config(path, error)

@@ -4,19 +4,28 @@ It has config.json, generation_config.json, the tokenizer's files, and links to 
 is kept in the user's cache, in a folder whose name depends on the paths, sizes and times of the
 parts, so that a changed file gets a new one. Of a directory that exists only the links are looked
 at. Any number of processes may make one at once: each builds its own and renames it.
+
+A file has a second directory for its dequantized weights. Its config.json has no
+`quantization_config`: matrices in blocks are then read as plain ones.
 """
 
 import contextlib
 import hashlib
 import json
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from nanovllm.formats.names import FIELD
+from nanovllm.formats.scheme import DEQUANTIZE, ONLINE
 from nanovllm.models.cache_folder import writable_folder
 from nanovllm.models.file_errors import file_error
 from nanovllm.models.gguf.split import GGUFModel, open_gguf, part_paths
 
+logger = logging.getLogger("nanovllm")
+
+NEED_PLAIN = (DEQUANTIZE, *ONLINE)  # values of the option `quantization`
 VERSION = 2  # of what is written: a directory of another version is not used
 # The names of sampling parameters in files, and in generation_config.json.
 SAMPLING = {
@@ -25,10 +34,34 @@ SAMPLING = {
 }  # fmt: skip
 
 
-def gguf_directory(file: Path, option: str = "model") -> Path:
+def directory_with(path: Path, quantization: str) -> Path:
+    """The directory for the same weights, plain if the option `quantization` needs them plain.
+
+    `path` is a model's directory with a file of this format, which is not read if there are others.
+    """
+    file = min(path.glob("*.gguf"))
+    if quantization not in NEED_PLAIN or any(path.glob("*.safetensors")) or not has_blocks(path):
+        return path
+    if quantization != DEQUANTIZE:
+        logger.warning(
+            "%s has weights that were rounded when it was made; quantization=%r dequantizes them,"
+            " and rounds them once more", file, quantization,
+        )  # fmt: skip
+    return gguf_directory(file, is_plain=True)
+
+
+def has_blocks(path: Path) -> bool:
+    """Whether the config in a directory lists matrices in blocks. A damaged one is found later."""
+    with contextlib.suppress(OSError, ValueError):
+        return FIELD in json.loads((path / "config.json").read_text(encoding="utf-8"))
+    return False
+
+
+def gguf_directory(file: Path, option: str = "model", is_plain: bool = False) -> Path:
     """The directory for a GGUF file, or for the first part of a split one.
 
-    For another kind of file it is a NotADirectoryError that names the `option`.
+    With `is_plain`, its weights are read dequantized. For another kind of file it is a
+    NotADirectoryError that names the `option`.
     """
     if file.suffix != ".gguf":
         raise NotADirectoryError(
@@ -38,7 +71,7 @@ def gguf_directory(file: Path, option: str = "model") -> Path:
     for part in parts:
         if not part.is_file():
             raise file_error(part)
-    name = f"{file.stem[:80]}-{_fingerprint(parts)}"
+    name = f"{file.stem[:80]}-{_fingerprint(parts)}{'-plain' if is_plain else ''}"
     folder = writable_folder("gguf")
     made = folder / name
     if _is_complete(made, parts):
@@ -46,7 +79,7 @@ def gguf_directory(file: Path, option: str = "model") -> Path:
     with tempfile.TemporaryDirectory(prefix="tmp", dir=folder) as scratch:
         built, replaced = Path(scratch) / name, Path(scratch) / "replaced"
         built.mkdir()
-        _fill(built, file, parts)
+        _fill(built, file, parts, is_plain)
         if not _is_complete(made, parts):  # no other process was faster
             with contextlib.suppress(FileNotFoundError):
                 made.rename(replaced)
@@ -72,11 +105,11 @@ def _is_complete(made: Path, parts: list[Path]) -> bool:
     )
 
 
-def _fill(built: Path, file: Path, parts: list[Path]) -> None:
+def _fill(built: Path, file: Path, parts: list[Path], is_plain: bool) -> None:
     """Write the files of a directory."""
     model = open_gguf(file)
     try:
-        texts = _texts(model)
+        texts = _texts(model, is_plain)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     for name, text in texts.items():
@@ -85,13 +118,15 @@ def _fill(built: Path, file: Path, parts: list[Path]) -> None:
         (built / part.name).symlink_to(part.resolve())
 
 
-def _texts(model: GGUFModel) -> dict[str, str]:
+def _texts(model: GGUFModel, is_plain: bool) -> dict[str, str]:
     """The contents of the directory's files by their names."""
     from nanovllm.models.gguf.fields import config_fields
     from nanovllm.models.gguf.metadata import Metadata
     from nanovllm.models.gguf.tokenizer import tokenizer_files
 
     config = config_fields(Metadata(model))
+    if is_plain:
+        config.pop(FIELD, None)
     generation = _generation_fields(model, config)
     return {
         "config.json": json.dumps(config, indent=2),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES
-from nanovllm.kernels.plain.dequantize_blocks import dequantize
+from nanovllm.models.gguf.decoded import decoded
 from nanovllm.models.gguf.file import TensorInfo
 from nanovllm.models.gguf.hybrid_names import SPLIT
 from nanovllm.models.gguf.metadata import Metadata
@@ -91,13 +91,5 @@ def _grouped(
     if info.kind.name not in BLOCK_TYPES:
         return Ordered(view, elements, dim=1)
     if is_decoded(f".{LAST}", info, metadata):
-        return Ordered(Decoded(view), elements, dim=1)
+        return Ordered(View(decoded(view)[...], "F32"), elements, dim=1)
     return Ordered(view, elements[:: info.kind.size] // info.kind.size, dim=1)
-
-
-class Decoded(View):
-    """Blocks, read as plain rows."""
-
-    def __init__(self, view: View) -> None:
-        kind = BLOCK_TYPES[view.get_dtype()]
-        super().__init__(dequantize(view.tensor, kind).flatten(1), "F32")

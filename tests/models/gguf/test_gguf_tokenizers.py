@@ -23,6 +23,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from nanovllm import LLM
+from nanovllm.engine.requests.other_tokenizers import is_plain
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.models.gguf.directory import gguf_directory
 from nanovllm.models.gguf.split import open_gguf
@@ -292,6 +293,16 @@ def test_an_unsupported_tokenizer_names_the_way_out(
         LLM(str(tmp_path / "m.gguf"))
     assert message in str(caught.value)
     assert load_tokenizer(str(model_dir), gguf_directory(tmp_path / "m.gguf")) is not None
+
+
+def test_tokenizer_files_of_another_class_are_no_plain_ones(model: Path, tmp_path: Path) -> None:
+    """A directory with a GGUF file may have them: AutoTokenizer knows their class."""
+    directory = with_tokenizer(model, tmp_path / "m", byte_level("gpt-2"))
+    write_gguf(directory, tmp_path / "m.gguf")
+    made = gguf_directory(tmp_path / "m.gguf")
+    assert is_plain(made)
+    (made / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    assert not is_plain(made)
 
 
 def test_a_file_without_a_tokenizer(model: Path, tmp_path: Path, caplog: Any) -> None:
