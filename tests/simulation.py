@@ -34,6 +34,8 @@ from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.cache.state_part import states_before_and_after
 from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.requests.logprobs import Logprobs
+from nanovllm.engine.requests.report_limit import ReportLimit, wants_reports
 from nanovllm.engine.run.reports import scheduled_of
 from nanovllm.engine.schedule.admission import MOST_PREFILLS, MOST_STARTS
 from nanovllm.engine.schedule.batch import Batch
@@ -47,6 +49,7 @@ BLOCK_SIZES = (1, 2, 3, 4, 16)
 EOS, STOP = 3, 4
 NUM_TOKENS = 5  # so few that prompts share prefixes all the time
 MOST_DRAFTS = 5
+MOST_REPORTED = 3  # tokens of prompts in a step, while other requests wait
 
 SALTS = salt_number("a"), salt_number("b")
 EMPTY = -1  # the number of the prefix without tokens
@@ -83,6 +86,13 @@ class Keeper:
     def add(self, tokens: range) -> None:
         assert tokens.start == self.wanted.start < tokens.stop, "a gap, or twice the same"
         self.wanted = range(tokens.stop, self.wanted.stop)
+
+
+class Reports(Logprobs):
+    """Wants the log-probabilities of a prompt's tokens, without gaps."""
+
+    generates = True
+    add = Keeper.add
 
 
 def first_prompts() -> list[list[int]]:
@@ -132,7 +142,7 @@ class Simulation:
         self.scheduler = Scheduler(self.config, CacheLayout(windows, states), drafting)
         self.states = {0: EMPTY}  # what a slot holds, as the number of a prefix
         self.num_restored = 0
-        self.arriving: dict[int, list[tuple[Sequence, range]]] = {}  # states, by id of a batch
+        self.arriving: dict[int, list[tuple[Keeper | Reports, range]]] = {}  # by id of a batch
         # With a window a sequence that decodes holds the blocks of that, and two tokens more than
         # a block's at least, wherever they begin; if the pool has so many, there is no end to it.
         self.most_held = [
@@ -144,6 +154,7 @@ class Simulation:
         lengths = range(1, 4 * num_blocks + 1)
         needed = (sum(min(n, most) for most in self.most_held) for n in lengths)
         self.longest = size * sum(blocks <= num_blocks for blocks in needed)
+        self.limit = ReportLimit(MOST_REPORTED)
         self.live: list[Sequence] = []  # in order of arrival
         self.tokens: dict[Sequence, list[int]] = {}  # prompt and what was sampled
         self.computed: dict[Sequence, list[int]] = {}  # and what the device has sampled already
@@ -163,12 +174,13 @@ class Simulation:
         options: dict[str, Any] = dict(eos_token_ids=frozenset({EOS}), max_model_len=max_model_len)
         adapter = self.adapter()
         constrained = self.forces and self.rng.random() < 0.5
-        keeps = sum(prompt) % 3 == 0  # as good as at random
+        keeps, reports = (sum(prompt) % 3 == i for i in range(2))  # as good as at random
         salt = self.rng.choice([0, 0, 0, *SALTS])
         seqs = [
             Sequence(prompt, asked, index=index, parts=SequenceParts(
                 constraint=Forcing(self.rng) if constrained else None,
                 keeper=Keeper(len(prompt)) if keeps and index == 0 else None, adapter=adapter,
+                logprobs=Reports(len(prompt), self.limit) if reports and index == 0 else None,
                 salt=salt,
             ), **options)
             for index in range(asked.n)
@@ -231,18 +243,18 @@ class Simulation:
     def note_states(self, batch: Batch) -> None:
         """Note which states the step computes for sequences that keep them."""
         kept = [
-            (seq, scheduled_of(seq, seq.parts.keeper.wanted))
+            (part, scheduled_of(seq, part.wanted))
             for seq in (batch.seqs[batch.num_decodes :] if batch.is_prefill else ())
-            if seq.parts.keeper is not None
+            if (part := seq.parts.keeper or seq.parts.logprobs) is not None
         ]
-        self.arriving[id(batch)] = [(seq, tokens) for seq, tokens in kept if tokens]
+        self.arriving[id(batch)] = [(part, tokens) for part, tokens in kept if tokens]
 
     def deliver_states(self, batch: Batch) -> None:
         """The states of a step arrive; a sequence that has sampled a token lacks none."""
-        for seq, tokens in self.arriving.pop(id(batch)):
-            seq.parts.keeper.add(tokens)
+        for part, tokens in self.arriving.pop(id(batch)):
+            part.add(tokens)
         for seq in batch.sampling_seqs:
-            assert seq.parts.keeper is None or not seq.parts.keeper.wanted
+            assert not seq.parts.first_wanted
 
     def interrupted_step(self, computed: bool, restart: bool) -> None:
         """A step that is not booked, whether or not the device computed it, and what follows."""
@@ -327,6 +339,10 @@ class Simulation:
             for seq in seqs
         ]
         assert sum(num_tokens) <= config.max_num_batched_tokens
+        others = (s for s in self.scheduler.running if s not in batch.all_seqs)
+        if batch.num_decodes or any(not (s.is_prefilling or s.ends_in_flight) for s in others):
+            prompts = filter(wants_reports, seqs[batch.num_decodes :])
+            assert sum(seq.num_scheduled_tokens for seq in prompts) <= MOST_REPORTED
         assert {*batch.drafts} <= {*seqs[: batch.num_decodes]}
         assert all(batch.drafts.values()) and not (batch.drafts and batch.num_drafts)
         for seq, drafts in batch.drafts.items():
@@ -418,7 +434,8 @@ class Simulation:
         ]
         plain = (1, 0, None)
         if all((s.params.n, s.params.priority, s.parts.adapter) == plain for s in self.live):
-            assert queued == sorted(queued, key=lambda seq: seq.seq_id), "not first come"
+            first_come = [seq for seq in queued if seq.parts.logprobs is None]
+            assert first_come == sorted(first_come, key=lambda seq: seq.seq_id), "not first come"
         for seq in self.live:
             assert seq.token_ids[: seq.num_known_tokens] == self.tokens[seq]
             assert self.overlap or not seq.num_pending_tokens

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine.requests.bad_words import BadWords
 from nanovllm.engine.requests.logprobs import Logprobs
 from nanovllm.engine.requests.processors import Processors
+from nanovllm.engine.requests.report_limit import ReportLimit
 from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.schedule.sequence import SequenceParts
 from nanovllm.sampling_params import SamplingParams
@@ -28,6 +29,7 @@ class Extras:
         self.tokenizer, self._features = tokenizer, features
         self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
         self._constraints: Constraints | None = None  # made when one is first asked for
+        self._report_limit = ReportLimit()
 
     def check(self, params: SamplingParams) -> None:
         """Check the parameters that depend on the model and its tokenizer."""
@@ -117,7 +119,7 @@ class Extras:
             parts.processors = Processors(params.logits_processors)
         if params.logprobs is not None or params.prompt_logprobs is not None:
             of_prompt = params.prompt_logprobs is not None and index == 0  # one sample has them
-            parts.logprobs = Logprobs(num_tokens if of_prompt else 0)
+            parts.logprobs = Logprobs(num_tokens if of_prompt else 0, self._report_limit)
         if params.hidden_states:
             parts.keeper = self._features.keeper(num_tokens, keeps_prompt=index == 0)
         return parts

@@ -1,9 +1,10 @@
 """Logprobs: the log-probabilities of a sequence's tokens, kept as they arrive from the device."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from nanovllm.engine.requests.report_limit import ReportLimit
 from nanovllm.engine.requests.token_texts import token_text, token_texts
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.outputs import TokenLogprob
@@ -26,12 +27,28 @@ class Logprobs:
     live at once would keep the garbage collector busy.
     """
 
-    def __init__(self, num_prompt_tokens: int = 0) -> None:
+    def __init__(self, num_prompt_tokens: int = 0, limit: ReportLimit | None = None) -> None:
         self.is_lazy = False
+        self._limit = limit
         self.prompt: list[Entry] = []
         self.wanted = range(max(0, num_prompt_tokens - 1))
         self._generated: dict[int, Entry] = {}  # by index in `token_ids`
         self._prepared: dict[int, list[TokenLogprob]] = {}  # by index in `token_ids`
+
+    def share(
+        self,
+        budget: int,
+        prompts: list[Sequence],
+        running: Iterable[Sequence],
+        waiting: Iterable[Sequence],
+    ) -> int:
+        """How many tokens of a step's budget the sequence may get, after its other `prompts`.
+
+        While a prompt is not reported, the limit of all reports decides.
+        """
+        if not self.wanted or self._limit is None:
+            return budget
+        return self._limit.share(budget, prompts, running, waiting)
 
     def add(self, seq: Sequence, index: int, entry: Entry) -> None:
         """Keep the entry of the token at `index`. Prompt tokens come in order."""

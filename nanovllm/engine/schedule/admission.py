@@ -53,9 +53,8 @@ class Admission:
 
     def may_admit(self, running: Iterable[Sequence]) -> bool:
         """Whether the next sequence is likely to be admitted."""
-        if not self.waiting or self.waiting[0] is self.refused:
-            return False
-        return self.num_places_left(running) > 0
+        may = bool(self.waiting) and self.waiting[0] is not self.refused
+        return may and self.num_places_left(running) > 0
 
     def retry(self) -> None:
         """Try the refused sequence again: there may be room now, or another one may be first."""
@@ -82,13 +81,15 @@ class Admission:
             seq = next(candidates, None)
             if seq is None or seq is self.refused:
                 break
+            if not (share := seq.parts.share(budget, prompts, running, self.waiting)):
+                continue
             if not caches.admit(seq, in_progress, forecast.admits, self.waiting):
                 self.refused = None if prompts else seq
                 break
             in_progress.update(caches.in_progress(seq))
             begin(seq, running)
             num_places -= 1 + len(seq.siblings)
-            budget -= schedule_tokens(seq, budget, caches)
+            budget -= schedule_tokens(seq, share, caches)
             prompts.append(seq)
         for admitted in prompts[num_begun:]:
             self.waiting.remove(admitted)

@@ -131,9 +131,8 @@ class Scheduler:
 
     def _has_prompts(self) -> bool:
         """Whether the next step is likely to compute prompts."""
-        if self.admission.may_admit(self.running):
-            return True
-        return any(seq.is_prefilling for seq in self.running)
+        running = self.running
+        return self.admission.may_admit(running) or any(seq.is_prefilling for seq in running)
 
     def advance(self, batch: Batch) -> None:
         """Account for a launched step, so that the next one can be scheduled before it ends.
@@ -214,7 +213,9 @@ class Scheduler:
         for seq in [seq for seq in self.running if seq.is_prefilling]:
             if not budget:
                 break
-            while not schedule_tokens(seq, budget, self.caches):
+            if not (share := seq.parts.share(budget, seqs, self.running, self.waiting)):
+                continue
+            while not schedule_tokens(seq, share, self.caches):
                 if decodes and decodes[-1] is self.running[-1]:
                     decodes.pop()
                 self.preempt()

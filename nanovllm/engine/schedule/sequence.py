@@ -88,6 +88,10 @@ class SequenceParts:
         waiting = (self.logprobs, self.keeper)
         return [part.wanted.start for part in waiting if part is not None and part.wanted]
 
+    def share(self, budget: int, *queues: Any) -> int:
+        """How many tokens of a step's budget it may get: see `Logprobs.share`."""
+        return budget if self.logprobs is None else int(self.logprobs.share(budget, *queues))
+
 
 class Sequence:
     """One sample of a request, from prompt to last token.
@@ -210,9 +214,7 @@ class Sequence:
     def is_prefilling(self) -> bool:
         """Whether a prefill computes its next tokens: several, or one for siblings or a keeper."""
         left = len(self.token_ids) - self.num_cached_tokens
-        if left > 1 or self.siblings:
-            return True
-        return not self.generates and left > 0
+        return left > 1 or bool(self.siblings) or (left > 0 and not self.generates)
 
     @property
     def ends_in_flight(self) -> bool:
