@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from llama_files import CONTEXT, gguf_file
 
@@ -22,6 +23,8 @@ VOCAB = 49_152  # of the file with the fewest tokens
 PROMPT, PREFILL = 16, 512  # tokens before those that are decoded; of a prefill
 
 Measure = Callable[[int, int, int], float]  # requests, tokens of each, index: tokens per second
+
+KEPT: list[Any] = []  # functions that llama.cpp may call until the process ends
 
 
 def clock(threads: int) -> float:
@@ -39,8 +42,8 @@ def llama(name: str, folder: Path, threads: int) -> Measure:
     """llama.cpp with a file, by its C functions, with its default options."""
     import llama_cpp as cpp
 
-    quiet = cpp.llama_log_callback(lambda *_: None)
-    cpp.llama_log_set(quiet, None)
+    KEPT.append(cpp.llama_log_callback(lambda *_: None))
+    cpp.llama_log_set(KEPT[-1], None)
     cpp.llama_backend_init()
     file = gguf_file(name, folder, threads)
     model = cpp.llama_model_load_from_file(bytes(file), cpp.llama_model_default_params())
