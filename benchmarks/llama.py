@@ -1,11 +1,15 @@
 """Compare decode and prefill on the CPU with llama.cpp's, with weights of 16, 8 and 4 bits.
 
     python benchmarks/llama.py --llama-python ~/llama/bin/python [--rounds 3] [--threads 4]
+        [--file model.gguf qwen3-0.6b:Q4_K_M ...]
 
-The other Python needs `llama-cpp-python`, built for this processor, and `gguf`. Both engines have
-random weights of Qwen3-0.6B's shape. Each format has a process of its own that stays, and one of
-them computes at a time. llama.cpp draws no tokens, as in its own benchmarks; ours are greedy.
-Reported are medians of the rounds, and medians of the ratios of a round.
+The other Python needs `llama-cpp-python`, built for this processor, and `gguf`. With `--file` both
+engines have the same files: those with these paths, or random weights by SHAPE:FORMAT. Else both
+have random weights of Qwen3-0.6B's shape, and ours its own formats. Each format or file has a
+process of its own for each engine that stays, and one of them computes at a time. llama.cpp draws
+no tokens, as in its own benchmarks; ours are greedy. With one thread the seconds are those of the
+processor, else of the clock. Reported are medians of the rounds, and medians of the ratios of a
+round.
 """
 
 import argparse
@@ -16,63 +20,74 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from llama_peer import CONTEXT, PREFILL, PROMPT, Measure, prompts, serve
+from llama_files import gguf_file
+from llama_peer import CONTEXT, PREFILL, PROMPT, Measure, clock, prompts, serve
 
 ROOT = Path(__file__).resolve().parents[1]  # to import this checkout
 PEER = Path(__file__).with_name("llama_peer.py")
 MEASURES = {"1 request": (1, 32), "16 requests": (16, 16), "prefill": (1, 0)}
+SHAPE = "qwen3-0.6b"
 PAIRS = [("bfloat16", "BF16"), ("int8", "Q8_0"), ("int4", "Q4_0"), ("int4", "Q4_K_M")]
+Pairs = list[tuple[str, str]]
 
 
 def ours(name: str, folder: Path, threads: int) -> Measure:
-    """nanovllm with one of its formats."""
+    """nanovllm with a GGUF file, or with one of its own formats."""
     import torch
 
     from nanovllm import LLM, SamplingParams
     from nanovllm.bench.shapes import write_shape
 
     torch.set_num_threads(threads)
-    shape = folder / "shape"
-    shape.mkdir(exist_ok=True)
-    llm = LLM(write_shape("qwen3-0.6b", shape), load_format="dummy", device="cpu",
-              quantization=None if name == "bfloat16" else name, cpu_kvcache_gib=1,
-              max_model_len=CONTEXT)  # fmt: skip
+    model, options = name, {}
+    if not name.endswith(".gguf"):
+        (folder / "shape").mkdir(exist_ok=True)
+        model = write_shape(SHAPE, folder / "shape")
+        options = dict(load_format="dummy", quantization=None if name == "bfloat16" else name)
+    llm = LLM(model, device="cpu", cpu_kvcache_gib=1, max_model_len=CONTEXT, **options)
 
     def measure(requests: int, tokens: int, index: int) -> float:
         params = SamplingParams(temperature=0, max_tokens=tokens + 1, ignore_eos=True)
         for prompt in prompts(requests, PROMPT if tokens else PREFILL, index):
             llm.add_request(prompt, params)
-        start = time.perf_counter()
+        start = clock(threads)
         llm.step()  # all prompts, and their first tokens
         if not tokens:
             assert llm.is_finished()
-            return PREFILL / (time.perf_counter() - start)
-        start = time.perf_counter()
+            return PREFILL / (clock(threads) - start)
+        start = clock(threads)
         while not llm.is_finished():
             llm.step()
-        return requests * tokens / (time.perf_counter() - start)
+        return requests * tokens / (clock(threads) - start)
 
     return measure
 
 
-def start(name: str, args: argparse.Namespace) -> subprocess.Popen[str]:
-    """A process that serves one format, and is ready."""
-    if name in dict(PAIRS):
+def start(name: str, is_ours: bool, args: argparse.Namespace) -> subprocess.Popen[str]:
+    """A process that serves one format or file, and is ready."""
+    if is_ours:
         command = [sys.executable, __file__, "--serve", name,
                    "--folder", str(args.folder), "--threads", str(args.threads)]  # fmt: skip
     else:
         command = [args.llama_python, str(PEER), name, str(args.folder), str(args.threads)]
-    env = os.environ | ({"PYTHONPATH": str(ROOT)} if name in dict(PAIRS) else {})
+    env = os.environ | ({"PYTHONPATH": str(ROOT)} if is_ours else {})
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                              env=env)  # fmt: skip
     assert child.stdout is not None
     if child.stdout.readline() != "ready\n":
         sys.exit(f"{name} has failed")
     return child
+
+
+def served(name: str, is_ours: bool, args: argparse.Namespace) -> str:
+    """What a process is asked to serve under this name of the report."""
+    if not args.file:
+        return name if is_ours else f"{SHAPE}:{name}"
+    file = name.partition(" ")[2]
+    return str(gguf_file(file, args.folder, args.threads)) if is_ours else file
 
 
 def take_turns(
@@ -92,11 +107,13 @@ def take_turns(
     return figures
 
 
-def report(figures: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
-    """Print a line for each measure and pair of formats, and return what is in them."""
+def report(
+    figures: dict[str, dict[str, list[float]]], pairs: Pairs = PAIRS
+) -> list[dict[str, Any]]:
+    """Print a line for each measure and pair of names, and return what is in them."""
     rows = []
     for measure, of in figures.items():
-        for our, their in PAIRS:
+        for our, their in pairs:
             ratios = [a / b for a, b in zip(of[our], of[their], strict=True)]
             ratio = statistics.median(ratios)
             tok_s, their_tok_s = statistics.median(of[our]), statistics.median(of[their])
@@ -113,6 +130,7 @@ def main() -> None:
     parser.add_argument("--llama-python", default=sys.executable, metavar="PATH")
     parser.add_argument("--folder", type=Path, metavar="DIR",
                         default=Path(tempfile.gettempdir()) / "nanovllm-gguf")  # fmt: skip
+    parser.add_argument("--file", nargs="+", default=[], metavar="FILE")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -121,12 +139,18 @@ def main() -> None:
     if args.serve:
         serve(ours(args.serve, args.folder, args.threads))
         return
+    pairs = [(f"ours {file}", f"llama.cpp {file}") for file in args.file] or PAIRS
     with contextlib.ExitStack() as stack:
         children = {}
-        for name in dict.fromkeys(name for pair in PAIRS for name in pair):
-            children[name] = stack.enter_context(start(name, args))
-            stack.callback(children[name].kill)
-        rows = report(take_turns(children, args.rounds))
+        for our, their in pairs:
+            # llama.cpp first: it writes the file that ours reads.
+            for name, is_ours in ((their, False), (our, True)):
+                if name not in children:
+                    children[name] = stack.enter_context(
+                        start(served(name, is_ours, args), is_ours, args)
+                    )
+                    stack.callback(children[name].kill)
+        rows = report(take_turns(children, args.rounds), pairs)
     print(json.dumps({"benchmark": "llama", "threads": args.threads, "rows": rows}))
 
 

@@ -1,11 +1,12 @@
-"""Measure llama.cpp with one format of weights, in a process that `llama.py` starts.
+"""Measure llama.cpp with one file, in a process that `llama.py` starts.
 
-    python benchmarks/llama_peer.py FORMAT FOLDER THREADS
+    python benchmarks/llama_peer.py FILE FOLDER THREADS
 
-It uses nothing else of this project, so that any Python that has `llama-cpp-python` and `gguf` can
-run it. The files with random weights are kept in FOLDER; llama.cpp's own function quantizes them.
-A line of stdin has the number of requests, the tokens to decode for each, or 0 for a prefill of
-512, and a number that makes the prompts differ. The answer is a line with the tokens per second.
+FILE is the path of a GGUF file, or SHAPE:FORMAT for one with random weights, which is kept in
+FOLDER. Besides `llama_files.py` it uses nothing of this project, so that any Python that has
+`llama-cpp-python` and `gguf` can run it. A line of stdin has the number of requests, the tokens to
+decode for each, or 0 for a prefill of 512, and a number that makes the prompts differ. The answer
+is a line with the tokens per second.
 """
 
 import os
@@ -13,12 +14,22 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-HIDDEN, FEED_FORWARD, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 1024, 3072, 28, 16, 8, 128
-VOCAB, EPS, THETA, CONTEXT = 151_936, 1e-6, 1e6, 2048
+from llama_files import CONTEXT, gguf_file
+
+__all__ = ["CONTEXT", "PREFILL", "PROMPT", "Measure", "clock", "prompts", "serve"]
+VOCAB = 49_152  # of the file with the fewest tokens
 PROMPT, PREFILL = 16, 512  # tokens before those that are decoded; of a prefill
 
 Measure = Callable[[int, int, int], float]  # requests, tokens of each, index: tokens per second
+
+KEPT: list[Any] = []  # functions that llama.cpp may call until the process ends
+
+
+def clock(threads: int) -> float:
+    """Seconds: of the processor with one thread, which other processes hardly change."""
+    return time.process_time() if threads == 1 else time.perf_counter()
 
 
 def prompts(requests: int, size: int, index: int) -> list[list[int]]:
@@ -27,80 +38,12 @@ def prompts(requests: int, size: int, index: int) -> list[list[int]]:
     return [[(first + 31 * i + 7 * j) % VOCAB for j in range(size)] for i in range(requests)]
 
 
-def write_gguf(file: Path) -> None:
-    """Write random bf16 weights. Peak memory: the file's 1.2 GB, and a matrix in float32."""
-    import gguf
-    import numpy as np
-
-    writer = gguf.GGUFWriter(file, "qwen3")
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(FEED_FORWARD)
-    writer.add_block_count(LAYERS)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_key_length(HEAD_DIM)
-    writer.add_value_length(HEAD_DIM)
-    writer.add_layer_norm_rms_eps(EPS)
-    writer.add_rope_freq_base(THETA)
-    writer.add_vocab_size(VOCAB)
-    writer.add_tokenizer_model("none")
-    rng = np.random.default_rng(0)
-
-    def add(name: str, *shape: int) -> None:
-        if len(shape) == 1:
-            writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
-            return
-        numbers = rng.standard_normal(shape, np.float32) * np.float32(0.02)
-        upper = np.ascontiguousarray(numbers.view(np.uint16)[:, 1::2])
-        writer.add_tensor(f"{name}.weight", upper.view(np.uint8),
-                          raw_dtype=gguf.GGMLQuantizationType.BF16)  # fmt: skip
-
-    queries, keys = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    add("token_embd", VOCAB, HIDDEN)
-    add("output_norm", HIDDEN)
-    for block in (f"blk.{i}" for i in range(LAYERS)):
-        for norm, size in (("attn", HIDDEN), ("ffn", HIDDEN), ("attn_q", HEAD_DIM),
-                           ("attn_k", HEAD_DIM)):  # fmt: skip
-            add(f"{block}.{norm}_norm", size)
-        for name, size in (("q", queries), ("k", keys), ("v", keys)):
-            add(f"{block}.attn_{name}", size, HIDDEN)
-        add(f"{block}.attn_output", HIDDEN, queries)
-        add(f"{block}.ffn_gate", FEED_FORWARD, HIDDEN)
-        add(f"{block}.ffn_up", FEED_FORWARD, HIDDEN)
-        add(f"{block}.ffn_down", HIDDEN, FEED_FORWARD)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def gguf_file(name: str, folder: Path, threads: int) -> Path:
-    """The file of a format, which is written if there is none."""
-    import llama_cpp as cpp
-
-    file = folder / f"qwen3-0.6b-{name}.gguf"
-    if file.exists():
-        return file
-    part = file.with_suffix(".part")
-    if name == "BF16":
-        write_gguf(part)
-    else:
-        source = gguf_file("BF16", folder, threads)
-        params = cpp.llama_model_quantize_default_params()
-        params.ftype = getattr(cpp, f"LLAMA_FTYPE_MOSTLY_{name}")
-        params.nthread = threads
-        if cpp.llama_model_quantize(bytes(source), bytes(part), params):
-            sys.exit(f"llama.cpp cannot quantize to {name}")
-    return part.replace(file)
-
-
 def llama(name: str, folder: Path, threads: int) -> Measure:
-    """llama.cpp with one of its formats, by its C functions, with its default options."""
+    """llama.cpp with a file, by its C functions, with its default options."""
     import llama_cpp as cpp
 
-    quiet = cpp.llama_log_callback(lambda *_: None)
-    cpp.llama_log_set(quiet, None)
+    KEPT.append(cpp.llama_log_callback(lambda *_: None))
+    cpp.llama_log_set(KEPT[-1], None)
     cpp.llama_backend_init()
     file = gguf_file(name, folder, threads)
     model = cpp.llama_model_load_from_file(bytes(file), cpp.llama_model_default_params())
@@ -128,14 +71,14 @@ def llama(name: str, folder: Path, threads: int) -> Measure:
         of_all = list(enumerate(prompts(requests, size, index)))
         rows = [(token, j, i, j == size - 1) for i, prompt in of_all
                 for j, token in enumerate(prompt)]  # fmt: skip
-        start = time.perf_counter()
+        start = clock(threads)
         decode(rows)
         if not tokens:
-            return PREFILL / (time.perf_counter() - start)
-        start = time.perf_counter()
+            return PREFILL / (clock(threads) - start)
+        start = clock(threads)
         for step in range(tokens):
             decode([(prompt[step % size], size + step, i, True) for i, prompt in of_all])
-        return requests * tokens / (time.perf_counter() - start)
+        return requests * tokens / (clock(threads) - start)
 
     return measure
 

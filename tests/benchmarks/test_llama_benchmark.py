@@ -1,5 +1,6 @@
 """The benchmark beside llama.cpp: its figures, its prompts, and llama.cpp where there is one."""
 
+import functools
 import importlib
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,14 @@ def test_llama_cpp_measures_a_small_model(
     pytest.importorskip("llama_cpp", reason="needs llama-cpp-python")
     pytest.importorskip("gguf")
     _, peer = modules
-    small = dict(HIDDEN=256, FEED_FORWARD=512, LAYERS=2, HEADS=4, KV_HEADS=2, VOCAB=1000)
-    for name, size in small.items():
-        monkeypatch.setattr(peer, name, size)
-    for name in ("BF16", "Q8_0", "Q4_0", "Q4_K_M"):
+    files = importlib.import_module("llama_files")
+    small = dict(vocab=1000, hidden=256, inner=512, heads=4, kv_heads=2)
+    for name, layers in (("qwen3", 2), ("qwen35", 4)):
+        write = functools.partial(getattr(files, f"write_{name}"), layers=layers, **small)
+        monkeypatch.setitem(files.SHAPES, name, write)
+    monkeypatch.setattr(peer, "VOCAB", 1000)
+    for name in ("qwen3:BF16", "qwen3:Q8_0", "qwen3:Q4_0", "qwen3:Q4_K_M", "qwen35:Q4_K_M"):
         measure = peer.llama(name, tmp_path, 1)
         for index, (requests, tokens) in enumerate([(1, 20), (16, 3), (1, 0)]):
             assert measure(requests, tokens, index) > 0
-    assert len(list(tmp_path.glob("*.gguf"))) == 4
+    assert len(list(tmp_path.glob("*.gguf"))) == 6
