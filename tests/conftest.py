@@ -4,6 +4,7 @@ And where Triton's kernels are tested: on a CUDA device, or interpreted, by the 
 """
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -16,6 +17,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # hundreds of processes import the same files
+    sys.dont_write_bytecode = False
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the hub reads it when it is imported
 # Where `make` puts published models; so nothing is written to the user's cache.
 os.environ.setdefault("NANOVLLM_CACHE", str(Path(__file__).parents[1] / ".venv" / "cache"))
@@ -39,6 +42,7 @@ if not torch.cuda.is_available():
 import costs
 import ray_clusters
 import selection
+import sharing
 import transformers
 import zygote
 from hypothesis import HealthCheck, settings
@@ -76,24 +80,6 @@ settings.register_profile(
 )
 settings.load_profile("busy machine")
 
-# What the tests of these files share takes long to make: one worker runs all tests of a name.
-FOR_ONE_WORKER = {
-    "tests/kernels/test_ahead_of_time.py": "ahead of time",
-    "tests/models/test_latents.py": "latents",
-    "tests/models/test_state_strangers.py": "strangers with states",
-    "tests/models/test_strangers.py": "strangers",
-    "tests/real/test_smollm2.py": "SmolLM2",
-    "tests/test_exactness.py": "exactness",
-    "tests/test_ray.py": "Ray's cluster",
-    "tests/test_ray_serve.py": "Ray's cluster",
-    "tests/test_tensor_parallel.py": "tensor parallel",
-}
-
-
-def group_of(nodeid: str) -> str | None:
-    """The name in `FOR_ONE_WORKER` of a test's file."""
-    return FOR_ONE_WORKER.get(nodeid.partition("::")[0])
-
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:
@@ -106,7 +92,7 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
     """Register the plugins next to this file, with their options."""
-    for plugin in (costs, selection):
+    for plugin in (costs, selection, sharing):
         pluginmanager.register(plugin)
 
 
@@ -124,28 +110,22 @@ def pytest_xdist_setupnodes() -> None:
         library()
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give workers one test after the other, but all of a name in `FOR_ONE_WORKER` to one."""
-    from xdist.scheduler import LoadScopeScheduling
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Never search for garbage among the million objects that live as long as the run.
 
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file, _, test = nodeid.partition("::")
-            if file == "tests/test_families.py":  # one worker makes a family's models
-                return "family " + test.partition("[")[2].partition("-")[0].removesuffix("]")
-            return group_of(nodeid) or nodeid
-
-    return Scheduling(config, log)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip CUDA tests where there is no device; with several workers, start slow tests first.
-
-    Files for one worker stay as they are, so that their fixtures are made once.
+    Else each of the engine's and the tests' full collections would take half a second.
     """
-    if hasattr(config, "workerinput"):  # in a worker of pytest-xdist
-        items.sort(key=lambda item: "slow" not in item.keywords and group_of(item.nodeid) is None)
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip CUDA tests where there is no device."""
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and PyTorch finds none here")
@@ -157,11 +137,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """End Ray's cluster after its tests, not at the end of the run."""
-    here, then = (None if one is None else group_of(one.nodeid) for one in (item, nextitem))
+    here, then = (one and sharing.unit_of(one.nodeid) for one in (item, nextitem))
     try:
         yield
     finally:
-        if here == "Ray's cluster" != then:
+        if here == sharing.RAY != then:
             ray_clusters.end_shared_cluster()
 
 

@@ -53,9 +53,15 @@ class Costs:
             terminalreporter.write_line(f"{cost:7.1f} s  {file}")
         if config.getoption("record_costs"):
             write(self.files)
-        elif RECORDING.exists():
-            for line in growth(self.files, json.loads(RECORDING.read_text())):
+        else:
+            for line in growth(self.files, recorded()):
                 terminalreporter.write_line(line)
+
+
+def recorded() -> dict[str, float]:
+    """The recorded costs by file, of files that cost at least `LEAST`."""
+    found: dict[str, float] = json.loads(RECORDING.read_text()) if RECORDING.exists() else {}
+    return found
 
 
 def growth(files: dict[str, float], recorded: dict[str, float]) -> list[str]:

@@ -1,14 +1,16 @@
-"""Which tests a run has, and what it says of their costs."""
+"""Which tests a run has, which worker runs them, and what is said of their costs."""
 
 import ast
 import itertools
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import costs
 import pytest
 import selection
+import sharing
 
 
 @pytest.fixture(params=["one commit", "another"])
@@ -67,6 +69,27 @@ def test_files_that_grew_are_named_whatever_the_machines_speed() -> None:
     lines = costs.growth(changed, recorded)
     assert lines == ["grew by 15 s: 20.py (55 s)", "grew by 12 s: new.py (12 s)"]
     assert costs.growth({"new.py": 99.0}, {}) == []
+
+
+def test_costly_files_come_first_and_stay_together() -> None:
+    names = ["a.py::a", "a.py::b[1-2]", "b.py::a", "c.py::a", "c.py::b", "d.py::a", "e.py::a"]
+    keywords = {"c.py::b": ["slow"], "d.py::a": ["slow"]}
+    items = [SimpleNamespace(nodeid=name, keywords=keywords.get(name, [])) for name in names]
+    sharing.sort(items, {"b.py": 9.0, "d.py": 2.0, "e.py": 7.0})  # type: ignore[arg-type]
+    files = ["c.py", "c.py", "b.py", "e.py", "d.py", "a.py", "a.py"]
+    assert [item.nodeid.partition("::")[0] for item in items] == files
+    assert [item.nodeid for item in items if item.nodeid[0] in "ac"] == [
+        "c.py::a", "c.py::b", "a.py::a", "a.py::b[1-2]",
+    ]  # fmt: skip
+
+
+def test_one_worker_makes_what_tests_share() -> None:
+    unit_of, families = sharing.unit_of, sharing.FAMILIES
+    assert unit_of("tests/test_a.py::test_b[c-1]") == unit_of("tests/test_a.py::test_d")
+    assert unit_of("tests/test_ray.py::test_a") == unit_of("tests/test_ray_serve.py::test_b")
+    of_family = [unit_of(f"{families}::test_{i}[Phi, a{end}]") for i, end in enumerate(["-b", ""])]
+    assert of_family[0] == of_family[1] != unit_of(f"{families}::test_0[Phi-b]")
+    assert all((Path(__file__).parents[1] / file).exists() for file in (families, *sharing.COMMON))
 
 
 def test_files_that_cost_much_say_why() -> None:
