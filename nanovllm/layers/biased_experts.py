@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from nanovllm.formats.block_format import BlockFormat
-from nanovllm.formats.format import Dense, WeightFormat
+from nanovllm.formats.format import Dense, LayerWeight, WeightFormat
 from nanovllm.formats.in_turn import DenseInTurn, MxFormat, load_in_turn
 from nanovllm.formats.quantize import WhileLoading
-from nanovllm.formats.stored import Loaded, StoredTensor
+from nanovllm.formats.stored import Loaded, RankPart, StoredTensor
+from nanovllm.kernels.operands.block_types import BLOCK_TYPES
 from nanovllm.kernels.operands.expert_biases import ExpertBiases
 from nanovllm.kernels.operands.routing import Routing
 from nanovllm.layers.context import adapter_rows
@@ -21,6 +22,8 @@ from nanovllm.layers.layer import Build
 from nanovllm.layers.linear import BIAS
 from nanovllm.layers.lora import PairAdapters
 from nanovllm.layers.sparse_mlp import ExpertRouter
+
+BLOCK = BLOCK_TYPES["MXFP4"].size
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,12 @@ class BiasedExperts(Experts, RowsInTurn):
         else:
             param.rank_part.load(BIAS, target, loaded, projection)
 
+    def _stack_of(self, name: str, weights: list[LayerWeight]) -> Any:
+        """The operand of these weights; MXFP4 in whole blocks stays as it is stored."""
+        if all(_is_whole_mxfp4(self.formats[each], self.rank_parts[each]) for each in MATRICES):
+            return self.kernels.arrange_mx_experts(weights)
+        return super()._stack_of(name, weights)
+
     def forward(
         self, x: torch.Tensor, expert_ids: torch.Tensor, shares: torch.Tensor
     ) -> torch.Tensor:
@@ -119,6 +128,13 @@ class BiasedSparseMLP(FeedForward):
         shares, expert_ids = self.router.select(x)
         out: torch.Tensor = self.experts(x, expert_ids, shares)
         return out
+
+
+def _is_whole_mxfp4(stored_as: WeightFormat, part: RankPart) -> bool:
+    """Whether a rank's matrices are in MXFP4 and neither begin nor end inside of a block."""
+    if not isinstance(stored_as, BlockFormat) or stored_as.kind.name != "MXFP4":
+        return False
+    return not (part.columns.start % BLOCK or part.num_columns % BLOCK)
 
 
 def _bias(matrix: str) -> str:

@@ -186,7 +186,10 @@ class Experts(Layer):
             (stack,) = self.stored_tensors(name).values()
             self.formats[name].drop(self, RENAMES[name])
             return stack
-        weights = list(self._weights(name))
+        return self._stack_of(name, list(self._weights(name)))
+
+    def _stack_of(self, name: str, weights: list[LayerWeight]) -> Any:
+        """The operand of these weights, which are not plain."""
         alike = [weight for weight in weights if isinstance(weight, QuantizedMatrix)]
         if len(alike) == len(weights) and same_order(alike):
             return self.kernels.arrange(stacked(alike))

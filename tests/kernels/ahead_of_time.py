@@ -185,6 +185,21 @@ def biased_experts(tokens: int) -> None:
     biased_experts(bf16(tokens, 2880), *weights, ids, shares, 32, biases)
 
 
+def mx_experts(tokens: int, dtype: torch.dtype = torch.bfloat16, is_wide: bool = False) -> None:
+    from nanovllm.kernels.operands.expert_biases import ExpertBiases
+    from nanovllm.kernels.triton.experts.biased_experts import biased_experts
+    from nanovllm.kernels.triton.experts.mx_stack import MxStack
+
+    def stack(size_out: int) -> MxStack:
+        return MxStack(int32(32, 23, size_out, 16), int32(32, 23, size_out),
+                       (32, size_out, 2880), is_wide)  # fmt: skip
+
+    ids, shares = torch.zeros(tokens, 4, dtype=torch.long), torch.empty(tokens, 4)
+    of_type = partial(torch.empty, dtype=dtype)
+    biases = ExpertBiases(of_type(32, 5760), of_type(32, 2880), 1.702, 7.0)
+    biased_experts(of_type(tokens, 2880), stack(5760), stack(2880), ids, shares, 32, biases)
+
+
 def quantized_experts(form: Format, tokens: int) -> None:
     from nanovllm.kernels.triton.experts.experts import experts
     from nanovllm.kernels.triton.linear.quantized_linear import arrange
@@ -561,6 +576,12 @@ CALLS: dict[str, Callable[[], object]] = {
     **{f"route, {tokens} tokens": partial(route, tokens) for tokens in (ROWS, 32 * TOKENS)},
     "route, float32": partial(route, ROWS, torch.float32),
     "biased_experts, gpt-oss": partial(biased_experts, 64),
+    **{
+        f"mx_experts, gpt-oss, {tokens} tokens": partial(mx_experts, tokens)
+        for tokens in (1, 200, 256, 8 * TOKENS - 95, 8 * TOKENS)
+    },
+    "mx_experts, float32": partial(mx_experts, 3, torch.float32),
+    "mx_experts, large scales": partial(mx_experts, 3, is_wide=True),
     "route, 256 experts": partial(route, 32 * TOKENS, num_experts=256),
     **{f"few_experts, {rows} rows": partial(few_experts, rows) for rows in (1, 64, 256)},
     "few_experts, e4m3 blocks": partial(few_experts, 64, FORMATS["e4m3 blocks"]),
@@ -781,6 +802,7 @@ SPILLS = {
     "prefill_attention, head_dim 256, codes": 512,
     "prefill_attention, Gemma 2's cap": 256,
     "experts, int4": 160,
+    "mx_experts, float32": 448,  # tensor cores do not multiply them
     "lora, 64 rows": 16,  # on an RTX 50
     "block_products, 256 rows, Q8_0": 16,  # not on Hopper, whose tiles are larger
     "few_adapted_rows, 1024, 64 rows": 16,

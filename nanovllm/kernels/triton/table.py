@@ -25,6 +25,7 @@ TRITON_PLACES = {
     "arrange": "triton.linear.arranged",
     "arranged_linear": "triton.linear.quantized_linear:quantized_linear",
     "arrange_blocks": "triton.linear.block_planes",
+    "arrange_mx_experts": "triton.experts.mx_stack",
     "block_linear": "triton.linear.block_linear",
     "block_rows": "triton.linear.block_dequantize",
     "rounding": "triton.linear.rounded_linear:rounding_of",

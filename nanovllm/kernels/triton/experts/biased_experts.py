@@ -1,8 +1,11 @@
 """Layers of experts with biases and a clamped gate: see `ExpertBiases`.
 
-The two products are those of `experts.py`. The kernel of the gate adds the first bias, and the one
-that adds up a row's experts the second. Shapes are those of `experts.py`.
+The two products of plain weights are those of `experts.py`. The kernel of the gate adds the first
+bias, and the one that adds up a row's experts the second. Weights in MXFP4 have the products of
+`mx_experts.py`, which add both. Shapes are those of `experts.py`.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -12,7 +15,14 @@ from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.operands.expert_biases import ExpertBiases
 from nanovllm.kernels.operands.low_rank import PairAdditions
 from nanovllm.kernels.triton.experts.experts import Stack, grouped_linear
-from nanovllm.kernels.triton.experts.grouping import group
+from nanovllm.kernels.triton.experts.grouping import group, tile_pairs
+from nanovllm.kernels.triton.experts.mx_experts import (
+    clamped_gate,
+    mx_linear,
+    mx_parts,
+    rows_of_tile,
+)
+from nanovllm.kernels.triton.experts.mx_stack import MxStack
 from nanovllm.kernels.triton.linear.silu_and_mul import BLOCK
 
 
@@ -32,9 +42,7 @@ def _clamped_gate_kernel(  # type: ignore[no-untyped-def]
         gate += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
         up = tl.load(x_at + size, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(bias_at + size, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.where(gate > limit, limit, gate)  # as in PyTorch, NaN stays
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-        out = (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
+        out = clamped_gate(gate, up, alpha, limit)
         tl.store(out_ptr + pair * size + n, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -58,8 +66,8 @@ def _add_up_kernel(  # type: ignore[no-untyped-def]
 
 def biased_experts(
     x: torch.Tensor,
-    gate_up: Stack,
-    down: Stack,
+    gate_up: Stack | MxStack,
+    down: Stack | MxStack,
     expert_ids: torch.Tensor,
     shares: torch.Tensor,
     num_experts: int,
@@ -68,24 +76,46 @@ def biased_experts(
 ) -> torch.Tensor:
     """As `plain/biased_experts.py` defines.
 
-    Peak memory: N rows of gate and up, and N rows of the output in float32.
+    With `additions`, which come between a product and what follows it, nothing is fused. Both matrices are in MXFP4, or none. Peak memory: N rows of gate and up, and N rows of the
+    output in float32; `mx_parts` takes less.
     """
     expert_ids, shares = expert_ids.contiguous(), shares.contiguous()
-    (num_rows, per_row), (num_here, hidden, size) = expert_ids.shape, down.shape
-    groups = group(expert_ids, num_here, num_experts)
-    gates = grouped_linear(x, gate_up, groups, None, x.dtype)
+    num_here, _, size = down.shape
+    groups: Any = None
+    linear: Any = grouped_linear
+    if isinstance(gate_up, MxStack) and isinstance(down, MxStack):
+        if not additions:
+            parts = mx_parts(x, gate_up, down, expert_ids, shares, num_experts, biases)
+            return _add_up(x, parts, None, expert_ids, shares, num_here)
+        rows = rows_of_tile(expert_ids.numel(), num_experts, x.dtype)
+        groups, linear = tile_pairs(expert_ids, num_here, rows), mx_linear
+    else:
+        groups = group(expert_ids, num_here, num_experts)
+    gates = linear(x, gate_up, groups, None, x.dtype)
     if additions:
         additions.add_gates(x, gates)
-    inner, out = x.new_empty(expert_ids.numel(), size), torch.empty_like(x)
+    inner = x.new_empty(expert_ids.numel(), size)
     _clamped_gate_kernel[(len(inner), cdiv(size, BLOCK))](
         gates, biases.gate_up, inner, expert_ids, num_here, size, biases.alpha, biases.limit,
         BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
-    parts = grouped_linear(inner, down, groups, shares, torch.float32)
+    parts = linear(inner, down, groups, shares, torch.float32)
     if additions:
         additions.add_outputs(inner, parts, shares.flatten())
+    return _add_up(x, parts, biases.down, expert_ids, shares, num_here)
+
+
+def _add_up(
+    x: torch.Tensor,
+    parts: torch.Tensor,
+    bias: torch.Tensor | None,
+    expert_ids: torch.Tensor,
+    shares: torch.Tensor,
+    num_here: int,
+) -> torch.Tensor:
+    """For each row of x, the sum of its pairs' parts and biases, for experts of this rank."""
+    (num_rows, per_row), hidden, out = expert_ids.shape, x.shape[1], torch.empty_like(x)
     _add_up_kernel[(num_rows, cdiv(hidden, BLOCK))](
-        parts, biases.down, out, expert_ids, shares, num_here, per_row, hidden, BLOCK=BLOCK,
-        num_warps=8,
-    )  # fmt: skip
+        parts, bias, out, expert_ids, shares, num_here, per_row, hidden, BLOCK=BLOCK, num_warps=8
+    )
     return out

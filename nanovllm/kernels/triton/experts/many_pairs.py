@@ -48,7 +48,7 @@ LOADED = (PairTiles(64, 64, 3, 4), PairTiles(128, 64, 3, 4))
 
 
 @triton.jit
-def _tile_of(  # type: ignore[no-untyped-def]
+def tile_of(  # type: ignore[no-untyped-def]
     program, num_tiles, columns, tiles_ptr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """A program's expert, its first place, the end of the expert's places, and its column."""
@@ -105,7 +105,7 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
     """One program computes BLOCK_N results of one tile's pairs; surplus programs do nothing."""
     program, columns, num_tiles = tl.program_id(0), tl.cdiv(size, BLOCK_N), tl.load(num_tiles_ptr)
     if program < num_tiles * columns:
-        expert, first, end, column = _tile_of(program, num_tiles, columns, tiles_ptr, TOGETHER)
+        expert, first, end, column = tile_of(program, num_tiles, columns, tiles_ptr, TOGETHER)
         place = first + tl.arange(0, BLOCK_M)
         pair = tl.load(order_ptr + tl.minimum(place, end - 1))
         x_at = x_ptr + (pair // PER_ROW).to(tl.int64)[:, None] * size_in
@@ -133,7 +133,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     """One of PROGRAMS programs; it reads its next tile while it stores the last one."""
     columns, num_tiles = tl.cdiv(size_out, BLOCK_N), tl.load(num_tiles_ptr)
     for program in tl.range(tl.program_id(0), num_tiles * columns, PROGRAMS, flatten=COPIED):
-        expert, first, end, column = _tile_of(program, num_tiles, columns, tiles_ptr, TOGETHER)
+        expert, first, end, column = tile_of(program, num_tiles, columns, tiles_ptr, TOGETHER)
         place = first + tl.arange(0, BLOCK_M)
         inside = tl.minimum(place, end - 1)
         x_at = x_ptr + inside.to(tl.int64)[:, None] * size_in + tl.arange(0, BLOCK_K)[None, :]
