@@ -96,6 +96,44 @@ def test_experts_are_those_of_their_values(kernel_device: str, shape: Shape) -> 
     assert float((out - expected).abs().max()) <= error * float(expected.abs().max())
 
 
+class Additions:
+    """Other numbers for each pair's gates and outputs, as adapters would add them."""
+
+    def __init__(self, pairs: int, gates: int, outputs: int, device: str) -> None:
+        self.gates = torch.randn(pairs, gates).to(device)
+        self.outputs = torch.randn(pairs, outputs).to(device)
+
+    def add_gates(self, x: torch.Tensor, gates: torch.Tensor) -> None:
+        gates += self.gates
+
+    def add_outputs(
+        self,
+        inner: torch.Tensor,
+        outputs: torch.Tensor,
+        shares: torch.Tensor,
+    ) -> None:
+        outputs += self.outputs * shares[:, None]
+
+
+def test_adapters_add_between_the_products(kernel_device: str) -> None:
+    """As they add to plain weights; the fused kernels would leave no place for them."""
+    from nanovllm.kernels.triton.experts.biased_experts import biased_experts
+    from nanovllm.kernels.triton.experts.mx_stack import arrange_mx_experts
+
+    torch.manual_seed(0)
+    gate_up, down = (matrices(3, size, 64, kernel_device) for size in (128, 64))
+    x, gates, outs = (torch.randn(n, size) for n, size in ((9, 64), (3, 128), (3, 64)))
+    shares, ids = torch.randn(9, 3).softmax(-1).topk(2, dim=-1)
+    on = [t.to(kernel_device) for t in (x, ids, shares)]
+    biases = ExpertBiases(gates.to(kernel_device), outs.to(kernel_device), 1.5, 1.0)
+    additions = Additions(18, 128, 64, kernel_device)
+    of_values = [values(each).to(kernel_device) for each in (gate_up, down)]
+    expected = plain(on[0], *of_values, *on[1:], 3, biases, additions=additions)
+    stacks = arrange_mx_experts(gate_up), arrange_mx_experts(down)
+    out = biased_experts(on[0], *stacks, *on[1:], 3, biases, additions)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("largest", [128, 252])
 @pytest.mark.parametrize("dtype", [torch.float32, bf16])
 def test_all_values_are_exact(kernel_device: str, largest: int, dtype: torch.dtype) -> None:

@@ -76,8 +76,9 @@ def biased_experts(
 ) -> torch.Tensor:
     """As `plain/biased_experts.py` defines.
 
-    With `additions`, which come between a product and what follows it, nothing is fused. Both matrices are in MXFP4, or none. Peak memory: N rows of gate and up, and N rows of the
-    output in float32; `mx_parts` takes less.
+    Both matrices are in MXFP4, or none. With `additions`, which come between a product and what
+    follows it, nothing is fused. Peak memory: N rows of gate and up, and N rows of the output in
+    float32; `mx_parts` takes less.
     """
     expert_ids, shares = expert_ids.contiguous(), shares.contiguous()
     num_here, _, size = down.shape
