@@ -79,6 +79,10 @@ class KeysAsValues(ValueNormAttention):
         keys = projected[:, -self.cache.num_kv_heads * self.head_dim :]
         return self.attend(torch.cat([projected, keys], 1), ropes)
 
+    def project(self, mixed: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.o_proj(mixed)
+        return out
+
 
 class QKParallelLinear(LinearBase):
     """Query and key projections as one matrix: [T, hidden] -> [T, (H + KVH) * D].

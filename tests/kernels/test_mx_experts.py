@@ -212,7 +212,7 @@ def test_a_layer_keeps_whole_blocks_as_they_are_stored(
         layer = BiasedExperts(make, 32, BiasedSizes(3, 2, 64, 1.702, 7.0))
         for name, param in layer.named_parameters():
             loaded = torch.randint(119, 122, layer.whole_shape(param, None)).to(param.dtype)
-            layer.weight_loader(param, loaded if "weight" in name else loaded / 120, None)
+            layer.weight_loader(param, loaded if "bias" not in name else loaded / 120, None)
         layers.append(layer.to(kernel_device))
         layer.bind(SimpleNamespace(kernels=kernels))  # type: ignore[arg-type]
         torch.manual_seed(0)

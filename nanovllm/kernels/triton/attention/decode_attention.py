@@ -61,6 +61,8 @@ from nanovllm.kernels.triton.common import (
 
 MOST_QUERIES = 64  # queries of a key head in a program: as many as registers hold
 NEXT_FIRST_ROWS = 32  # up to this many rows, the next kernel begins at the start of this one
+MOST_COPIED = 256  # the largest heads whose tiles are copied
+WIDE_WARPS = 4
 CODES_STAGES = 5  # stages for codes: two tiles are in flight
 
 
@@ -248,8 +250,9 @@ def _attend(
     block_n = tile_keys(block_d, q.dtype)
     narrow = block_n == TILE  # heads of at most 256 bytes
     copied = (
-        plan.copies_tiles and narrow and block_d == head_dim and block_size % TILE == 0
-        and q.dtype.itemsize == 2 and block_g <= MOST_QUERIES
+        plan.copies_tiles and (narrow or (block_d <= MOST_COPIED and not quantized))
+        and block_d == head_dim and block_size % TILE == 0 and q.dtype.itemsize == 2
+        and block_g <= MOST_QUERIES
     )  # fmt: skip
     tiles = [
         tiles_of(cache.view(-1, num_kv_heads * width), block_n, width) if copied else None
@@ -260,8 +263,8 @@ def _attend(
         TensorDescriptor(x, [len(x)], [1], [block_n]) if copied and x is not None else None
         for x in scales
     ]
-    warps = 2 if (copied and block_g <= HALF) or (narrow and block_g < 16) else 4
-    merged = min(16, max(1, (4096 if narrow else 2048) // (block_g * max(128, block_d))))
+    warps = 2 if narrow and (block_g < 16 or (copied and block_g <= HALF)) else WIDE_WARPS
+    merged = min(16, max(1, (4096 if narrow or copied else 2048) // (block_g * max(128, block_d))))
     unrolled = 1
     if plan.num_queries > 1:  # two parts are in flight, as iterations of the loop
         merged, unrolled = 1, 1 if block_g > HALF else 2
