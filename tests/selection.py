@@ -60,8 +60,8 @@ def one_of_each(values: Iterable[T], kind: Callable[[T], Any], group: str) -> li
 
 
 def examples(number: int) -> int:
-    """How many examples hypothesis tries: a third without `--all`: the next commit tries others."""
-    return number if everything else max(5, -(-number // 3))
+    """How many examples hypothesis tries: a quarter without `--all`; each commit tries others."""
+    return number if everything else max(5, -(-number // 4))
 
 
 def covering(combinations: Sequence[dict[str, int]], pairs: bool, rng: random.Random) -> list[int]:

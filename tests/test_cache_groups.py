@@ -116,6 +116,7 @@ def test_hits_keep_the_output(case: Case) -> None:
     check_hits(case, kvcache_block_size=4, num_kvcache_blocks=1500)
 
 
+@pytest.mark.sampled(share=0.5)
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [SMALL, dict(SMALL, overlap=True, max_num_batched_tokens=16)])
 def test_greedy_samples_of_a_prompt_are_equal(options: dict[str, Any], case: Case) -> None:

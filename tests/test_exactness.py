@@ -185,7 +185,7 @@ def test_greedy_equals_transformers_with(name: str, standard: Case) -> None:
         audit_at_rest(llm)
 
 
-@pytest.mark.sampled(share=0.4)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CROWDED)
 def test_hundreds_of_preemptions_keep_the_output_with(name: str, crowd: Case) -> None:
@@ -339,14 +339,14 @@ def test_float32_logits_on_the_device_equal_transformers(
 # Every variant of the model, with the defaults and with the hardest options
 
 
-@pytest.mark.sampled(share=0.4)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_logits_of_a_variant_equal_transformers(backend: str, variant: Case) -> None:
     check_logits(variant, attention_backend=backend)
 
 
-@pytest.mark.sampled(share=0.4)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.slow
 def test_a_variant_equals_transformers_with_chunks_and_preemptions(variant: Case) -> None:
     with make_llm(variant.path, **HARD) as llm:

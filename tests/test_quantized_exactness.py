@@ -58,7 +58,7 @@ def check(path: Path, case: Case, **options: Any) -> None:
         audit_at_rest(llm)
 
 
-@pytest.mark.sampled(share=0.4)
+@pytest.mark.sampled(share=0.3)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_format(name: str, tmp_path: Path) -> None:
     path = write_quantized(tmp_path / "model", VARIANTS[name], shards=True)

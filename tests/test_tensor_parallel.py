@@ -98,7 +98,7 @@ def parallel_options(device: str, size: int, name: str = "") -> dict[str, Any]:
     return options
 
 
-@pytest.mark.sampled(share=0.35)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "size"), RUNS)
@@ -109,7 +109,7 @@ def test_logits_of_ranks_equal_transformers(
     check_logits(cases[name], **parallel_options(device, size, name))
 
 
-@pytest.mark.sampled(share=0.35)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("name", "size"), RUNS)
@@ -126,7 +126,7 @@ def test_ranks_equal_transformers_with_chunks_hits_and_preemptions(
         audit_at_rest(llm)
 
 
-@pytest.mark.sampled(share=0.7)
+@pytest.mark.sampled(share=0.35)
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", [{}, dict(scheduling="mixed"), dict(enforce_eager=True)])

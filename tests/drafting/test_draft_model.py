@@ -128,7 +128,7 @@ def endless_outputs(model_dir: Path) -> list[list[int]]:
     return [one.token_ids for one in outputs]
 
 
-@pytest.mark.sampled(share=0.25)
+@pytest.mark.sampled(share=0.15)
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("toggles", [False, True])
 @pytest.mark.parametrize("name", REGIMES)
@@ -159,7 +159,7 @@ def test_greedy_drafts_keep_what_transformers_generates(
         assert 60 < sum(drafting.accepted_at) > 0.9 * drafting.num_drafted
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.3)
 @pytest.mark.parametrize("options", [{}, HARD, dict(HARD, scheduling="mixed", overlap=True)])
 def test_wrong_drafts_keep_the_output(
     options: dict[str, Any], standard: Case, near_dir: Path
@@ -172,7 +172,7 @@ def test_wrong_drafts_keep_the_output(
         assert 0.1 < rate < 0.9 and min(drafting.accepted_at) > 5
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.3)
 @pytest.mark.parametrize("is_own", [True, False])
 @pytest.mark.parametrize("options", [{}, HARD, dict(tensor_parallel_size=2)])
 def test_sampled_drafts_keep_every_output(
@@ -195,7 +195,7 @@ def test_sampled_drafts_keep_every_output(
         audit_at_rest(llm)
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.3)
 @pytest.mark.parametrize("is_own", [True, False])
 @pytest.mark.parametrize(
     "options", [{}, dict(HARD, overlap=True), dict(SMALL_POOL, tensor_parallel_size=2)]
@@ -234,7 +234,7 @@ def note_drafts(llm: LLM) -> dict[tuple[int, int], list[int]]:
     return noted
 
 
-@pytest.mark.sampled(share=0.25)
+@pytest.mark.sampled(share=0.15)
 @pytest.mark.parametrize("toggles", [False, True])
 @pytest.mark.parametrize("name", REGIMES)
 def test_drafts_are_what_the_draft_model_generates(
@@ -333,7 +333,7 @@ def test_preempted_sequences_keep_what_their_blocks_hold(standard: Case) -> None
         assert sum(counts) < 1.3 * sum(map(len, standard.prompts))
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [{}, HARD])

@@ -84,7 +84,7 @@ def guesser_of(llm: LLM) -> HeadGuesser:
     return guesser
 
 
-@pytest.mark.sampled(share=0.4)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.parametrize("name", REGIMES)
 def test_wrong_guesses_keep_what_transformers_generates(
     name: str, standard: Case, head_dir: Path
@@ -129,7 +129,7 @@ def solve(llm: LLM, name: str) -> list[Any]:
     return llm.generate(prompts, params, use_tqdm=False)
 
 
-@pytest.mark.sampled(share=0.3)
+@pytest.mark.sampled(share=0.2)
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("name", REGIMES)
 def test_a_trained_head_keeps_every_output_and_is_mostly_right(
@@ -153,7 +153,7 @@ def test_a_trained_head_keeps_every_output_and_is_mostly_right(
         assert drafting.num_drafts > 100 and tokens_a_step > 1.9
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.3)
 @pytest.mark.parametrize(
     "options",
     [{}, dict(overlap=True), dict(HARD, overlap=True), dict(tensor_parallel_size=2)],
@@ -172,7 +172,7 @@ def test_every_parameter_keeps_every_output(
         audit_at_rest(llm)
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [{}, HARD])

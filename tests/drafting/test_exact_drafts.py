@@ -153,7 +153,7 @@ def adversary_of(case: Case, seed: int) -> Adversary:
     return Adversary(seed, VOCAB_SIZE, known)
 
 
-@pytest.mark.sampled(share=0.4)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.parametrize("name", REGIMES)
 def test_greedy_drafts_keep_what_transformers_generates(name: str, standard: Case) -> None:
     """The adversary knows the tokens after the end, too."""
@@ -188,7 +188,7 @@ def known_texts(prompts: list[list[int]], outputs: list[list[list[int]]]) -> lis
     ]
 
 
-@pytest.mark.sampled(share=0.4)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("name", TABLE_REGIMES)
 def test_guesses_of_the_device_keep_what_transformers_generates(
@@ -206,7 +206,7 @@ def test_guesses_of_the_device_keep_what_transformers_generates(
         assert_same(generate(llm, standard), standard.expected)  # from the cache
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.3)
 @pytest.mark.parametrize("name", TABLE_REGIMES)
 def test_guesses_of_the_device_keep_every_output(name: str, model_dir: Path) -> None:
     """Beside sequences whose tokens the host must know, and all that narrows a draw."""
@@ -238,7 +238,7 @@ def test_steps_with_guesses_overlap(model_dir: Path) -> None:
         assert len(waits) > 5 and not any(waits)
 
 
-@pytest.mark.sampled(share=0.4)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("options", [{}, HARD, ROWS])
@@ -267,7 +267,7 @@ def test_logits_after_drafts_equal_transformers(
     check_logits(standard, **HARD)
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.3)
 @pytest.mark.parametrize("options", [{}, HARD, dict(HARD, scheduling="mixed"), ROWS])
 def test_sampled_drafts_keep_every_output(options: dict[str, Any], model_dir: Path) -> None:
     """Stops, texts, log-probabilities, several samples: with right drafts and wrong ones."""
@@ -345,7 +345,7 @@ def test_drafts_with_an_fp8_cache(options: dict[str, Any], standard: Case) -> No
         assert same >= 0.9 * len(expected) and sum(drafting.accepted_at) > 100
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.3)
 @pytest.mark.parametrize(
     "options",
     [{}, dict(SMALL_POOL, overlap=True), dict(attention_backend="torch", overlap=True),

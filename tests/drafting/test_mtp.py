@@ -162,6 +162,7 @@ def test_outputs_are_those_without_drafts(
             assert all(at) and llm.stats().accepted_tokens < llm.stats().drafted_tokens
 
 
+@pytest.mark.sampled(share=0.6)
 @pytest.mark.parametrize("number", [1, 2, 7])
 def test_any_number_of_drafts_keeps_the_output(
     number: int, models: Callable[[str, bool], Answers]

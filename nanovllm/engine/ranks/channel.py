@@ -15,9 +15,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from nanovllm.engine.ranks.spin import Spin
+
 CAPACITY = 1 << 22  # bytes; a longer message is sent in pieces
 CACHE_LINE = 64  # bytes, with one counter each: no two processes write to the same line
-SPIN_SECONDS = 1e-3  # how long a reader polls before it sleeps
+SPIN_SECONDS = 1e-3  # how long a reader polls before it sleeps, at most
 NAP_SECONDS = 0.05  # the longest sleep: the delay if a wake-up is missed
 LENGTH = struct.Struct("<q")
 _fence = threading.Lock()
@@ -138,6 +140,7 @@ class Reader:
         self.read = self.ring.read[index : index + 1]
         self.asleep = self.ring.asleep[index : index + 1]
         os.set_blocking(bell, False)
+        self._spin = Spin(SPIN_SECONDS)
         self._poll = select.poll()
         self._poll.register(bell, select.POLLIN)
 
@@ -160,11 +163,13 @@ class Reader:
     def _wait(self, read: int) -> int:
         """Wait for bytes after `read`; returns how many there are."""
         written = self.ring.written
-        until = time.perf_counter() + SPIN_SECONDS
-        while int(written[0]) == read:
-            if time.perf_counter() > until:
-                self._sleep(read)
-            os.sched_yield()  # ranks may outnumber cores
+        if int(written[0]) == read:
+            until = self._spin.begin()
+            while int(written[0]) == read:
+                if time.perf_counter() > until:
+                    self._sleep(read)
+                os.sched_yield()  # ranks may outnumber cores
+            self._spin.end()
         fence()  # read the counter before the bytes
         return int(written[0]) - read
 

@@ -23,10 +23,11 @@ import torch
 
 from nanovllm.engine.ranks.channel import CACHE_LINE, fence
 from nanovllm.engine.ranks.process_ranks import Check, ProcessRanks, no_check
+from nanovllm.engine.ranks.spin import Spin
 
 SLOT_BYTES = 1 << 19  # with two ranks, both buffers take 2 MiB
 SPLIT_BYTES = 1 << 17  # from here on, each of three or more ranks adds up a part
-SPIN_SECONDS = 2e-3  # how long to poll for another rank before sleeping
+SPIN_SECONDS = 2e-3  # how long to poll for another rank before sleeping, at most
 NAP_SECONDS = 1e-4
 
 
@@ -54,6 +55,7 @@ class SharedRanks(ProcessRanks):
         self._counter = columns[rank]
         self._others = [columns[other] for other in range(size) if other != rank]
         self._slots: dict[torch.dtype, list[list[torch.Tensor]]] = {}
+        self._spin = Spin(SPIN_SECONDS)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of all ranks' x, added in the order of ranks, and rounded once."""
@@ -120,13 +122,14 @@ class SharedRanks(ProcessRanks):
         return slots
 
     def _wait(self, other: np.ndarray[Any, Any], number: int) -> None:
-        until = time.perf_counter() + SPIN_SECONDS
+        until = self._spin.begin()
         while other[0] < number:
             if time.perf_counter() < until:
                 os.sched_yield()  # ranks may outnumber cores
             else:
                 self.check()
                 time.sleep(NAP_SECONDS)
+        self._spin.end()
 
     def _slots_of(self, dtype: torch.dtype) -> list[list[torch.Tensor]]:
         """The slots of both buffers, as flat tensors of `dtype`."""
