@@ -57,13 +57,19 @@ def costs_of(guesser: Guesser, shard: Shard) -> Costs:
     """The costs by the times of decode graphs with their guesses, or by the bytes that a draft
     reads.
 
-    Warns if a draft reads too many bytes.
+    Warns if a draft reads so many bytes that it seldom pays, or never.
     """
     if guesser.times.graphs:
         return GraphCosts(guesser.times.graphs, guesser.times.catch_up)
     share = guesser.num_bytes / step_bytes(shard.model_config, shard.placement)
     least = share + 1 / (FREE_TOKENS + 1)
-    if least >= MUCH:
+    if least >= 1:
+        logger.warning(
+            "a step of the %s reads %.0f%% of the bytes that the model's reads: drafts cannot pay,"
+            " even if all are right, and none will be made",
+            guesser.label, 100 * share,
+        )  # fmt: skip
+    elif least >= MUCH:
         logger.warning(
             "a step of the %s reads %.0f%% of the bytes that the model's reads: drafts pay only if"
             " more than %.0f%% of them are right, and few or none will be made otherwise",

@@ -17,6 +17,7 @@ from nanovllm.drafting.placed import made_on
 from nanovllm.engine.start.placement import Placement
 from nanovllm.formats.format import PLAIN_FORMATS, Formats
 from nanovllm.formats.names import Names
+from nanovllm.formats.quantization import Quantization
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models.checkpoint import fields_of, resolve_model
 from nanovllm.models.config import ModelConfig
@@ -24,8 +25,17 @@ from nanovllm.models.decoder import CausalLM
 from nanovllm.models.dummy import load_dummy
 from nanovllm.models.family import family_of
 from nanovllm.models.loader import InFile, load_model, read_weights
-from nanovllm.models.model_size import WeightBytes, head_bytes, layer_params, touched
+from nanovllm.models.model_size import (
+    Counted,
+    WeightBytes,
+    decoder_bytes,
+    every,
+    head_bytes,
+    layer_params,
+    touched,
+)
 from nanovllm.models.text_part import text_part
+from nanovllm.speculative_config import errors_name_model
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.resources import memory_text
 
@@ -75,35 +85,63 @@ def own_files(path: Path) -> Iterator[dict[str, InFile]]:
 
 def head_formats(config: ModelConfig, path: Path, has_files: bool) -> Formats:
     """How the head's weights are stored, by the rules for the names in the files."""
-    names: Names = MtpNames.like(family_of(config.architecture, config.family).names)
-    quantization = config.quantization
+    names, quantization = head_names(config), head_quantization(config)
     if quantization is None:
         return replace(PLAIN_FORMATS, names=names)
     from nanovllm.models.quantized import quantized_formats
 
-    if quantization.files != "plain":  # the option's rules are for our names
-        quantization = replace(quantization, names=names)
     return replace(quantized_formats(quantization, path, has_files), names=names)
+
+
+def head_names(config: ModelConfig) -> Names:
+    """The names of the head's tensors in the model's files."""
+    return MtpNames.like(family_of(config.architecture, config.family).names)
+
+
+def head_quantization(config: ModelConfig) -> Quantization | None:
+    """The model's quantization, with rules for the head's names if the files have the rules."""
+    quantization = config.quantization
+    if quantization is None or quantization.files == "plain":  # the option's are for our names
+        return quantization
+    return replace(quantization, names=head_names(config))
+
+
+def head_size(config: ModelConfig, itemsize: int) -> tuple[int, int]:
+    """How many parameters of its own the head has, and their bytes."""
+    (layer,), hidden = one_layer(config).layers, config.hidden_size
+    others = layer.num_others + 3 * hidden
+    number = int(layer_params(layer, every)) + 2 * hidden**2 + others
+    of_linear = linear_bytes(config, WeightBytes(itemsize, head_quantization(config)), every)
+    return number, int(of_linear) + others * itemsize
 
 
 def draft_bytes(config: ModelConfig, placement: Placement) -> float:
     """The bytes of weights that a draft reads, on all ranks together."""
-    (layer,), sizes = one_layer(config).layers, WeightBytes(placement.dtype.itemsize)
-    own = layer_params(layer, touched(1)) + 2 * config.hidden_size**2
-    return own * sizes.itemsize + head_bytes(config, sizes)
+    itemsize = placement.dtype.itemsize
+    own = linear_bytes(config, WeightBytes(itemsize, head_quantization(config)), touched(1))
+    return own + head_bytes(config, WeightBytes(itemsize, config.quantization))
+
+
+def linear_bytes(config: ModelConfig, sizes: WeightBytes, counted: Counted) -> float:
+    """The bytes of the weights of the head's linear layers, and of those experts that count."""
+    joined = sizes.of("model.fc", config.hidden_size, 2 * config.hidden_size)
+    return decoder_bytes(one_layer(config), sizes, counted) + joined
 
 
 def find_mtp(config: Config, model_config: ModelConfig) -> MtpSource:
     """The head of the engine's model; a model without one, or with an unknown one, is an error."""
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
-    try:
-        with fields_of(path / "config.json") as raw:
-            _check_head(text_part(raw), model_config)
-        if config.load_format != "dummy" and not any(own_files(path)):
+    check_config(path, model_config)
+    if config.load_format != "dummy" and not any(own_files(path)):
+        with errors_name_model('method "mtp"'):
             raise ValueError(f"{path}: the files have no tensors of a draft head ({PREFIX}*)")
-    except (TypeError, ValueError) as error:
-        raise type(error)(f'speculative_config, method "mtp": {error}') from None
     return MtpSource(path, model_config)
+
+
+def check_config(path: Path, model_config: ModelConfig) -> None:
+    """Raise if the config.json at `path` describes no head, or one that is not supported."""
+    with errors_name_model('method "mtp"'), fields_of(path / "config.json") as raw:
+        _check_head(text_part(raw), model_config)
 
 
 def _check_head(fields: Mapping[str, Any], config: ModelConfig) -> None:

@@ -25,6 +25,8 @@ from test_exact_drafts import PARAMS, READERS, all_samples
 from nanovllm import LLM, LoRARequest, SamplingParams
 from nanovllm.bench.acceptance import accept_by_chance
 from nanovllm.command.parser import make_parser
+from nanovllm.drafting.choice import costs_of
+from nanovllm.drafting.draft_model import step_bytes
 from nanovllm.drafting.head_guesser import HeadGuesser
 from nanovllm.drafting.mtp_head import MtpHead
 from nanovllm.engine.schedule.batch import Size
@@ -187,6 +189,36 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose head guesses well."""
     path = write(tmp_path_factory.mktemp("good"), SAMPLES["Qwen3.5"])
     return add_head(path, is_good=True)
+
+
+def test_the_warning_says_whether_drafts_can_pay(
+    good: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More than 100% of drafts can never be right."""
+    with make_llm(good, speculative_config=MTP) as llm:
+        shard: Any = llm.model_runner.shard
+        step, guesser = step_bytes(shard.model_config, shard.placement), shard.drafting
+        said = []
+        for share in (0.3, 0.6, 0.95, 1.2):
+            guesser.num_bytes = share * step
+            caplog.clear()
+            costs_of(guesser, shard)
+            said.append(caplog.text)
+    assert said[0] == "" and "drafts pay only if more than 69% of them are right" in said[1]
+    for text, percent in zip(said[2:], ("95%", "120%"), strict=True):
+        assert f"a step of the head reads {percent} of the bytes" in text
+        assert "drafts cannot pay, even if all are right" in text and "pay only" not in text
+
+
+def test_a_quantized_head_reads_fewer_bytes(good: Path) -> None:
+    read = []
+    for quantization in (None, "int8"):
+        options: dict[str, Any] = dict(speculative_config=MTP, quantization=quantization)
+        with make_llm(good, **options) as llm:
+            shard: Any = llm.model_runner.shard
+            read.append(shard.drafting.num_bytes)
+            assert read[-1] < step_bytes(shard.model_config, shard.placement)
+    assert read[1] < 0.5 * read[0]
 
 
 def solve(llm: LLM, **options: Any) -> tuple[list[list[int]], float]:

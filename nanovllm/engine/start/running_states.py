@@ -32,13 +32,18 @@ def num_sequences(
     else:
         total = torch.cuda.get_device_properties(device).total_memory
         memory = total * config.gpu_memory_utilization * num_ranks
-    fitting = max(1, min(most, int(SHARES[device.type] * memory / max(1, of_sequence))))
+    fitting = fitting_sequences(most, of_sequence, SHARES[device.type] * memory)
     if fitting < most:
         logger.info(
             "max_num_seqs is %d in place of %d: the states of a sequence take %s",
             fitting, most, memory_text(of_sequence),
         )  # fmt: skip
     return fitting
+
+
+def fitting_sequences(most: int, of_sequence: int, memory: float) -> int:
+    """`most`, or as many sequences as have their states in this memory; at least one."""
+    return max(1, min(most, int(memory / max(1, of_sequence))))
 
 
 def _num_bytes(state: State, dtype: torch.dtype) -> int:
