@@ -24,7 +24,8 @@ def read(file: Mapping[str, Any]) -> ModelConfig:
     if text is file:
         raise ValueError("text_config is missing")
     kind = check_choice("text_config: model_type", text.get("model_type", "mistral"), FAMILIES)
-    return FAMILIES[kind].FAMILY.read(text)
+    config: ModelConfig = FAMILIES[kind].FAMILY.read(text)
+    return config
 
 
 def build(config: ModelConfig, make: "Build") -> "CausalLM":
