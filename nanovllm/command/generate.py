@@ -4,7 +4,8 @@
   echo '12+34=' | nanovllm generate
   nanovllm generate --lines -f prompts.txt --json
 
-The text of a single prompt is streamed. With --json each prompt's whole output is a line of JSON.
+The text of a single prompt is streamed. With --chat answers have no markers. With --json each
+prompt's whole output is a line of JSON.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.command.answer_writer import AnswerWriter
 from nanovllm.command.options import (
     UsageError,
     add_engine_options,
@@ -82,7 +84,9 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps({"prompt": text, **output}))
             continue
         for sample in output["outputs"]:
-            print(sample["text"])
+            writer = AnswerWriter()
+            writer.write(sample.message or {"content": sample["text"]})
+            writer.end("\n")
     names = [f"prompt {number}: " if len(texts) > 1 else "" for number in range(1, len(texts) + 1)]
     return max(
         _status(sample, name)
@@ -136,15 +140,17 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _stream(events: "Iterator[StreamEvent]") -> int:
-    """Print the text as it comes; returns the exit status."""
+    """Print the text, or of a chat the answer, as it comes; returns the exit status."""
+    writer = AnswerWriter()
     try:
         with contextlib.closing(events):  # type: ignore[type-var]
             for event in events:
-                sys.stdout.write(event["text"])
-                sys.stdout.flush()
+                writer.write(event.get("delta", {"content": event["text"]}))
     except KeyboardInterrupt:
         if sys.stdout.isatty():  # otherwise a message would replace the last line of the text
-            print()
+            writer.end("\n")
         raise
-    print()
+    finally:
+        writer.end("")  # a terminal does not stay dim
+    writer.end("\n")
     return _status(event)  # the last one

@@ -1,5 +1,9 @@
-"""What `nanovllm chat` shows of an answer: no markers, and reasoning apart from the rest."""
+"""What `nanovllm chat` and `generate --chat` show of an answer.
 
+No markers, and reasoning apart from the rest.
+"""
+
+import contextlib
 import io
 import sys
 from collections.abc import Iterator
@@ -9,7 +13,10 @@ import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.chat.chat_format import ChatFormat
+from nanovllm.command import generate
 from nanovllm.command.chat import Conversation
+from nanovllm.command.main import main
+from nanovllm.outputs import CompletionOutput, RequestOutput
 from tests.chat.harmony_words import TEMPLATE, TOKENIZER, answer_of, tokens_of
 from tests.grammar_words import words_tokenizer
 
@@ -48,7 +55,31 @@ class Answering:
                 raise KeyboardInterrupt
             reason = "stop" if number == len(token_ids) - 1 else None
             text = self.tokenizer.decode([token_id])
-            yield {"text": text, "token_ids": [token_id], "finish_reason": reason}
+            yield {
+                "text": text,
+                "token_ids": [token_id],
+                "finish_reason": reason,
+                "index": 0,
+                "sample": 0,
+            }
+
+    def stream_chat(self, talks: Any, params: SamplingParams, **options: Any) -> Any:
+        return ChatFormat.with_deltas(self.chat_turns(talks, params, **options), self.stream())
+
+    def chat(self, talks: Any, params: SamplingParams, use_tqdm: bool, **options: Any) -> Any:
+        del use_tqdm
+        outputs = []
+        for turn in self.chat_turns(talks, params, **options):
+            sample = CompletionOutput(
+                index=0,
+                text=self.answer,
+                token_ids=tokens_of(self.answer, self.tokenizer),
+                finish_reason="stop",
+                stop_reason=None,
+            )
+            outputs.append(RequestOutput(outputs=[sample], **sample))
+            turn.answer.add_messages(outputs[-1])
+        return outputs
 
 
 def shown(llm: Answering, stdout: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -74,6 +105,21 @@ def test_markers_are_not_shown(template: str, answer: str, monkeypatch: pytest.M
     assert "It is 5." in llm.prompts[1]
     monkeypatch.setenv("TERM", "dumb")
     assert shown(llm, Terminal(), monkeypatch) == 2 * "It is 5.\n"
+
+
+@pytest.mark.parametrize("prompts", [["How many?"], ["How many?", "Sure?"]])
+@pytest.mark.parametrize(("template", "answer"), [(TEMPLATE, HARMONY), (THINKS, THINKING)])
+def test_generate_chat_shows_no_markers(
+    template: str, answer: str, prompts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One answer is streamed; several are written when all are there."""
+    monkeypatch.setenv("TERM", "xterm")
+    llm = Answering(template, answer)
+    monkeypatch.setattr(generate, "open_llm", lambda _: contextlib.nullcontext(llm))
+    for stdout, expected in ((Terminal(), SHOWN), (io.StringIO(), "It is 5.\n")):
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(["generate", "--chat", *prompts]) == 0
+        assert stdout.getvalue() == len(prompts) * expected
 
 
 def test_reasoning_that_is_stopped_leaves_the_terminal_as_it_was(
