@@ -55,8 +55,8 @@ class Kernels:
     returns kernels that round a number of rows for a quantized weight; `arranged_linear` accepts
     rounded rows and plain rows. `few_rows` returns kernels that fuse several operations of a layer,
     for types with which they are faster. `router` returns a kernel for a router's weight, rows of
-    a type, and a bias. `write_table` writes words from the host's memory. `peers` exchange few rows between
-    GPUs.
+    a type, and a bias. `write_table` writes words from the host's memory. `peers` exchange few rows
+    between GPUs.
 
     The first call of an operation imports its module, and replaces the attribute by the function.
     """

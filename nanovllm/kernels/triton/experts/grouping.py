@@ -2,8 +2,8 @@
 
 T tokens, K experts of each, N = T * K pairs, E experts of this rank. `group` sorts few pairs by
 PyTorch's kernels. `tile_pairs` is a counting sort: for many pairs its three launches take a quarter
-of the time, and few pairs need one. A bin of it has the pairs of one expert; the first and the last bin have the pairs of
-other ranks' experts.
+of the time, and few pairs need one. A bin of it has the pairs of one expert; the first and the last
+bin have the pairs of other ranks' experts.
 """
 
 from typing import NamedTuple

@@ -152,9 +152,10 @@ class Routed:
 
 @dataclass(frozen=True)
 class Router:
-    """The kernel for one layer: its weight [E, hidden] and bias [E], which is float32, and counters.
+    """The kernel for one layer: its weight [E, hidden], and counters that are zero between calls.
 
-    Counters are zero between calls. If `dtype` represents the weight exactly, it is multiplied in that type; sums are float32.
+    If `dtype` represents the weight exactly, it is multiplied in that type; sums are float32. The
+    bias [E] is float32.
     """
 
     weight: torch.Tensor
@@ -221,8 +222,8 @@ class Router:
         order, bounds, tile_ends = (ids, ids, ids) if groups is None else groups[:3]
         width, eps = (0, 0.0) if scaled is None else (scaled.squares.shape[1], scaled.eps)
         _route_kernel[(tiles, splits)](
-            x, self.weight, self.bias, shares if scaled is None else scaled.squares, ids, shares, slots, order,
-            bounds, tile_ends, parts, self.counters, num_rows, eps,
+            x, self.weight, self.bias, shares if scaled is None else scaled.squares, ids, shares,
+            slots, order, bounds, tile_ends, parts, self.counters, num_rows, eps,
             H=hidden, E=num_experts, K=ids.shape[1], NORMALIZED=normalized,
             P=width, BLOCK_P=next_power_of_2(max(1, width)), SPLIT=splits,
             GROUPED=groups is not None, BLOCK_T=rows, BLOCK_E=block_e,
