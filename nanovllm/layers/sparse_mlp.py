@@ -53,8 +53,8 @@ class ExpertRouter(ReplicatedLinear):
         if self.kernel is not None or self.matrix is not None:
             return
         weight = self.weight_format.weight(self.stored_tensors(), self.rank_part)
-        if isinstance(weight, torch.Tensor) and self.bias is None and self.routing.is_fused:
-            self.kernel = backend.kernels.router(weight, self.dtype)
+        if isinstance(weight, torch.Tensor) and self.routing.is_fused:
+            self.kernel = backend.kernels.router(weight, self.dtype, self.bias)
         if self.kernel is None:
             super().bind(backend)
         else:
@@ -73,7 +73,7 @@ class ExpertRouter(ReplicatedLinear):
         """The outputs [T, E] of rows x."""
         if self.kernel is None:
             return self.linear(x.float(), self.bias)
-        return F.linear(x.float(), self.kernel.weight.float())
+        return F.linear(x.float(), self.kernel.weight.float(), self.bias)
 
     def _choose(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return choose_experts(outputs, self.routing, self.e_score_correction_bias)

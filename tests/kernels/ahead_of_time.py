@@ -218,6 +218,13 @@ def route(tokens: int, weight: torch.dtype = torch.bfloat16, num_experts: int = 
     router.route(bf16(tokens, 2048), 8, normalized=True)
 
 
+def route_with_bias(tokens: int) -> None:
+    from nanovllm.kernels.triton.experts.route import Router
+
+    router = Router.of(bf16(32, 2880), torch.bfloat16, torch.empty(32))
+    router.route(bf16(tokens, 2880), 4, normalized=True)
+
+
 def few_experts(rows: int, form: Format | None = None) -> None:
     from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled
     from nanovllm.kernels.triton.experts.few_experts import add_experts
@@ -574,6 +581,10 @@ CALLS: dict[str, Callable[[], object]] = {
         for tokens in (16, ROWS, 8 * TOKENS - 95, 8 * TOKENS)
     },
     **{f"route, {tokens} tokens": partial(route, tokens) for tokens in (ROWS, 32 * TOKENS)},
+    **{
+        f"route, gpt-oss, {tokens} tokens": partial(route_with_bias, tokens)
+        for tokens in (1, 8 * TOKENS)
+    },
     "route, float32": partial(route, ROWS, torch.float32),
     "biased_experts, gpt-oss": partial(biased_experts, 64),
     **{

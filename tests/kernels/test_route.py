@@ -115,6 +115,24 @@ def test_a_weight_that_the_rows_type_does_not_hold_stays_float32(
     assert ids.tolist() == [[1]] * tokens
 
 
+@pytest.mark.parametrize("tokens", [1, 20, 70])
+def test_a_bias_is_added_to_the_scores(
+    kernel_device: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, once for all parts of a sum: differences that bfloat16 does not hold decide."""
+    monkeypatch.setattr(module, "FEW_FLOAT32", 50)
+    scaled, weight = make(Shape(tokens, 3, 32, hidden=2880 // 4), kernel_device)
+    bias = torch.randn(32, device=kernel_device)
+    bias[5], bias[7] = 40.0, 40.0 + 2**-10  # two of the three, for every row
+    weight[7] = weight[5]
+    x = scaled.product
+    for each in (weight, weight * (1 + 2.0**-12)):
+        shares, ids = Router.of(each, bf16, bias).route(x, 3, normalized=True)
+        expected, chosen = route(x, each, 3, True, bias)
+        assert torch.equal(ids, chosen) and ids[:, 0].eq(7).all() and ids[:, 1].eq(5).all()
+        torch.testing.assert_close(shares, expected, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_rows_without_numbers_take_experts_that_exist(kernel_device: str) -> None:
     """NaN must not write outside the groups, nor change the experts of other rows."""

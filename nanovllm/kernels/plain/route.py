@@ -5,14 +5,18 @@ import torch.nn.functional as F
 
 
 def route(
-    x: torch.Tensor, weight: torch.Tensor, per_token: int, normalized: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    per_token: int,
+    normalized: bool,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The shares [T, K] in float32 and the ids [T, K] of the rows' experts.
 
-    The scores are `x @ weight.T` for x [T, hidden] and weight [E, hidden], in float32, because
-    rounding must not decide between experts.
+    The scores are `x @ weight.T + bias` for x [T, hidden], weight [E, hidden] and bias [E], in
+    float32, because rounding must not decide between experts.
     """
-    return choose(F.linear(x.float(), weight.float()), per_token, normalized)
+    return choose(F.linear(x.float(), weight.float(), bias), per_token, normalized)
 
 
 def choose(

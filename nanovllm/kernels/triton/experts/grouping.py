@@ -1,9 +1,9 @@
 """Sort pairs of a token and an expert by expert, and divide them into tiles of one expert's pairs.
 
 T tokens, K experts of each, N = T * K pairs, E experts of this rank. `group` sorts few pairs by
-PyTorch's kernels. `tile_pairs` is a counting sort for many pairs: its three launches take a quarter
-of the time. A bin of it has the pairs of one expert; the first and the last bin have the pairs of
-other ranks' experts.
+PyTorch's kernels. `tile_pairs` is a counting sort: for many pairs its three launches take a quarter
+of the time, and few pairs need one. A bin of it has the pairs of one expert; the first and the last
+bin have the pairs of other ranks' experts.
 """
 
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from nanovllm.kernels.integers import cdiv, next_power_of_2
 
 LEAST, MOST = 16, 64  # pairs of a tile, for few pairs
 CHUNK = 128  # pairs that a program counts and places
+FEW = 256  # the most pairs that one program counts and places alone
 PART = 16  # pairs that are compared with the whole chunk at a time
 SCANNED = 1024  # chunks with counts that are added up at a time
 
@@ -135,24 +136,59 @@ def _place_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Place the pairs of one chunk, and describe TILES tiles."""
     chunk = tl.program_id(0)
-    b = tl.arange(0, BINS)
-    totals = tl.load(totals_ptr + b)
-    starts = tl.cumsum(totals, axis=0) - totals
+    totals = tl.load(totals_ptr + tl.arange(0, BINS))
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     bins = _bins(ids_ptr, pair, num_pairs, num_here, BINS)
-    place = tl.gather(starts, bins, axis=0) + tl.load(before_ptr + bins * num_chunks + chunk)
+    before = tl.load(before_ptr + bins * num_chunks + chunk)
+    _place(ids_ptr, totals, pair, bins, before, order_ptr, num_pairs, num_here, chunk * CHUNK,
+           BINS, CHUNK, PART)  # fmt: skip
+    _describe(totals, tiles_ptr, num_tiles_ptr, num_here, chunk * TILES, ROWS, TILES, BINS)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _few_kernel(  # type: ignore[no-untyped-def]
+    ids_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_pairs, num_here,
+    ROWS: tl.constexpr, TILES: tl.constexpr, BINS: tl.constexpr, PAIRS: tl.constexpr,
+    PART: tl.constexpr,
+):  # fmt: skip
+    """Place up to PAIRS pairs, and describe up to TILES tiles."""
+    pair = tl.arange(0, PAIRS)
+    bins = _bins(ids_ptr, pair, num_pairs, num_here, BINS)
+    totals = tl.histogram(bins, BINS)
+    _place(ids_ptr, totals, pair, bins, 0, order_ptr, num_pairs, num_here, 0, BINS, PAIRS, PART)
+    for first in range(0, TILES, PART):
+        _describe(totals, tiles_ptr, num_tiles_ptr, num_here, first, ROWS, PART, BINS)
+
+
+@triton.jit
+def _place(  # type: ignore[no-untyped-def]
+    ids_ptr, totals, pair, bins, before, order_ptr, num_pairs, num_here, first_pair,
+    BINS: tl.constexpr, CHUNK: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """Place the pairs of a chunk, from the bins' totals and their pairs in earlier chunks."""
+    starts = tl.cumsum(totals, axis=0) - totals
+    place = tl.gather(starts, bins, axis=0) + before
     for first in range(0, CHUNK, PART):
-        other = chunk * CHUNK + first + tl.arange(0, PART)
+        other = first_pair + first + tl.arange(0, PART)
         others = _bins(ids_ptr, other, num_pairs, num_here, BINS)
         earlier = (others[None, :] == bins[:, None]) & (other[None, :] < pair[:, None])
         place += tl.sum(earlier.to(tl.int32), axis=1)
     tl.store(order_ptr + place, pair, mask=pair < num_pairs)
 
+
+@triton.jit
+def _describe(  # type: ignore[no-untyped-def]
+    totals, tiles_ptr, num_tiles_ptr, num_here, first_tile,
+    ROWS: tl.constexpr, TILES: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """Describe TILES tiles, those of them that exist."""
+    b = tl.arange(0, BINS)
+    starts = tl.cumsum(totals, axis=0) - totals
     here = (b > 0) & (b <= num_here)
     counts = tl.where(here, (totals + (ROWS - 1)) // ROWS, 0)
     ends = tl.cumsum(counts, axis=0)
     num_tiles = tl.sum(counts, axis=0)
-    tile = chunk * TILES + tl.arange(0, TILES)
+    tile = first_tile + tl.arange(0, TILES)
     inside = (ends - counts)[None, :] <= tile[:, None]
     mine = (inside & (tile[:, None] < ends[None, :])).to(tl.int32)  # one bin, if the tile exists
     place = (starts - (ends - counts) * ROWS)[None, :] + tile[:, None] * ROWS
@@ -173,8 +209,14 @@ def tile_pairs(expert_ids: torch.Tensor, num_here: int, rows: int) -> TiledPairs
     def int32(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=expert_ids.device)
 
-    counts, totals = int32(bins, num_chunks), int32(bins)
     pairs = TiledPairs(int32(num_pairs), int32(most, 3), int32(1), rows)
+    if num_pairs <= FEW:
+        _few_kernel[(1,)](
+            expert_ids, *pairs[:3], num_pairs, num_here, ROWS=rows, TILES=next_power_of_2(most),
+            BINS=bins, PAIRS=max(CHUNK, next_power_of_2(num_pairs)), PART=PART, num_warps=8,
+        )  # fmt: skip
+        return pairs
+    counts, totals = int32(bins, num_chunks), int32(bins)
     _count_kernel[(num_chunks,)](
         expert_ids, counts, num_pairs, num_here, num_chunks, BINS=bins, CHUNK=CHUNK, num_warps=4
     )

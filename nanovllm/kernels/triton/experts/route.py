@@ -86,7 +86,7 @@ def _sort(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _route_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, squares_ptr, ids_ptr, shares_ptr, slots_ptr, order_ptr, bounds_ptr,
+    x_ptr, weight_ptr, bias_ptr, squares_ptr, ids_ptr, shares_ptr, slots_ptr, order_ptr, bounds_ptr,
     tile_ends_ptr, parts_ptr, counters_ptr, num_rows, eps,
     H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, NORMALIZED: tl.constexpr,
     P: tl.constexpr, BLOCK_P: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr,
@@ -121,6 +121,8 @@ def _route_kernel(  # type: ignore[no-untyped-def]
             p = tl.arange(0, BLOCK_P)[None, :]
             squares = tl.load(squares_ptr + t[:, None] * P + p, mask=real & (p < P), other=0.0)
             scores *= tl.rsqrt(tl.sum(squares, axis=1) / H + eps)[:, None]
+        if bias_ptr is not None:
+            scores += tl.load(bias_ptr + e, mask=e < E, other=0.0)[None, :]
         ids, shares = _choose(scores, E, K, BLOCK_E, BLOCK_K, NORMALIZED)
         k = tl.arange(0, BLOCK_K)[None, :]
         inside = real & (k < K)
@@ -152,25 +154,30 @@ class Routed:
 class Router:
     """The kernel for one layer: its weight [E, hidden], and counters that are zero between calls.
 
-    If `dtype` represents the weight exactly, it is multiplied in that type; sums are float32.
+    If `dtype` represents the weight exactly, it is multiplied in that type; sums are float32. The
+    bias [E] is float32.
     """
 
     weight: torch.Tensor
     counters: torch.Tensor
+    bias: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, weight: torch.Tensor, dtype: torch.dtype) -> "Router":
+    def of(
+        cls, weight: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None = None
+    ) -> "Router":
         """Make the kernel for rows of type `dtype`."""
         short = weight.to(dtype)
         counters = weight.new_zeros(len(weight) + MOST_TILES + 1, dtype=torch.int32)
-        return cls(short if torch.equal(short.to(weight.dtype), weight) else weight, counters)
+        exact = torch.equal(short.to(weight.dtype), weight)
+        return cls(short if exact else weight, counters, bias)
 
     def route(
         self, x: torch.Tensor, per_token: int, normalized: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose experts for rows x [T, hidden]. cuBLAS multiplies many rows in float32."""
         if len(x) > FEW_FLOAT32 and self.weight.dtype == torch.float32:
-            return plain.route(x, self.weight, per_token, normalized)
+            return plain.route(x, self.weight, per_token, normalized, self.bias)
         ids = torch.empty(len(x), per_token, dtype=torch.long, device=x.device)
         return self._launch(x, None, ids, normalized, None), ids
 
@@ -215,8 +222,8 @@ class Router:
         order, bounds, tile_ends = (ids, ids, ids) if groups is None else groups[:3]
         width, eps = (0, 0.0) if scaled is None else (scaled.squares.shape[1], scaled.eps)
         _route_kernel[(tiles, splits)](
-            x, self.weight, shares if scaled is None else scaled.squares, ids, shares, slots, order,
-            bounds, tile_ends, parts, self.counters, num_rows, eps,
+            x, self.weight, self.bias, shares if scaled is None else scaled.squares, ids, shares,
+            slots, order, bounds, tile_ends, parts, self.counters, num_rows, eps,
             H=hidden, E=num_experts, K=ids.shape[1], NORMALIZED=normalized,
             P=width, BLOCK_P=next_power_of_2(max(1, width)), SPLIT=splits,
             GROUPED=groups is not None, BLOCK_T=rows, BLOCK_E=block_e,
