@@ -38,4 +38,4 @@ class GatedAttention(PlusOneAttention):
     def mix(self, x: Any, ropes: Ropes) -> torch.Tensor:
         projected = self.qkv_proj(x)
         attended = self.attend(projected[:, self.gate_size :], ropes)
-        return attended.mul_(projected[:, : self.gate_size].sigmoid())
+        return self.attn.kernels.sigmoid_and_mul(attended, projected[:, : self.gate_size])

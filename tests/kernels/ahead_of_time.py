@@ -133,6 +133,13 @@ def rms_norm(size: int) -> None:
     add_rms_norm(bf16(TOKENS, size), bf16(TOKENS, size), bf16(size), EPS)
 
 
+def sigmoid_and_mul(heads: int, size: int) -> None:
+    from nanovllm.kernels.triton.linear.sigmoid_and_mul import sigmoid_and_mul
+
+    gate = bf16(TOKENS, 3 * heads * size)[:, : heads * size]
+    sigmoid_and_mul(bf16(TOKENS, heads * size), gate)
+
+
 def all_reduce(size: int, ranks: int, rows: int) -> None:
     from nanovllm.kernels.triton.ranks.all_reduce import PeerKernels
     from nanovllm.kernels.triton.ranks.exchange import REGIONS
@@ -543,6 +550,7 @@ CALLS: dict[str, Callable[[], object]] = {
     },
     "silu_and_mul": partial(silu_and_mul, 3072),
     "gelu_and_mul": partial(gelu_and_mul, 2048),
+    "sigmoid_and_mul": partial(sigmoid_and_mul, 16, 256),
     **{
         f"norm_rope_store, {name}, {tokens} tokens": partial(norm_rope_store, h, norm, tokens)
         for name, h, norm in (
