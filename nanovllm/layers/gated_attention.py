@@ -41,4 +41,4 @@ class GatedAttention(PlusOneAttention):
 
     def attend(self, projected: torch.Tensor, ropes: Ropes) -> torch.Tensor:
         attended = super().attend(projected[:, self.gate_size :], ropes)
-        return attended.mul_(projected[:, : self.gate_size].sigmoid())
+        return self.attn.kernels.sigmoid_and_mul(attended, projected[:, : self.gate_size])

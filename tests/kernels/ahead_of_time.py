@@ -135,6 +135,13 @@ def rms_norm(size: int) -> None:
     add_normed(x, factors, EPS, x, factors, EPS)
 
 
+def sigmoid_and_mul(heads: int, size: int) -> None:
+    from nanovllm.kernels.triton.linear.sigmoid_and_mul import sigmoid_and_mul
+
+    gate = bf16(TOKENS, 3 * heads * size)[:, : heads * size]
+    sigmoid_and_mul(bf16(TOKENS, heads * size), gate)
+
+
 def all_reduce(size: int, ranks: int, rows: int) -> None:
     from nanovllm.kernels.triton.ranks.all_reduce import PeerKernels
     from nanovllm.kernels.triton.ranks.exchange import REGIONS
@@ -471,11 +478,11 @@ def adapted_few_rows(hidden: int, inner: int, rows: int, max_rank: int, one: boo
         few.add(bf16(rows, inner), down, None, x, norm, EPS)
 
 
-def state_step(queries: int) -> Any:
+def state_step(queries: int, sequences: int = 5) -> Any:
     """A decode step with `queries` of each sequence, or with 0 a prefill, long and short."""
     from nanovllm.kernels.operands.state_step import StateStep
 
-    sequences, longs = 5, partial(torch.zeros, dtype=torch.long)
+    longs = partial(torch.zeros, dtype=torch.long)
     if queries:
         return StateStep(longs(sequences), longs(sequences * queries), num_queries=queries)
     ends = torch.tensor([0, 3, 203])
@@ -487,10 +494,12 @@ def states_of(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(8, 1 << 21, dtype=dtype)[:, : math.prod(shape)].view(8, *shape)
 
 
-def causal_conv(queries: int, channels: int, width: int, bias: bool = False) -> None:
+def causal_conv(
+    queries: int, channels: int, width: int, bias: bool = False, sequences: int = 5
+) -> None:
     from nanovllm.kernels.triton.state.causal_conv import causal_conv
 
-    step, states = state_step(queries), states_of((width - 1, channels), torch.bfloat16)
+    step, states = state_step(queries, sequences), states_of((width - 1, channels), torch.bfloat16)
     x, weight = bf16(len(step.after), channels), bf16(channels, width)
     causal_conv(x, weight, bf16(channels) if bias else None, states, step, True)
 
@@ -566,6 +575,7 @@ CALLS: dict[str, Callable[[], object]] = {
     },
     "silu_and_mul": partial(silu_and_mul, 3072),
     "gelu_and_mul": partial(gelu_and_mul, 2048),
+    "sigmoid_and_mul": partial(sigmoid_and_mul, 16, 256),
     **{
         f"norm_rope_store, {name}, {tokens} tokens": partial(norm_rope_store, h, norm, tokens)
         for name, h, norm in (
@@ -782,6 +792,7 @@ CALLS: dict[str, Callable[[], object]] = {
         for kind, queries in (("prefill", 0), ("decode", 1), ("3 queries", 3))
         if kind != "3 queries" or "Qwen3-Next" in name or "Mamba" in name
     },
+    "causal_conv, many sequences": partial(causal_conv, 1, 8192, 4, sequences=200),
     **{
         f"gated_norm, {size}, {'gate first' if first else 'gate last'}": partial(
             gated_norm, 4096 // size, size, first

@@ -207,6 +207,27 @@ def test_activation_of_a_huge_gate_is_finite(tested: Implementation) -> None:
             torch.testing.assert_close(out, expected, rtol=0, atol=1e-30)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_each_16_bit_gate_opens_as_in_plain_pytorch(
+    tested: Implementation, dtype: torch.dtype
+) -> None:
+    """Gates are a part of longer rows. On a GPU, results are equal to the last bit."""
+    if dtype not in tested.dtypes:
+        pytest.skip("not a type of these kernels")
+    codes = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    gates = codes.view(dtype).view(32, 2048).nan_to_num(nan=1.0).to(tested.device)
+    gate = torch.cat([gates, gates], dim=1)[:, 7 : 7 + 2048]
+    x = torch.randn(32, 2048, generator=torch.Generator().manual_seed(0)).to(gate)
+    expected = PLAIN.sigmoid_and_mul(x.clone(), gate)
+    out = tested.kernels.sigmoid_and_mul(x, gate)
+    assert out is x
+    if tested.device == "cuda":
+        assert torch.equal(out, expected)
+    else:  # NumPy's exponential
+        torch.testing.assert_close(out, expected, rtol=torch.finfo(dtype).eps, atol=1e-7)
+        assert (out != expected).float().mean() < 1e-3
+
+
 @dataclass(frozen=True)
 class Heads:
     """A step's tokens, some of which have no slot, with their heads and the caches."""

@@ -13,6 +13,7 @@ from nanovllm.kernels.operands.rates import DeltaRates, SpaceRates
 from nanovllm.kernels.operands.state_chunks import divide
 from nanovllm.kernels.operands.state_step import StateStep
 from nanovllm.kernels.table import PLAIN
+from nanovllm.kernels.triton.state import causal_conv
 from nanovllm.kernels.triton.table import triton_kernels
 
 pytestmark = [
@@ -220,6 +221,15 @@ def test_convolutions_are_their_twins(
     info = torch.finfo(dtype)
     torch.testing.assert_close(out, twin, rtol=2 * info.eps, atol=1e-5)
     assert torch.equal(found[:DUMP], expected[:DUMP]) and torch.equal(found[DUMP], old[DUMP])
+
+
+def test_a_program_for_several_sequences_leaves_the_rest_alone(
+    monkeypatch: pytest.MonkeyPatch, kernel_device: str
+) -> None:
+    """Of decode steps with many sequences: here one program has all four, and four that are not."""
+    monkeypatch.setattr(causal_conv, "MANY_SEQUENCES", 1)
+    monkeypatch.setattr(causal_conv, "ROWS", 8)
+    test_convolutions_are_their_twins(3, 150, 4, True, True, torch.float32, kernel_device)
 
 
 @pytest.mark.parametrize("gate_first", [True, False])

@@ -8,6 +8,7 @@ TRITON_PLACES = {
     "add_normed": "triton.linear.rms_norm",
     "silu_and_mul": "triton.linear.silu_and_mul",
     "gelu_and_mul": "triton.linear.gelu_and_mul",
+    "sigmoid_and_mul": "triton.linear.sigmoid_and_mul",
     "norm_rope_store": "triton.attention.norm_rope_store",
     "store_kvcache": "triton.attention.store_kvcache",
     "mask": "triton.sampling.mask",

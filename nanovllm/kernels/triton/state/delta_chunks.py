@@ -25,11 +25,11 @@ from nanovllm.kernels.operands.rates import DeltaRates
 from nanovllm.kernels.operands.state_chunks import CHUNK
 from nanovllm.kernels.operands.state_step import StateStep
 from nanovllm.kernels.plain.gated_delta import EPS
+from nanovllm.kernels.triton.common import can_copy_tiles
 from nanovllm.kernels.triton.state.gates import (
     learn_rate,
     log_forget,
     multiply,
-    num_stages,
     products_in,
     softplus,
     value_block,
@@ -132,11 +132,19 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     memory = tl.load(memory_at + slot * slot_stride, mask=inside, other=0.0)
     token, other = tl.arange(0, CHUNK), tl.arange(0, CHUNK)[None, :]
     dtype = w_ptr.dtype.element_ty
-    for chunk in range(tl.load(part_ptr + 3), tl.load(part_ptr + 4)):
-        first = tl.load(chunks_ptr + chunk * 4).to(tl.int64)
-        count = tl.load(chunks_ptr + chunk * 4 + 1)
+    begin, end = tl.load(part_ptr + 3), tl.load(part_ptr + 4)
+    # Where the next chunk is, how much it forgets and its slot are read during this one.
+    first, count = tl.load(chunks_ptr + begin * 4).to(tl.int64), tl.load(chunks_ptr + begin * 4 + 1)
+    shrink_ptr, last = factors_ptr + head * 4 + 2, first + count - 1
+    shrink, slot = tl.load(shrink_ptr + last * (H * 4)), tl.load(after_ptr + last)
+    for chunk in range(begin, end):
+        following = chunks_ptr + tl.minimum(chunk + 1, end - 1) * 4
+        next_first, next_count = tl.load(following).to(tl.int64), tl.load(following + 1)
+        next_last = next_first + next_count - 1
+        next_shrink = tl.load(shrink_ptr + next_last * (H * 4))
+        next_slot = tl.load(after_ptr + next_last)
         row, real = first + token, token < count
-        place, last = row * H + head, first + count - 1
+        place = row * H + head
         k_real, v_real = real[:, None] & (k_at < DK)[None, :], real[:, None] & (v_at < DV)[None, :]
         q_at = qkv_ptr + row[:, None] * qkv_stride + head // (H // KH) * DK + k_at[None, :]
         q = tl.load(q_at, mask=k_real, other=0.0).to(dtype)
@@ -147,7 +155,6 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
         scores = tl.load(scores_at, mask=real[:, None], other=0.0)
         q_factor = tl.load(factors_ptr + place * 4, mask=real, other=0.0)
         k_factor = tl.load(factors_ptr + place * 4 + 1, mask=real, other=0.0)
-        shrink = tl.load(factors_ptr + (last * H + head) * 4 + 2)
         rounded = memory.to(dtype)
         added = u.to(tl.float32) - multiply(w, rounded)
         out = multiply(scores, added.to(dtype))
@@ -156,8 +163,19 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=v_real)
         added = (added * k_factor[:, None]).to(dtype)
         memory = memory * shrink + multiply(tl.trans(k), added)
-        slot = tl.load(after_ptr + last)
-        tl.store(memory_at + slot * slot_stride, memory, mask=inside & (slot >= 0))
+        if slot >= 0:
+            tl.store(memory_at + slot * slot_stride, memory, mask=inside)
+        first, count, shrink, slot = next_first, next_count, next_shrink, next_slot
+
+
+def _num_stages(dtype: torch.dtype, block_k: int, device: torch.device) -> int:
+    """The stages of a walk: with three, a chunk is read while another one is computed.
+
+    Their shared memory, 193 KiB for keys of 128, exists on Hopper GPUs.
+    """
+    if dtype != torch.bfloat16:
+        return 1
+    return 3 if block_k <= 128 and can_copy_tiles(device) else 2
 
 
 def compute_chunks(
@@ -177,10 +195,10 @@ def compute_chunks(
         for size in (key_size, value_size, CHUNK)
     )
     factors = qkv.new_empty(num_tokens, num_heads, 4, dtype=torch.float32)  # 16 bytes
+    block_k = max(16, next_power_of_2(key_size))
     fixed = {
         "KH": (qkv.shape[1] - num_heads * value_size) // (2 * key_size), "H": num_heads,
-        "DK": key_size, "DV": value_size, "BLOCK_K": max(16, next_power_of_2(key_size)),
-        "CHUNK": CHUNK,
+        "DK": key_size, "DV": value_size, "BLOCK_K": block_k, "CHUNK": CHUNK,
     }  # fmt: skip
     _prepare_kernel[(chunks.num_long_chunks * num_heads,)](
         qkv, a, b, rates.log_rate, rates.bias, rates.most, chunks.chunks, w, u, scores, factors,
@@ -191,5 +209,6 @@ def compute_chunks(
     _walk_kernel[(chunks.num_long * num_heads * cdiv(value_size, block_v),)](
         qkv, w, u, scores, factors, states, step.before, step.after, chunks.long, chunks.chunks,
         out, qkv.stride(0), states.stride(0),
-        **fixed, BLOCK_V=block_v, num_warps=4, num_stages=num_stages(dtype),
+        **fixed, BLOCK_V=block_v, num_warps=4,
+        num_stages=_num_stages(dtype, block_k, qkv.device),
     )  # fmt: skip

@@ -73,8 +73,8 @@ def products_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def num_stages(dtype: torch.dtype) -> int:
-    """How many chunks are in shared memory at the same time: one is read ahead, if small enough."""
-    return 2 if dtype == torch.bfloat16 else 1
+    """The stages of a loop over chunks. With three, a chunk is read while another is computed."""
+    return 3 if dtype == torch.bfloat16 else 1
 
 
 def value_block(num_heads: int, value_size: int) -> int:

@@ -1,0 +1,8 @@
+"""The gate of an attention layer's output."""
+
+import torch
+
+
+def sigmoid_and_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x [T, N] times sigmoid(gate), which is rounded to its type first. It replaces x."""
+    return x.mul_(gate.sigmoid())
