@@ -2,6 +2,7 @@
 
     python benchmarks/quality.py [--models embedded,wide] [--variants int8,int4] [--context 2048]
     python benchmarks/quality.py --model FILE.gguf|DIRECTORY [--variants int4,Q4_0]
+    python benchmarks/quality.py --model FILE.gguf --variants Q4_K,Q6_K --llama-python PYTHON
 
 The reference is the same model in float32, not quantized. Variants compute in float32 too, except
 `bf16`, which shows how much the usual rounding costs. Reported are, for each model and variant:
@@ -12,8 +13,9 @@ The reference is the same model in float32, not quantized. Variants compute in f
 - with the model `long`, the same for ranges of positions, up to `--context`.
 
 With `--model`, the model is a trained one. Its dequantized weights are the reference. Variants are
-then also types of GGUF files, to which the package gguf rounds the weights of linear layers, and
-reported are also the perplexity of pages of Python's reference, and the mean absolute error of
+then also types of GGUF files, to which the package gguf rounds the weights of linear layers, or
+llama.cpp in a Python that has the package llama-cpp-python (k-quants and IQ4), and reported are
+also the perplexity of pages of Python's reference, and the mean absolute error of
 log-probabilities, of those pages' tokens and of the whole vocabulary.
 
 The other models, except `embedded`, have random weights: they show how formats compare with
@@ -33,6 +35,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.llama_types import LLAMA_TYPES
 from benchmarks.rounded import TYPES
 from nanovllm import LLM, SamplingParams
 from nanovllm.bench.machine import machine_name
@@ -228,19 +231,24 @@ def main() -> None:
     models = [EMBEDDED, *MODELS]
     parser.add_argument("--models", type=names(models), default=models, metavar="NAME,...",
                         help=", ".join(models))  # fmt: skip
-    variants = [*VARIANTS, *TYPES]
+    variants = [*VARIANTS, *TYPES, *LLAMA_TYPES]
     parser.add_argument("--variants", type=names(variants), metavar="NAME,...",
                         help=f"{', '.join(variants)}; types of GGUF only with --model")  # fmt: skip
     parser.add_argument("--model", type=Path, metavar="PATH",
                         help="a trained model instead: a GGUF file, or a directory")  # fmt: skip
+    parser.add_argument("--llama-python", metavar="PYTHON",
+                        help="a Python with llama-cpp-python, for k-quants and IQ4")  # fmt: skip
     parser.add_argument("--context", type=int, default=32_768, metavar="N",
                         help="tokens of the model `long`")  # fmt: skip
     parser.add_argument("--problems", type=int, default=2000, metavar="N", help="sums to solve")
     args = parser.parse_args()
     if args.context < 2 or args.problems < 1:
         parser.error("--context must be at least 2, --problems at least 1")
-    if args.model is None and set(args.variants or ()) & set(TYPES):
+    asked = set(args.variants or ())
+    if args.model is None and asked & {*TYPES, *LLAMA_TYPES}:
         parser.error("--variants: types of GGUF need --model")
+    if asked & set(LLAMA_TYPES) and args.llama_python is None:
+        parser.error("--variants: k-quants and IQ4 need --llama-python")
     torch.manual_seed(0)
     logging.getLogger("nanovllm").setLevel(logging.ERROR)  # random models have no tokenizer
     args.variants = args.variants or [*VARIANTS, *(TYPES if args.model else ())]
@@ -249,7 +257,7 @@ def main() -> None:
         if args.model is not None:
             from benchmarks.trained import measure_trained
 
-            measure_trained(args.model, args.variants, Path(folder))
+            measure_trained(args.model, args.variants, Path(folder), args.llama_python)
             return
         for name in args.models:
             path = EMBEDDED_MODEL

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.llama_types import LLAMA_TYPES
 from benchmarks.quality import VARIANTS, compare, logprobs, open_llm
 from benchmarks.rounded import TYPES, pages, plain_checkpoint, rounded_checkpoint
 from nanovllm import LLM
@@ -19,13 +20,17 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def measure_trained(model: Path, variants: list[str], folder: Path) -> None:
-    """Print a line of JSON for the reference and each variant, then a table in Markdown."""
+def measure_trained(model: Path, variants: list[str], folder: Path, python: str | None) -> None:
+    """Print a line of JSON for the reference and each variant, then a table in Markdown.
+
+    `python` has the package llama-cpp-python, for LLAMA_TYPES.
+    """
     plain = plain_checkpoint(model, folder)
     reference: list[torch.Tensor] = []
     rows = []
     for variant in ("float32", *variants):
-        path = rounded_checkpoint(plain, variant, folder) if variant in TYPES else plain
+        is_type = variant in (*TYPES, *LLAMA_TYPES)
+        path = rounded_checkpoint(plain, variant, folder, python) if is_type else plain
         with open_llm(str(path), variant, 0, VARIANTS.get(variant, {})) as llm:
             prompts = prompts_of(llm)
             found = [logprobs(llm, prompt) for prompt in prompts]

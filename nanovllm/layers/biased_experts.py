@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.formats.block_format import BlockFormat
 from nanovllm.formats.format import Dense, LayerWeight, WeightFormat
-from nanovllm.formats.in_turn import DenseInTurn, MxFormat, load_in_turn
+from nanovllm.formats.in_turn import DenseInTurn, load_in_turn
 from nanovllm.formats.quantize import WhileLoading
 from nanovllm.formats.stored import Loaded, RankPart, StoredTensor
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES
@@ -30,7 +30,8 @@ BLOCK = BLOCK_TYPES["MXFP4"].size
 class BiasedSizes:
     """The sizes of a layer of experts, and the numbers of its gate: see `ExpertBiases`.
 
-    A token uses `per_token` of the experts.
+    A token uses `per_token` of the experts. `in_turn` says whether files have stacks of tensors,
+    with the rows of gate and up in turn.
     """
 
     num_experts: int
@@ -38,22 +39,23 @@ class BiasedSizes:
     intermediate_size: int
     alpha: float
     limit: float
+    in_turn: bool = True
 
 
 class BiasedExperts(Experts, RowsInTurn):
-    """Experts with biases. Files have stacks of tensors, with the rows of gate and up in turn.
+    """Experts with biases. Files may have stacks of tensors, with rows of gate and up in turn.
 
-    Plain matrices [in, out] are turned while they are loaded. In GGUF files, gate and up are
-    stacks of their own, with the usual names. If ranks split each expert, only rank 0 adds the
-    bias of the last product.
+    Plain matrices [in, out] of such stacks are turned while they are loaded. In GGUF files, gate
+    and up are stacks of their own, with the usual names. If ranks split each expert, only rank 0
+    adds the bias of the last product.
     """
 
     def __init__(self, make: Build, hidden_size: int, sizes: BiasedSizes) -> None:
         found = make.formats.of_experts(sizes.num_experts)
-        self.in_turn = not any(type(each) is BlockFormat for each in found.values())
+        self.in_turn = sizes.in_turn
         super().__init__(
             sizes.num_experts, hidden_size, sizes.intermediate_size, make.ranks,
-            make.whole_experts, _in_turn(found) if self.in_turn else found,
+            make.whole_experts, _supported(found, self.in_turn),
             make.formats.names.experts,
         )  # fmt: skip
         self.sizes = sizes
@@ -146,14 +148,14 @@ def _linear(x: torch.Tensor, matrix: Any, bias: torch.Tensor | None) -> torch.Te
     return out
 
 
-def _in_turn(formats: Mapping[str, WeightFormat]) -> dict[str, WeightFormat]:
-    """The formats of stacks with the projections in turn. Others are a ValueError."""
+def _supported(formats: Mapping[str, WeightFormat], in_turn: bool) -> dict[str, WeightFormat]:
+    """The formats, or those of stacks with the projections in turn. Others are a ValueError."""
     made: dict[str, WeightFormat] = {}
     for name, each in formats.items():
-        if isinstance(each, WhileLoading) or not isinstance(each, Dense | MxFormat):
+        if isinstance(each, WhileLoading) or not isinstance(each, Dense | BlockFormat):
             raise ValueError(
                 f"experts with biases are supported in MXFP4 and as plain weights; {name} has"
                 f" {each.scheme.description if each.scheme else 'another format'}"
             )
-        made[name] = DenseInTurn() if isinstance(each, Dense) else each
+        made[name] = DenseInTurn() if in_turn and isinstance(each, Dense) else each
     return made

@@ -16,7 +16,7 @@ from nanovllm.models.shapes import (
     gated_matrices,
 )
 from nanovllm.models.windows import FULL, SLIDING
-from nanovllm.utils.checks import check_int
+from nanovllm.utils.checks import check_bool, check_int
 
 if TYPE_CHECKING:
     from nanovllm.layers.layer import Build
@@ -44,6 +44,7 @@ class GptOssConfig(ModelConfig):
     per_token: int
     swiglu_alpha: float
     swiglu_limit: float
+    experts_in_turn: bool  # not in GGUF files
 
     def layer_shape(self, index: int) -> LayerShape:
         """With a sink for each head, and biases of the router and of the experts."""
@@ -90,6 +91,7 @@ def read(file: Mapping[str, Any]) -> GptOssConfig:
         per_token=check_int("num_experts_per_tok", fields["num_experts_per_tok"], 1, num_experts),
         swiglu_alpha=fields.number("swiglu_alpha"),
         swiglu_limit=fields.number("swiglu_limit"),
+        experts_in_turn=check_bool("experts_in_turn", file.get("experts_in_turn", True)),
     )
 
 
@@ -102,7 +104,7 @@ def build(config: GptOssConfig, make: "Build") -> "CausalLM":
 
     sizes = BiasedSizes(
         config.num_experts, config.per_token, config.intermediate_size, config.swiglu_alpha,
-        config.swiglu_limit,
+        config.swiglu_limit, config.experts_in_turn,
     )  # fmt: skip
 
     def block(index: int, make: "Build") -> Block:

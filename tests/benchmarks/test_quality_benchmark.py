@@ -112,7 +112,8 @@ def test_a_long_context_has_a_figure_for_each_range() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "option", ["--models=gpt", "--variants=int3", "--variants=Q4_0", "--context=1"]
+    "option",
+    ["--models=gpt", "--variants=int3", "--variants=Q4_0", "--variants=Q4_K", "--context=1"],
 )
 def test_a_bad_option_is_a_usage_error(option: str) -> None:
     done = run(option)

@@ -26,7 +26,7 @@ from nanovllm.models.gguf.split import GGUFModel, open_gguf, part_paths
 logger = logging.getLogger("nanovllm")
 
 NEED_PLAIN = (DEQUANTIZE, *ONLINE)  # values of the option `quantization`
-VERSION = 2  # of what is written: a directory of another version is not used
+VERSION = 3  # of what is written: a directory of another version is not used
 # The names of sampling parameters in files, and in generation_config.json.
 SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",

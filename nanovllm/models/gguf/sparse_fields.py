@@ -85,6 +85,7 @@ def _gpt_oss(metadata: Metadata) -> Config:
         "num_local_experts": metadata.size("expert_count"),
         "num_experts_per_tok": metadata.size("expert_used_count"),
         "sliding_window": metadata.size("attention.sliding_window"),
+        "experts_in_turn": False,
         **attention_bias(metadata),
     }
 

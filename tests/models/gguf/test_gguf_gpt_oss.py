@@ -107,7 +107,8 @@ def test_the_config_is_the_originals(case: Case, tmp_path: Path) -> None:
     found = ModelConfig.from_dir(gguf_directory(case.path / "model.gguf"))
     assert [*found.quantization.descriptions] == ["GGUF's MXFP4, 4.25 bits a weight"]  # type: ignore[union-attr]
     rope = {"beta_fast": 32.0, "beta_slow": 1.0, **found.rope_parameters}  # with the defaults
-    assert replace(found, quantization=None, dtype="float32", rope_parameters=rope) == original
+    found = replace(found, quantization=None, dtype="float32", experts_in_turn=True)
+    assert replace(found, rope_parameters=rope) == original
 
 
 @pytest.mark.usefixtures("cache")
@@ -121,9 +122,13 @@ def test_a_file_without_scaling_has_none(case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("backend", ["torch", "auto"])
-def test_a_file_equals_transformers(case: Case, backend: str) -> None:
-    check_logits(replace(case, path=case.path / "model.gguf"), attention_backend=backend)
+@pytest.mark.parametrize(
+    "options",
+    [dict(attention_backend="torch"), {}, dict(quantization="dequantize")],
+    ids=["torch", "auto", "dequantized"],
+)
+def test_a_file_equals_transformers(case: Case, options: dict[str, Any]) -> None:
+    check_logits(replace(case, path=case.path / "model.gguf"), **options)
 
 
 def test_the_end_of_a_message_does_not_end_an_answer() -> None:
