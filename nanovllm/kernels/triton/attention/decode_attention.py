@@ -62,7 +62,6 @@ from nanovllm.kernels.triton.common import (
 MOST_QUERIES = 64  # queries of a key head in a program: as many as registers hold
 NEXT_FIRST_ROWS = 32  # up to this many rows, the next kernel begins at the start of this one
 MOST_COPIED = 256  # the largest heads whose tiles are copied
-WIDE_WARPS = 4
 CODES_STAGES = 5  # stages for codes: two tiles are in flight
 
 
@@ -263,7 +262,7 @@ def _attend(
         TensorDescriptor(x, [len(x)], [1], [block_n]) if copied and x is not None else None
         for x in scales
     ]
-    warps = 2 if narrow and (block_g < 16 or (copied and block_g <= HALF)) else WIDE_WARPS
+    warps = 2 if (copied and block_g <= HALF) or (narrow and block_g < 16) else 4
     merged = min(16, max(1, (4096 if narrow or copied else 2048) // (block_g * max(128, block_d))))
     unrolled = 1
     if plan.num_queries > 1:  # two parts are in flight, as iterations of the loop
