@@ -39,7 +39,7 @@ from nanovllm.layers.ranks import Ranks
 from nanovllm.models import model_size
 from nanovllm.models.check import check_model
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.file_errors import names_of
+from nanovllm.models.file_names import names_of
 from nanovllm.models.loader import checkpoint_targets, read_weights
 from nanovllm.models.parts import build_model
 

@@ -2,18 +2,10 @@
 
 import re
 import stat
-from collections.abc import Collection, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from nanovllm.formats.names import Names, checkpoint_name, usual_name
-
-if TYPE_CHECKING:
-    from nanovllm.models.decoder import Model
 
 OF_QUANTIZED = re.compile(r".*(scales?|scale_inv|qweight|qzeros|g_idx|_packed|_shape|zero_point)")
-NAME = re.compile(r"(?<![\w./])[\w.]+(?<!\.)")  # of a tensor, in a message
 KINDS = {
     stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
@@ -57,39 +49,3 @@ def unexpected_tensor(name: str, start: str = "unexpected tensor") -> ValueError
     if OF_QUANTIZED.fullmatch(name):
         hint = " of quantized weights, which quantization_config in config.json must describe"
     return ValueError(f"{start} {name!r}{hint}")
-
-
-def with_file_names(message: str, path: Path, model: "Model | None") -> str:
-    """The message with the names in the files at `path` of the tensors of `model`.
-
-    Reads the names of all tensors.
-    """
-    if model is None or not (model.names.prefixes or model.names.pieces):
-        return message
-    from nanovllm.models.loader import checkpoint_targets, read_weights
-
-    names, targets = model.names, checkpoint_targets(model)
-    found = [n for tensors in read_weights(path) for n in tensors if not names.is_skipped(n)]
-    there = {usual_name(name, names, targets): name for name in found}
-    if all(usual == name for usual, name in there.items()):
-        return message
-    own = names_of(found, names)
-
-    def in_files(match: re.Match[str]) -> str:
-        name = checkpoint_name(match[0])
-        return there.get(name) or (own.theirs(name) if name in targets else match[0])
-
-    return NAME.sub(in_files, message)
-
-
-def names_of(found: Collection[str], names: Names) -> Names:
-    """The family's names, without what only files other than that of the tensors `found` have."""
-    first, lines = {name.partition(".")[0] for name in found}, "\n".join(found)
-    prefixes = {
-        theirs: ours for theirs, ours in names.prefixes.items() if theirs.partition(".")[0] in first
-    }
-    pieces = {
-        theirs: ours for theirs, ours in names.pieces.items()
-        if not re.search(rf"(?<![^.\n]){re.escape(ours)}(?![^.\n])", lines)
-    }  # fmt: skip
-    return replace(names, prefixes=prefixes, pieces=pieces)

@@ -72,9 +72,9 @@ def errors_name(path: Path, model: Model | None = None) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        from nanovllm.models.file_errors import with_file_names
+        from nanovllm.models.file_names import error_of_files
 
-        raise ValueError(f"{path}: {with_file_names(str(error), path, model)}") from None
+        raise error_of_files(error, path, model, read_weights(path), checkpoint_targets) from None
 
 
 @dataclass(frozen=True)
