@@ -24,30 +24,43 @@ class LendingAttention(Attention):
     """Attention whose keys and values `num_readers` other layers read in the same step.
 
     A prefill step in which nothing is cached reads the step's own keys and values. They are kept
-    until the last reader has attended.
+    until the last reader has attended. Readers may compute only some of the step's tokens.
     """
 
     num_readers = 0
     _lent: tuple[torch.Tensor, torch.Tensor] | None = None
+    _rows: torch.Tensor | None = None  # None: all tokens
     _num_left = 0
 
+    def keep_only(self, rows: torch.Tensor) -> None:
+        """From now on, `attend_again` gets only the tokens `rows` of this prefill step, if any."""
+        self._rows = rows
+        if not len(rows):
+            self._lent = None
+
     def attend_again(self, q: torch.Tensor) -> torch.Tensor:
-        """Attention of another layer's queries [T, H, D], after this layer has attended."""
+        """Attention of another layer's queries [T, H, D], after this layer has attended.
+
+        Queries that are not kept are zeros: attention computes all of a step's tokens.
+        """
         context = get_context(self.group)
         if not context.is_prefill:
             return self.attention_backend.decode(q, self.kv, context)
         assert self._lent is not None, "the layer with the keys comes before those that share them"
-        k, v = self._lent
+        (k, v), rows = self._lent, self._rows
         self._num_left -= 1
         if not self._num_left:
             self._lent = None
-        return self.attention_backend.prefill(q, k, v, self.kv, context)
+        if rows is None:
+            return self.attention_backend.prefill(q, k, v, self.kv, context)
+        q = q.new_zeros(len(k), *q.shape[1:]).index_copy_(0, rows.long(), q)
+        return self.attention_backend.prefill(q, k, v, self.kv, context).index_select(0, rows)
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Context
     ) -> torch.Tensor:
         if context.is_prefill:
-            self._lent, self._num_left = (k, v), self.num_readers
+            self._lent, self._num_left, self._rows = (k, v), self.num_readers, None
         return super()._attend(q, k, v, context)
 
 
@@ -92,6 +105,10 @@ class SharedKVAttention(Mixer):
             raise ValueError("a layer can share only the keys of a layer with its heads and window")
         lender.num_readers += 1
         self._lenders = (lender,)  # in a tuple: another layer owns it
+
+    def keep_only(self, rows: torch.Tensor) -> None:
+        """Expect only the tokens `rows` of this prefill step."""
+        self._lenders[0].keep_only(rows)
 
     @property
     def kind(self) -> tuple[Any, ...]:

@@ -21,8 +21,6 @@ FAMILIES = {"mistral": mistral, "ministral3": ministral3}  # of the text
 def read(file: Mapping[str, Any]) -> ModelConfig:
     """The fields are those of `text_config`, of the family that its `model_type` names."""
     text = text_part(file)
-    if text is file:
-        raise ValueError("text_config is missing")
     kind = check_choice("text_config: model_type", text.get("model_type", "mistral"), FAMILIES)
     config: ModelConfig = FAMILIES[kind].FAMILY.read(text)
     return config

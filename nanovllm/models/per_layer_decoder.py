@@ -5,15 +5,19 @@ token's id, and of a projection of the token's first embedding.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
+from nanovllm.layers.context import keep_adapters_of
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.layer import Build
 from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.mixer import Ropes
 from nanovllm.layers.per_layer_embedding import PerLayerBlock
 from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.shared_kv import SharedKVAttention
 from nanovllm.layers.sizes import PerLayer
 from nanovllm.models.decoder import Decoder
 
@@ -21,7 +25,9 @@ from nanovllm.models.decoder import Decoder
 class PerLayerDecoder(Decoder):
     """A decoder of `PerLayerBlock`s. It computes the parts of all of them before the first block.
 
-    Subclasses may keep several hidden states for each token between blocks.
+    Subclasses may keep several hidden states for each token between blocks. Nothing reads what the
+    layers that share keys compute of a prompt's tokens, except of those that are asked for: these
+    layers get no others.
     """
 
     def __init__(
@@ -51,14 +57,43 @@ class PerLayerDecoder(Decoder):
         embedded: torch.Tensor = self.embed_tokens(input_ids)
         parts = self.parts_of(input_ids, embedded)
         ropes, layers, tapped = self.rotations(positions), [*self.layers], {}
-        x = self.begin(embedded)
+        x, first = self.begin(embedded), len(layers) if rows is None else self._first_sharing()
         for index, layer in enumerate(layers):
             if index in self.taps:
                 tapped[index] = self.end(x)
+            if rows is not None and index == first:
+                x, parts, ropes = self._only(rows, x, parts, ropes)
+                rows = None
+            if not x.shape[-2]:  # no sequence samples: their prompts end in later steps
+                break
             part = parts[:, index] if parts is not None else None
             x = layer(x, part, ropes, rows if layer is layers[-1] else None)
         hidden = self.norm(self.end(x)) if x.shape[-2] else embedded[:0]
         return hidden, [tapped[index] for index in self.taps]
+
+    def _first_sharing(self) -> int:
+        """The first layer from which on all share keys, unless a later layer is tapped."""
+        layers: list[Any] = [*self.layers]
+        own = [i for i, x in enumerate(layers) if not isinstance(x.parts.mixer, SharedKVAttention)]
+        first = max(own, default=-1) + 1
+        return first if all(tap <= first for tap in self.taps) else len(layers)
+
+    def _only(
+        self, rows: torch.Tensor, x: torch.Tensor, parts: torch.Tensor | None, ropes: Ropes
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Ropes]:
+        """The inputs of the layers that share keys, for the tokens `rows` alone."""
+        layers: list[Any] = [*self.layers]
+        for layer in layers:
+            if isinstance(mixer := layer.parts.mixer, SharedKVAttention):
+                mixer.keep_only(rows)
+        if len(rows):
+            keep_adapters_of(rows)
+        few = {
+            name: (cos.index_select(0, rows), sin.index_select(0, rows))
+            for name, (cos, sin) in ropes.items()
+        }
+        kept = None if parts is None else parts.index_select(0, rows)
+        return x.index_select(-2, rows), kept, few
 
     def parts_of(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor | None:
         """The second embeddings [T, L, P] of tokens with first embeddings [T, hidden]."""

@@ -140,6 +140,31 @@ def test_two_layers_of_each_kind_have_the_keys_that_they_share(
                 assert module._lenders[0] in seen
 
 
+@pytest.mark.parametrize("name", ["Gemma 3n", "Gemma 4 shared"])
+def test_layers_that_share_keys_compute_only_the_tokens_that_are_asked_for(
+    name: str, paths: dict[str, Path]
+) -> None:
+    """Of a prompt in two chunks: none, then the last one; or all, for their log-probabilities."""
+    sharing: list[int] = []
+    others: list[int] = []
+    with make_llm(paths[name], max_num_batched_tokens=16, enable_prefix_caching=False) as llm:
+        model = llm.model_runner.shard.model
+        for layer in model.model.layers:
+            seen = sharing if isinstance(layer.parts.mixer, SharedKVAttention) else others
+            layer.parts.feed_forward.register_forward_pre_hook(
+                lambda _, args, seen=seen: seen.append(len(args[0]))
+            )
+        for params, expected in (
+            (SamplingParams(max_tokens=1), {1}),
+            (SamplingParams(max_tokens=1, prompt_logprobs=1), {16, 9}),
+        ):
+            sharing.clear(), others.clear()
+            llm.generate([[*range(50, 75)]], params, use_tqdm=False)
+            assert set(sharing) == expected and set(others) == {16, 9}
+        lenders = [m for m in model.modules() if isinstance(m, LendingAttention)]
+        assert lenders and all(lender._lent is None for lender in lenders)
+
+
 def test_memory_counts_only_layers_that_keep_keys(paths: dict[str, Path]) -> None:
     """Three of six layers; a decode step with 4 keys reads those of all, of 16 and 32 numbers."""
     config = ModelConfig.from_dir(paths["Gemma 4 shared"])
