@@ -139,7 +139,7 @@ def test_many_pairs_of_quantized_experts_have_other_kernels(kernel_device: str) 
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("tokens", [1, 5, 300, 700])
+@pytest.mark.parametrize("tokens", [1, 5, 100, 300, 700])
 @pytest.mark.parametrize("num_experts", [3, 62, 63])  # with two more, a power of two or not
 @pytest.mark.parametrize("favourites", [False, True])
 @pytest.mark.parametrize(("elsewhere", "rows"), [((0, 0), 128), ((1, 0), 64), ((1, 1), 128)])

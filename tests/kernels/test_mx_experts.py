@@ -222,3 +222,35 @@ def test_a_layer_keeps_whole_blocks_as_they_are_stored(
     shares, ids = torch.randn(4, 3, device=kernel_device).softmax(-1).topk(2, dim=-1)
     plain, triton = (layer(x, ids, shares) for layer in layers)
     torch.testing.assert_close(triton, plain, rtol=1e-4, atol=1e-4 * float(plain.abs().max()))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("tokens", [1, 20, 100, 700])
+def test_a_graph_computes_the_experts_of_its_replay(tokens: int) -> None:
+    """Experts of the published size. Rows take other experts in the replay."""
+    from nanovllm.kernels.triton.experts.biased_experts import biased_experts
+    from nanovllm.kernels.triton.experts.mx_stack import arrange_mx_experts
+
+    torch.manual_seed(0)
+    size, e = 2880, 8
+    weights = matrices(e, 2 * size, size, "cuda"), matrices(e, size, size, "cuda")
+    stacks = [arrange_mx_experts(each) for each in weights]
+    gates, outs = (torch.randn(e, n, device="cuda").to(bf16) for n in (2 * size, size))
+    biases = ExpertBiases(gates, outs, 1.702, 7.0)
+
+    def inputs() -> list[torch.Tensor]:
+        shares, ids = torch.randn(tokens, e, device="cuda").softmax(-1).topk(4, dim=-1)
+        return [torch.randn(tokens, size, device="cuda").to(bf16), ids, shares]
+
+    static, other = inputs(), inputs()
+    biased_experts(static[0], *stacks, *static[1:], e, biases)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = biased_experts(static[0], *stacks, *static[1:], e, biases)
+    for target, source in zip(static, other, strict=True):
+        target.copy_(source)
+    graph.replay()
+    dense = (values(each).to("cuda", bf16) for each in weights)
+    expected = plain(other[0], *dense, *other[1:], e, biases)
+    torch.testing.assert_close(out, expected, rtol=5e-2, atol=2**-6 * float(expected.abs().max()))
