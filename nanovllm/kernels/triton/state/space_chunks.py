@@ -35,7 +35,7 @@ from nanovllm.kernels.triton.state.gates import (
 HEADS = 16  # whose times a program of the first kernel computes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _prepare_kernel(  # type: ignore[no-untyped-def]
     xbc_ptr, dt_ptr, log_rate_ptr, bias_ptr, low, high, chunks_ptr, scores_ptr, times_ptr,
     num_tokens, xbc_stride, dt_stride,
@@ -76,7 +76,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         tl.store(time_at + 2 * H * num_tokens, time * until_end, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _walk_kernel(  # type: ignore[no-untyped-def]
     xbc_ptr, times_ptr, states_ptr, before_ptr, after_ptr, parts_ptr, chunks_ptr, befores_ptr,
     num_tokens, xbc_stride, slot_stride,
@@ -128,7 +128,7 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
         first, count, logs, slot = next_first, next_count, next_logs, next_slot
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _output_kernel(  # type: ignore[no-untyped-def]
     xbc_ptr, scores_ptr, times_ptr, skip_ptr, chunks_ptr, befores_ptr, out_ptr,
     num_tokens, xbc_stride,
