@@ -211,8 +211,6 @@ class Scheduler:
         """
         seqs: list[Sequence] = []
         for seq in [seq for seq in self.running if seq.is_prefilling]:
-            if not budget:
-                break
             if not (share := seq.parts.share(budget, seqs, self.running, self.waiting)):
                 continue
             while not schedule_tokens(seq, share, self.caches):

@@ -85,8 +85,7 @@ class SequenceParts:
     @property
     def first_wanted(self) -> list[int]:
         """The first prompt token that each waiting part waits for."""
-        waiting = (self.logprobs, self.keeper)
-        return [part.wanted.start for part in waiting if part is not None and part.wanted]
+        return [p.wanted.start for p in (self.logprobs, self.keeper) if p is not None and p.wanted]
 
     def share(self, budget: int, *queues: Any) -> int:
         """How many tokens of a step's budget it may get: see `Logprobs.share`."""
@@ -214,7 +213,9 @@ class Sequence:
     def is_prefilling(self) -> bool:
         """Whether a prefill computes its next tokens: several, or one for siblings or a keeper."""
         left = len(self.token_ids) - self.num_cached_tokens
-        return left > 1 or bool(self.siblings) or (left > 0 and not self.generates)
+        if left > 1 or self.siblings:
+            return True
+        return not self.generates and left > 0
 
     @property
     def ends_in_flight(self) -> bool:
