@@ -12,7 +12,7 @@ def beside_gguf(path: Path) -> Any:
     """Load the tokenizer in a directory with a GGUF file, from which it usually was made.
 
     `AutoTokenizer` gives the same one. It first imports the model's config, and with that PyTorch's
-    compiler and Triton: 2 seconds and 150 MiB.
+    compiler and Triton: a second and 150 MiB.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
