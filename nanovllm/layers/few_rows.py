@@ -32,7 +32,14 @@ if TYPE_CHECKING:
     from nanovllm.kernels.triton.linear.few_rows import FewRows  # which needs Triton
 
 GATES: dict[type, str] = {SiluAndMul: "silu", GeluTanhAndMul: "gelu"}
+# The most rows if only the products of mixers are fused: for more, cuBLAS is faster.
+MOST_NORMED = 64
 Entering = Scaled | torch.Tensor  # a part's input
+
+
+def bind_few_rows(decoder: Any, kernels: Kernels) -> None:
+    """Let a decoder use the kernels for decode steps of few rows, if there are faster ones."""
+    decoder.few_rows = few_rows_of([*decoder.layers], decoder.norm, kernels)
 
 
 def few_rows_of(blocks: list[Any], norm: RMSNorm, kernels: Kernels) -> "FewRows | None":
@@ -40,13 +47,23 @@ def few_rows_of(blocks: list[Any], norm: RMSNorm, kernels: Kernels) -> "FewRows 
 
     Blocks may be quantized differently: all need such kernels, and the lowest limit applies.
     """
-    found = [kernels.few_rows(operands_of(block), norm.weight.dtype) for block in blocks]
+    operands = [operands_of(block) for block in blocks]
+    found = [kernels.few_rows(each, norm.weight.dtype) for each in operands]
     if not all(found) or norm.factors is None:
         return None
-    return min(found, key=lambda each: each.most_rows if each else 0)
+    lowest = min(found, key=lambda each: each.most_rows if each else 0)
+    if lowest and any(len(each) == 2 for each in operands):
+        return replace(lowest, most_rows=min(lowest.most_rows, MOST_NORMED))
+    return lowest
 
 
-def agreed_few_rows(few_rows: "FewRows | None", norm: RMSNorm, ranks: Ranks) -> "FewRows | None":
+def agree_on_few_rows(decoders: list[Any]) -> None:
+    """Use the lowest limit of rows of all ranks, which must be connected."""
+    for decoder in decoders:
+        decoder.few_rows = _agreed(decoder.few_rows, decoder.norm, decoder.ranks)
+
+
+def _agreed(few_rows: "FewRows | None", norm: RMSNorm, ranks: Ranks) -> "FewRows | None":
     """The kernels with the lowest limit of all ranks; None if some rank has none."""
     most = ranks.peer_kernels.most_rows(norm.weight[None]) if ranks.peer_kernels else 0
     most = ranks.minimum(min(most, few_rows.most_rows) if few_rows else 0)
@@ -77,7 +94,8 @@ def compute_few_rows(
 def operands_of(block: Block) -> list[Any]:
     """The kernels' operands, in the order of their use; [None] for a block of another form.
 
-    An operand is None if there are no kernels for it.
+    The first two are those of the mixer, and there are no others if the feed-forward part is not
+    fused. An operand is None if there are no kernels for it.
     """
     mixer, feed_forward, before_mixer, after_mixer, before, after = block.parts
     if before_mixer is None or before is None or block.residual_scale != 1.0:

@@ -54,10 +54,7 @@ class ProjectedMixer(Mixer):
     Kernels may fuse these with what is next to them, and call `attend` alone.
     """
 
-    @property
-    def projections(self) -> tuple[LinearBase, RowParallelLinear]:
-        """The first layer and the last one."""
-        raise NotImplementedError
+    projections: tuple[LinearBase, RowParallelLinear]
 
     def attend(self, projected: torch.Tensor, ropes: Ropes) -> torch.Tensor:
         """Outputs of the first layer -> inputs of the last one, and the tokens enter the cache."""
@@ -109,6 +106,7 @@ class SelfAttention(ProjectedMixer):
             heads.num_heads * heads.head_dim, hidden_size, o_bias, make.ranks,
             make.formats.of("o_proj"),
         )  # fmt: skip
+        self.projections = self.qkv_proj, self.o_proj
         if head_norms is not None:
             self.q_norm, self.k_norm = head_norms
         self.has_head_norms = head_norms is not None
@@ -121,10 +119,6 @@ class SelfAttention(ProjectedMixer):
     def kind(self) -> tuple[Any, ...]:
         return *super().kind, self.rope, self.attn.kv.soft_cap
 
-    @property
-    def projections(self) -> tuple[LinearBase, RowParallelLinear]:
-        return self.qkv_proj, self.o_proj
-
     def attend(self, projected: torch.Tensor, ropes: Ropes) -> torch.Tensor:
         """[T, (H + 2 * KVH) * D] -> [T, H * D]."""
         qkv = projected.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
@@ -135,14 +129,9 @@ class SelfAttention(ProjectedMixer):
         return attended.flatten(1)
 
     def _normed(self, qkv: torch.Tensor) -> torch.Tensor:
-        """Normalize queries and keys, one launch for each; other norms than plain ones."""
-        num_kv_heads = self.qkv_proj.num_kv_heads
-        q, k, v = torch.split(qkv, [self.qkv_proj.num_heads, num_kv_heads, num_kv_heads], dim=1)
-        q, k = (
-            norm(heads.reshape(-1, self.head_dim)).view(heads.shape)
-            for heads, norm in ((q, self.q_norm), (k, self.k_norm))
-        )
-        return torch.cat([q, k, v], dim=1)
+        from nanovllm.layers.head_norms import normed_heads
+
+        return normed_heads(qkv, self.cache.num_kv_heads, (self.q_norm, self.k_norm))
 
 
 def _attention_class(make: Build) -> type[Attention]:

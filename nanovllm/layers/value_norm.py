@@ -6,7 +6,6 @@ import torch
 
 from nanovllm.formats.format import DENSE, WeightFormat
 from nanovllm.formats.stored import RankPart
-from nanovllm.kernels.table import Rounding
 from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.layer import Build
 from nanovllm.layers.linear import LinearBase
@@ -70,18 +69,12 @@ class KeysAsValues(ValueNormAttention):
         self.qk_proj = QKParallelLinear(
             hidden_size, heads, bias, make.ranks, make.formats.of("qk_proj")
         )
-
-    def rounding(self, x: torch.Tensor) -> Rounding | None:
-        return self.qk_proj.rounding(x)
+        self.projections: Any = self.qk_proj, self.o_proj
 
     def mix(self, x: Any, ropes: Ropes) -> torch.Tensor:
         projected = self.qk_proj(x)
         keys = projected[:, -self.cache.num_kv_heads * self.head_dim :]
         return self.attend(torch.cat([projected, keys], 1), ropes)
-
-    def project(self, mixed: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.o_proj(mixed)
-        return out
 
 
 class QKParallelLinear(LinearBase):

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from nanovllm.formats.names import USUAL_NAMES, Names
-from nanovllm.kernels.table import Kernels
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.block import Block
@@ -74,19 +73,6 @@ class Decoder(nn.Module):
     def tap(self, layers: tuple[int, ...]) -> None:
         """Let `forward` return the residuals before these layers."""
         self.taps = layers
-
-    def bind_few_rows(self, kernels: Kernels) -> None:
-        """Use the kernels for decode steps of few rows, if this device has faster ones."""
-        from nanovllm.layers.few_rows import few_rows_of
-
-        self.few_rows = few_rows_of([*self.layers], self.norm, kernels)
-
-    def agree_on_few_rows(self) -> None:
-        """Use the lowest limit of rows of all ranks. The ranks must be connected."""
-        if self.ranks.size > 1:
-            from nanovllm.layers.few_rows import agreed_few_rows
-
-            self.few_rows = agreed_few_rows(self.few_rows, self.norm, self.ranks)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
@@ -186,7 +172,9 @@ class CausalLM(Model):
         """Set the kernels of all layers. `few_rows` allows those for decode steps of few rows."""
         super().bind(backend)
         if few_rows:
-            self.model.bind_few_rows(backend.kernels)
+            from nanovllm.layers.few_rows import bind_few_rows
+
+            bind_few_rows(self.model, backend.kernels)
 
     def compute_logits(
         self,

@@ -36,7 +36,6 @@ from nanovllm.kernels.triton.linear.held_weights import can_hold_tiles, can_shar
 from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers import few_rows as layers_few_rows
 from nanovllm.layers.few_rows import expert_weights
-from nanovllm.models.decoder import Decoder
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "four_processors"),
@@ -500,7 +499,7 @@ def test_experts_that_it_cannot_compute_do_not_take_these_kernels(
     monkeypatch.setattr(layers_few_rows, "operands_of", lambda operands: operands)
     for case in (why, "neither"):
         made = decoder(case)
-        Decoder.bind_few_rows(made, triton_kernels())
+        layers_few_rows.bind_few_rows(made, triton_kernels())
         assert (made.few_rows is None) == (case == why)
 
 
@@ -526,5 +525,5 @@ def test_ranks_take_these_kernels_for_as_many_rows(
     norm = SimpleNamespace(weight=torch.zeros(64, dtype=bf16))
     few_rows = most_rows and FewRows(most_rows)
     made: Any = SimpleNamespace(ranks=ranks, norm=norm, few_rows=few_rows)
-    Decoder.agree_on_few_rows(made)
+    layers_few_rows.agree_on_few_rows([made])
     assert (made.few_rows and made.few_rows.most_rows) == agreed

@@ -96,8 +96,10 @@ def start_shard(shard: Shard, config: Config) -> EngineConfig:
         if shard.memory is not None:
             shard.memory.take_over(shard.models)
         shard.ranks.connect_peers(shard.backend.kernels.peers)
-        for _, model in shard.models:
-            model.model.agree_on_few_rows()
+        if shard.ranks.size > 1:
+            from nanovllm.layers.few_rows import agree_on_few_rows
+
+            agree_on_few_rows([model.model for _, model in shard.models])
         if shard.backend.kernels.graph_safe:  # Triton's
             from nanovllm.engine.start.warm_up import compile_steps
 

@@ -22,8 +22,8 @@ def biased_experts(
     shares: torch.Tensor,
     num_experts: int,
     biases: ExpertBiases,
-    linear: Linear = F.linear,
     additions: PairAdditions | None = None,
+    linear: Linear = F.linear,
 ) -> torch.Tensor:
     """As `experts` of `experts.py`, with biases; with `additions`, as `adapted_experts`.
 

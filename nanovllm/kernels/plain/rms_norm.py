@@ -1,4 +1,4 @@
-"""RMSNorm, with or without the residual add before it, or one more norm before that."""
+"""RMSNorm, with or without the residual add before it."""
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +18,3 @@ def add_rms_norm(
     """The norm of `x + residual`, and this sum."""
     total = x + residual
     return rms_norm(total, weight, eps), total
-
-
-def add_normed(
-    x: torch.Tensor,
-    inner_weight: torch.Tensor,
-    inner_eps: float,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of `residual + inner`, and this sum, for the inner norm of x."""
-    return add_rms_norm(rms_norm(x, inner_weight, inner_eps), residual, weight, eps)

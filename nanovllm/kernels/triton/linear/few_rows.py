@@ -43,6 +43,7 @@ from nanovllm.kernels.triton.linear.rounded_linear import can_round
 from nanovllm.kernels.triton.linear.row_outputs import RowOperands, store_outputs
 from nanovllm.kernels.triton.linear.row_tiles import FEW, FEW_ROUNDED
 
+MANY_INPUTS = 1024  # from which on one tile with zeros costs less than small tiles
 LEAST = 16  # the sizes of matrices that tensor cores multiply are multiples of this
 MOST_ROWS = {32 << 20: 256, 128 << 20: 128}  # by a layer's weights; for more rows cuBLAS is faster
 MOST_OF_LARGE = 64  # the most rows for larger layers
@@ -253,8 +254,10 @@ def tiles_for(
         programs = cdiv(num_rows, rows) * size_out // outputs
         if programs <= side_by_side * processors:
             break
-    inputs = 64 if side_by_side == 2 else 256 if rows <= 32 and not gated else 128
-    inputs = _divisor(size_in, inputs)
+    most = 64 if side_by_side == 2 else 256 if rows <= 32 and not gated else 128
+    inputs = _divisor(size_in, most)
+    if inputs < 128 <= most and size_in >= MANY_INPUTS:
+        inputs = 128  # the last tile ends with zeros
     tile_bytes = (rows + outputs * (1 + gated)) * inputs * 2
     stages = SHARED_BYTES[side_by_side] // tile_bytes
     return FewRowsTiles(rows, outputs, inputs, min(6, stages), side_by_side)

@@ -35,8 +35,6 @@ from nanovllm.kernels.triton.state.gates import (
     value_block,
 )  # fmt: skip
 
-LEAST_READ_AHEAD = 64  # the smallest keys of which a walk reads a chunk ahead
-
 
 @triton.jit
 def inverse(a, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -173,10 +171,9 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
 def _num_stages(dtype: torch.dtype, block_k: int, device: torch.device) -> int:
     """The stages of a walk: with three, a chunk is read while another one is computed.
 
-    Their shared memory, 193 KiB for keys of 128, exists on Hopper GPUs. With keys of 16, on an
-    NVIDIA H200 with Triton 3.6, results were wrong with more than one.
+    Their shared memory, 193 KiB for keys of 128, exists on Hopper GPUs.
     """
-    if dtype != torch.bfloat16 or block_k < LEAST_READ_AHEAD:
+    if dtype != torch.bfloat16:
         return 1
     return 3 if block_k <= 128 and can_copy_tiles(device) else 2
 

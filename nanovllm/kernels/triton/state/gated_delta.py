@@ -19,6 +19,10 @@ from nanovllm.kernels.triton.state.gates import (
     value_block,
 )  # fmt: skip
 
+# With smaller keys, chunks of bfloat16 were wrong on an NVIDIA H200 with Triton 3.6, though not
+# interpreted, and not alike from run to run. Models have keys of 64 and more.
+LEAST_KEYS = 24
+
 
 @triton.jit
 def _recurrent_kernel(  # type: ignore[no-untyped-def]
@@ -76,9 +80,10 @@ def gated_delta(
     """The outputs [T, H, Dv] of qkv [T, 2 * KH * Dk + H * Dv], with a, b [T, H].
 
     Decode, and sequences with few tokens of a prefill, read a memory once, and write it for each
-    kept token. Longer ones are computed in chunks, except in float32; see `delta_chunks`.
+    kept token. Longer ones are computed in chunks, except in float32 and with keys of less than
+    LEAST_KEYS; see `delta_chunks`.
     """
-    _, num_heads, _, value_size = states.shape
+    _, num_heads, key_size, value_size = states.shape
     assert qkv.stride(1) == 1 and states[0].is_contiguous()
     a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
     out = qkv.new_empty(len(qkv), num_heads, value_size)
@@ -86,7 +91,7 @@ def gated_delta(
         _one_by_one(qkv, a, b, rates, states, step, None, out)
         return out
     parts = step.chunks.parts
-    if computes_chunks(qkv.dtype):
+    if computes_chunks(qkv.dtype) and key_size >= LEAST_KEYS:
         parts = step.chunks.short
         if step.chunks.num_long:
             compute_chunks(qkv, a, b, rates, states, step, out)
