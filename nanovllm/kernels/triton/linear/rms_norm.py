@@ -110,11 +110,12 @@ def add_normed(
     out, total = rows_with_room(num_rows, size, x), torch.empty_like(x)
     _add_normed_kernel[(num_rows,)](
         x, inner_weight, residual, weight, out, total, inner_eps, eps,
-        N=size, BLOCK=next_power_of_2(size), num_warps=num_warps_of(size), **early(x.device),
+        N=size, BLOCK=next_power_of_2(size), num_warps=num_warps_of(size, most=16),
+        **early(x.device),
     )  # fmt: skip
     return out, total
 
 
-def num_warps_of(size: int) -> int:
+def num_warps_of(size: int, most: int = 8) -> int:
     """The warps of a program that holds a row of this size in registers."""
-    return min(8, max(1, next_power_of_2(size) // 256))
+    return min(most, max(1, next_power_of_2(size) // 256))
