@@ -24,6 +24,7 @@ from nanovllm.layers.gelu import GeluTanhAndMul
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.lora import AdapterRows
 from nanovllm.layers.mixer import Mixer, ProjectedMixer, Ropes
+from nanovllm.layers.plus_one_norm import PlusOneRMSNorm
 from nanovllm.layers.ranks import Ranks
 from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.sparse_mlp import ExpertRouter, SparseMLP
@@ -37,11 +38,6 @@ MOST_NORMED = 64
 Entering = Scaled | torch.Tensor  # a part's input
 
 
-def bind_few_rows(decoder: Any, kernels: Kernels) -> None:
-    """Let a decoder use the kernels for decode steps of few rows, if there are faster ones."""
-    decoder.few_rows = few_rows_of([*decoder.layers], decoder.norm, kernels)
-
-
 def few_rows_of(blocks: list[Any], norm: RMSNorm, kernels: Kernels) -> "FewRows | None":
     """The kernels for blocks that `norm` follows; None if this device has no faster ones.
 
@@ -49,7 +45,7 @@ def few_rows_of(blocks: list[Any], norm: RMSNorm, kernels: Kernels) -> "FewRows 
     """
     operands = [operands_of(block) for block in blocks]
     found = [kernels.few_rows(each, norm.weight.dtype) for each in operands]
-    if not all(found) or norm.factors is None:
+    if not all(found) or factors_of(norm) is None:
         return None
     lowest = min(found, key=lambda each: each.most_rows if each else 0)
     if lowest and any(len(each) == 2 for each in operands):
@@ -57,13 +53,21 @@ def few_rows_of(blocks: list[Any], norm: RMSNorm, kernels: Kernels) -> "FewRows 
     return lowest
 
 
-def agree_on_few_rows(decoders: list[Any]) -> None:
-    """Use the lowest limit of rows of all ranks, which must be connected."""
-    for decoder in decoders:
-        decoder.few_rows = _agreed(decoder.few_rows, decoder.norm, decoder.ranks)
+def factors_of(norm: RMSNorm) -> torch.Tensor | None:
+    """What a norm multiplies normalized rows by; None if these kernels cannot compute it."""
+    if isinstance(norm, PlusOneRMSNorm):
+        return norm.factors
+    return norm.weight if norm.is_plain else None
 
 
-def _agreed(few_rows: "FewRows | None", norm: RMSNorm, ranks: Ranks) -> "FewRows | None":
+def _factors(norm: RMSNorm) -> torch.Tensor:
+    """Those of a norm that these kernels compute."""
+    factors = factors_of(norm)
+    assert factors is not None
+    return factors
+
+
+def agreed_few_rows(few_rows: "FewRows | None", norm: RMSNorm, ranks: Ranks) -> "FewRows | None":
     """The kernels with the lowest limit of all ranks; None if some rank has none."""
     most = ranks.peer_kernels.most_rows(norm.weight[None]) if ranks.peer_kernels else 0
     most = ranks.minimum(min(most, few_rows.most_rows) if few_rows else 0)
@@ -101,13 +105,15 @@ def operands_of(block: Block) -> list[Any]:
     if before_mixer is None or before is None or block.residual_scale != 1.0:
         return [None]
     norms = [norm for norm in (before_mixer, after_mixer, before, after) if norm is not None]
-    if any(norm.factors is None for norm in norms) or not _is_between_linears(mixer):
+    if any(factors_of(norm) is None for norm in norms) or not _is_between_linears(mixer):
         return [None]
     is_fused = _is_fused(feed_forward, after)
-    if type(block) is not Block or (before.ranks.size > 1 and (after_mixer or not is_fused)):
+    if type(block) is not Block or (
+        before.ranks.size > 1 and (after_mixer or after or not is_fused)
+    ):
         return [None]  # with several ranks, other forms have not been measured
     assert isinstance(mixer, ProjectedMixer)
-    found = _operands(*mixer.projections)
+    found = _operands(*mixer.linears())
     if not is_fused:
         return found
     if isinstance(feed_forward, SparseMLP):
@@ -117,7 +123,7 @@ def operands_of(block: Block) -> list[Any]:
 
 
 def _is_between_linears(mixer: Mixer) -> bool:
-    """Whether the mixer is `attend` and its projections. A subclass may compute something else."""
+    """Whether the mixer is `attend` between its linears. A subclass may compute something else."""
     own = type(mixer).mix, type(mixer).project
     return own == (ProjectedMixer.mix, ProjectedMixer.project)
 
@@ -177,7 +183,7 @@ def compute_block(
     """
     mixer, feed_forward, _, after_mixer, before, after = block.parts
     assert isinstance(mixer, ProjectedMixer) and before is not None
-    first, last = mixer.projections
+    first, last = mixer.linears()
     attended = mixer.attend(few_rows.linear(entering, *first.operand_and_bias), ropes)
     is_fused = _is_fused(feed_forward, after)
     x, entering = _add_linear(few_rows, attended, last, x, after_mixer, before, is_fused)
@@ -187,8 +193,7 @@ def compute_block(
     if isinstance(feed_forward, SparseMLP):
         weights = expert_weights(feed_forward.gate, feed_forward.experts)
         assert weights is not None and isinstance(entering, Scaled)
-        assert norm.factors is not None
-        return few_rows.add_experts(entering, weights, x, norm.factors, norm.eps)
+        return few_rows.add_experts(entering, weights, x, _factors(norm), norm.eps)
     assert isinstance(feed_forward, MLP)
     gate = GATES[type(feed_forward.act_fn)]
     gated = few_rows.gated(entering, *feed_forward.gate_up_proj.operand_and_bias, gate)
@@ -209,14 +214,13 @@ def _add_linear(
     `after` is the norm of the outputs. If there is none, and the next part `scales`, the norm is
     left to it.
     """
-    assert norm.factors is not None
     if after is not None or not scales:
         return _add(few_rows.product(x, *linear.operand_and_bias), residual, after, norm)
     if norm.ranks.size == 1:
-        return few_rows.add(x, *linear.operand_and_bias, residual, norm.factors, norm.eps)
+        return few_rows.add(x, *linear.operand_and_bias, residual, _factors(norm), norm.eps)
     assert norm.ranks.peer_kernels is not None
     part = few_rows.product(x, *linear.operand_and_bias)
-    return norm.ranks.peer_kernels.add_scaled(part, residual, norm.factors, norm.eps)
+    return norm.ranks.peer_kernels.add_scaled(part, residual, _factors(norm), norm.eps)
 
 
 def _add(
@@ -227,7 +231,7 @@ def _add(
         normed, total = norm.add(x, residual)
     else:
         normed, total = norm.kernels.add_normed(
-            x, after.factors, after.eps, residual, norm.factors, norm.eps
+            x, _factors(after), after.eps, residual, _factors(norm), norm.eps
         )
     return total, normed
 

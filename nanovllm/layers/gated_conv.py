@@ -4,7 +4,7 @@ import torch
 
 from nanovllm.layers.cache_spec import State
 from nanovllm.layers.layer import Build
-from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.mixer import ProjectedMixer, Ropes
 from nanovllm.layers.short_conv import ShortConv
 from nanovllm.layers.state_mixer import StateMixer
@@ -27,8 +27,10 @@ class GatedConv(ProjectedMixer, StateMixer):
         self.out_proj = RowParallelLinear(
             hidden_size, hidden_size, bias, ranks, formats.of("out_proj")
         )
-        self.projections = self.in_proj, self.out_proj
         self.cache = State((self.conv.state,))
+
+    def linears(self) -> tuple[LinearBase, RowParallelLinear]:
+        return self.in_proj, self.out_proj
 
     def attend(self, projected: torch.Tensor, ropes: Ropes) -> torch.Tensor:  # noqa: ARG002
         before, after, channels = projected.chunk(3, dim=-1)

@@ -15,7 +15,7 @@ from nanovllm.layers.context import state_step
 from nanovllm.layers.delta_sizes import KINDS, DeltaNames, DeltaSizes
 from nanovllm.layers.gated_norm import GatedNorm
 from nanovllm.layers.layer import Build, Layer
-from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.mixer import ProjectedMixer, Ropes
 from nanovllm.layers.ranks import Ranks
 from nanovllm.layers.row_order import RowOrdered, rows_of_kinds
@@ -92,7 +92,7 @@ class GatedDeltaNet(ProjectedMixer, StateMixer, Layer):
         )
         self.add_module(names.norm, norm)
         self.add_module(names.out_proj, out_proj)
-        self.norm_after, self.projections = (norm,), (self.in_proj, out_proj)  # named above
+        self.last = norm, out_proj
         self.cache = here.state
 
     def weight_loader(self, param: nn.Parameter, loaded: Loaded, shard_id: int | None) -> None:
@@ -106,13 +106,16 @@ class GatedDeltaNet(ProjectedMixer, StateMixer, Layer):
     def bind(self, backend: Backend) -> None:
         self.kernels = backend.kernels
 
+    def linears(self) -> tuple[LinearBase, RowParallelLinear]:
+        return self.in_proj, self.last[1]
+
     def attend(self, projected: torch.Tensor, ropes: Ropes) -> torch.Tensor:  # noqa: ARG002
         conv_states, memories = self.states
         qkv, gate, b, a = torch.split(projected, self.sizes, dim=1)
         mixed = self.conv1d(qkv, conv_states)
         rates = DeltaRates(self.A_log, self.dt_bias, self.most)
         out = self.kernels.gated_delta(mixed, a, b, rates, memories, state_step())
-        normed: torch.Tensor = self.norm_after[0](out.flatten(1), gate)
+        normed: torch.Tensor = self.last[0](out.flatten(1), gate)
         return normed
 
 

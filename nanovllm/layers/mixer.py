@@ -49,25 +49,27 @@ class Mixer(nn.Module):
 
 
 class ProjectedMixer(Mixer):
-    """A mixer that is `attend` between two linear layers, its `projections`.
+    """A mixer that is `attend` between two linear layers, its `linears`.
 
     Kernels may fuse these with what is next to them, and call `attend` alone.
     """
 
-    projections: tuple[LinearBase, RowParallelLinear]
+    def linears(self) -> tuple[LinearBase, RowParallelLinear]:
+        """The first layer and the last one."""
+        raise NotImplementedError
 
     def attend(self, projected: torch.Tensor, ropes: Ropes) -> torch.Tensor:
         """Outputs of the first layer -> inputs of the last one, and the tokens enter the cache."""
         raise NotImplementedError
 
     def rounding(self, x: torch.Tensor) -> Rounding | None:
-        return self.projections[0].rounding(x)
+        return self.linears()[0].rounding(x)
 
     def mix(self, x: Any, ropes: Ropes) -> torch.Tensor:
-        return self.attend(self.projections[0](x), ropes)
+        return self.attend(self.linears()[0](x), ropes)
 
     def project(self, mixed: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.projections[1](mixed)
+        out: torch.Tensor = self.linears()[1](mixed)
         return out
 
 
@@ -106,7 +108,6 @@ class SelfAttention(ProjectedMixer):
             heads.num_heads * heads.head_dim, hidden_size, o_bias, make.ranks,
             make.formats.of("o_proj"),
         )  # fmt: skip
-        self.projections = self.qkv_proj, self.o_proj
         if head_norms is not None:
             self.q_norm, self.k_norm = head_norms
         self.has_head_norms = head_norms is not None
@@ -114,6 +115,9 @@ class SelfAttention(ProjectedMixer):
         self.norms = head_norms if head_norms and all(n.is_plain for n in head_norms) else None
         self.cache: KeysAndValues = heads.part(make.ranks.size)
         self.attn = _attention_class(make)(self.cache, scale, soft_cap)
+
+    def linears(self) -> tuple[LinearBase, RowParallelLinear]:
+        return self.qkv_proj, self.o_proj
 
     @property
     def kind(self) -> tuple[Any, ...]:

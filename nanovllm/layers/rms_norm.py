@@ -35,11 +35,6 @@ class RMSNorm(Layer):
     def bind(self, backend: Backend) -> None:
         self.kernels = backend.kernels
 
-    @property
-    def factors(self) -> torch.Tensor | None:
-        """What fused kernels multiply normalized rows by; None if they cannot compute the norm."""
-        return self.weight if self.is_plain else None
-
     def forward(self, x: torch.Tensor, rounding: Rounding | None = None) -> Any:
         return (rounding or self.kernels).rms_norm(x, self.weight, self.eps)
 

@@ -8,7 +8,7 @@ from nanovllm.formats.format import DENSE, WeightFormat
 from nanovllm.formats.stored import RankPart
 from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.layer import Build
-from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.linear import LinearBase, RowParallelLinear
 from nanovllm.layers.mixer import Ropes, SelfAttention
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.layers.rms_norm import RMSNorm
@@ -69,7 +69,9 @@ class KeysAsValues(ValueNormAttention):
         self.qk_proj = QKParallelLinear(
             hidden_size, heads, bias, make.ranks, make.formats.of("qk_proj")
         )
-        self.projections: Any = self.qk_proj, self.o_proj
+
+    def linears(self) -> tuple[LinearBase, RowParallelLinear]:
+        return self.qk_proj, self.o_proj
 
     def mix(self, x: Any, ropes: Ropes) -> torch.Tensor:
         projected = self.qk_proj(x)

@@ -172,9 +172,10 @@ class CausalLM(Model):
         """Set the kernels of all layers. `few_rows` allows those for decode steps of few rows."""
         super().bind(backend)
         if few_rows:
-            from nanovllm.layers.few_rows import bind_few_rows
+            from nanovllm.layers.few_rows import few_rows_of
 
-            bind_few_rows(self.model, backend.kernels)
+            decoder = self.model
+            decoder.few_rows = few_rows_of([*decoder.layers], decoder.norm, backend.kernels)
 
     def compute_logits(
         self,

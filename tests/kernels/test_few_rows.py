@@ -487,20 +487,19 @@ def test_experts_that_it_cannot_compute_do_not_take_these_kernels(
     """Two ranks, each with a part of a sum; experts with a quantized router."""
     weight = torch.zeros(64, 64, dtype=bf16, device=kernel_device)
 
-    def decoder(why: str) -> Any:
+    def block_and_norm(why: str) -> Any:
         ranks = SimpleNamespace(size=1 + (why == "two ranks"))
         router = None if why == "no router" else Router.of(weight, bf16)
         gate: Any = SimpleNamespace(kernel=router, per_token=1, normalized=True)
         experts: Any = SimpleNamespace(operands=(weight[None], weight[None]), ranks=ranks)
         operands = [weight, weight, expert_weights(gate, experts)]
-        norm = SimpleNamespace(weight=weight[0], factors=weight[0])
-        return SimpleNamespace(layers=[operands], norm=norm, few_rows=None)
+        return operands, SimpleNamespace(weight=weight[0], is_plain=True)
 
     monkeypatch.setattr(layers_few_rows, "operands_of", lambda operands: operands)
     for case in (why, "neither"):
-        made = decoder(case)
-        layers_few_rows.bind_few_rows(made, triton_kernels())
-        assert (made.few_rows is None) == (case == why)
+        operands, norm = block_and_norm(case)
+        made = layers_few_rows.few_rows_of([operands], norm, triton_kernels())
+        assert (made is None) == (case == why)
 
 
 @pytest.mark.parametrize(
@@ -519,11 +518,10 @@ def test_ranks_take_these_kernels_for_as_many_rows(
 ) -> None:
     """Their sums would not fit together otherwise."""
     peer_kernels = SimpleNamespace(most_rows=lambda _: sums) if sums else None
-    ranks = SimpleNamespace(
+    ranks: Any = SimpleNamespace(
         size=2, peer_kernels=peer_kernels, minimum=lambda number: min(number, others)
     )
-    norm = SimpleNamespace(weight=torch.zeros(64, dtype=bf16))
-    few_rows = most_rows and FewRows(most_rows)
-    made: Any = SimpleNamespace(ranks=ranks, norm=norm, few_rows=few_rows)
-    layers_few_rows.agree_on_few_rows([made])
-    assert (made.few_rows and made.few_rows.most_rows) == agreed
+    norm: Any = SimpleNamespace(weight=torch.zeros(64, dtype=bf16))
+    few_rows: Any = most_rows and FewRows(most_rows)
+    made = layers_few_rows.agreed_few_rows(few_rows, norm, ranks)
+    assert (made and made.most_rows) == agreed

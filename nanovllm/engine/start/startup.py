@@ -97,9 +97,10 @@ def start_shard(shard: Shard, config: Config) -> EngineConfig:
             shard.memory.take_over(shard.models)
         shard.ranks.connect_peers(shard.backend.kernels.peers)
         if shard.ranks.size > 1:
-            from nanovllm.layers.few_rows import agree_on_few_rows
+            from nanovllm.layers.few_rows import agreed_few_rows
 
-            agree_on_few_rows([model.model for _, model in shard.models])
+            for decoder in (model.model for _, model in shard.models):
+                decoder.few_rows = agreed_few_rows(decoder.few_rows, decoder.norm, shard.ranks)
         if shard.backend.kernels.graph_safe:  # Triton's
             from nanovllm.engine.start.warm_up import compile_steps
 
