@@ -68,5 +68,5 @@ def spellings(name: str, names: Names) -> list[str]:
     Tools write the names of modules, whose layout may be another than that of the files.
     """
     layouts = [{}, *({theirs: ours} for theirs, ours in names.prefixes.items())]
-    others = layouts if names.prefixes else []
+    others = layouts if len(names.prefixes) > 1 else []  # else there is one layout
     return [names.theirs(name), *(replace(names, prefixes=each).theirs(name) for each in others)]

@@ -59,6 +59,7 @@ FP8 = Scheme("fp8", 8, rows=1, columns=None, inputs="dynamic", while_loading=Tru
 INT8 = Scheme("int8", 8, rows=1, columns=None, while_loading=True)
 INT4 = Scheme("int4", 4, rows=1, columns=32, while_loading=True)
 DEQUANTIZE = "dequantize"  # the value of `quantization=` for plain weights of a GGUF file
+DEQUANTIZED = "nanovllm_dequantized"  # in the config.json that is made for them
 # What `quantization=` makes of plain weights: those of the layers, and those of the head. In
 # FP8, rounding the head's inputs would cost the most quality, and float inputs would save little
 # time with many requests.

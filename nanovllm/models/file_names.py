@@ -1,5 +1,6 @@
 """Give the errors of the loader the names that files have for a model's tensors."""
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -28,8 +29,9 @@ def error_of_files(
     text = str(error)
     if model is not None and (model.names.prefixes or model.names.pieces):
         names = model.names
-        found = [name for tensors in files for name in tensors if not names.is_skipped(name)]
-        text = with_file_names(text, names, found, targets_of(model))
+        with contextlib.suppress(OSError, ValueError):  # of a damaged file: `error` came first
+            found = [name for tensors in files for name in tensors if not names.is_skipped(name)]
+            text = with_file_names(text, names, found, targets_of(model))
     return ValueError(f"{path}: {text}")
 
 

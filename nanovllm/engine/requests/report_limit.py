@@ -11,8 +11,8 @@ class ReportLimit:
     """Shares `most` tokens among the prompts of a step whose log-probabilities are wanted.
 
     Each of their tokens has logits of the whole vocabulary to rank, and as many entries for the
-    host as the request asks for. A step is not bounded if all other requests are of this kind and
-    do not decode. The requests of an engine have one limit together.
+    host as the request asks for. A step is not bounded if all other requests are of this kind, and
+    none decodes. The requests of an engine have one limit together.
     """
 
     def __init__(self, most: int = MOST_REPORTED) -> None:
@@ -30,7 +30,7 @@ class ReportLimit:
         """How many tokens a prompt with reports may compute, after the step's other `prompts`."""
         if prompts is not self._prompts:
             self._prompts, self._num_counted = prompts, 0
-            others = any(map(_decodes, running)) or not all(map(wants_reports, waiting))
+            others = any(map(_is_other, running)) or not all(map(wants_reports, waiting))
             self._left = self._most if others else budget
         self._left -= sum(map(_num_reported, prompts[self._num_counted :]))
         self._num_counted = len(prompts)
@@ -47,5 +47,6 @@ def _num_reported(seq: Sequence) -> int:
     return seq.num_scheduled_tokens if wants_reports(seq) else 0
 
 
-def _decodes(seq: Sequence) -> bool:
-    return not (seq.is_prefilling or seq.ends_in_flight)
+def _is_other(seq: Sequence) -> bool:
+    """Whether a running sequence decodes, or has a prompt without reports to compute."""
+    return not (seq.ends_in_flight or (seq.is_prefilling and wants_reports(seq)))

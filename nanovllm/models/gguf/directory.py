@@ -5,8 +5,8 @@ is kept in the user's cache, in a folder whose name depends on the paths, sizes 
 parts, so that a changed file gets a new one. Of a directory that exists only the links are looked
 at. Any number of processes may make one at once: each builds its own and renames it.
 
-A file has a second directory for its dequantized weights. Its config.json has no
-`quantization_config`: matrices in blocks are then read as plain ones.
+A file has a second directory for its dequantized weights. Its config.json has DEQUANTIZED in place
+of `quantization_config`: matrices in blocks are then read as plain ones.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.formats.names import FIELD
-from nanovllm.formats.scheme import DEQUANTIZE, ONLINE
+from nanovllm.formats.scheme import DEQUANTIZE, DEQUANTIZED, ONLINE
 from nanovllm.models.cache_folder import writable_folder
 from nanovllm.models.file_errors import file_error
 from nanovllm.models.gguf.split import GGUFModel, open_gguf, part_paths
@@ -26,7 +26,7 @@ from nanovllm.models.gguf.split import GGUFModel, open_gguf, part_paths
 logger = logging.getLogger("nanovllm")
 
 NEED_PLAIN = (DEQUANTIZE, *ONLINE)  # values of the option `quantization`
-VERSION = 3  # of what is written: a directory of another version is not used
+VERSION = 4  # of what is written: a directory of another version is not used
 # The names of sampling parameters in files, and in generation_config.json.
 SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
@@ -40,9 +40,11 @@ def directory_with(path: Path, quantization: str) -> Path:
     `path` is a model's directory with a file of this format, which is not read if there are others.
     """
     file = min(path.glob("*.gguf"))
-    if quantization not in NEED_PLAIN or any(path.glob("*.safetensors")) or not has_blocks(path):
+    if quantization not in NEED_PLAIN or any(path.glob("*.safetensors")):
         return path
     if quantization != DEQUANTIZE:
+        if not has_blocks(path):
+            return path
         logger.warning(
             "%s has weights that were rounded when it was made; quantization=%r dequantizes them,"
             " and rounds them once more", file, quantization,
@@ -127,6 +129,7 @@ def _texts(model: GGUFModel, is_plain: bool) -> dict[str, str]:
     config = config_fields(Metadata(model))
     if is_plain:
         config.pop(FIELD, None)
+        config[DEQUANTIZED] = True
     generation = _generation_fields(model, config)
     return {
         "config.json": json.dumps(config, indent=2),

@@ -1,7 +1,7 @@
 """The tensors of GGUF files, under the names and in the order of rows that checkpoints have.
 
 They are views of mapped memory: reading copies nothing, except rows that are put in order. If the
-config.json beside the file describes no quantization, matrices in blocks are read dequantized.
+config.json beside the file says so, matrices in blocks are read dequantized.
 """
 
 import math
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.formats.names import FIELD
+from nanovllm.formats.scheme import DEQUANTIZED
 from nanovllm.models.checkpoint import read_json
 from nanovllm.models.gguf.decoded import decoded
 from nanovllm.models.gguf.file import PLAIN_TYPES, GGUFFile, TensorInfo
@@ -40,7 +40,7 @@ def read_gguf(path: Path) -> Iterator[dict[str, View]]:
     """Yield the tensors of each file of a model by their usual names. No weights are read."""
     model = open_gguf(path)
     config = path.with_name("config.json")
-    is_plain = config.is_file() and FIELD not in read_json(config)
+    is_plain = config.is_file() and DEQUANTIZED in read_json(config)
     metadata = Metadata(model)
     small = {name: View(torch.tensor([value]), "F32") for name, value in numbers(metadata).items()}
     for file in model.files:

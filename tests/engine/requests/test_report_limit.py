@@ -76,6 +76,16 @@ def test_other_prompts_do_not_wait_for_reports() -> None:
     assert requests.step() == [(scored[0], 24), (scored[1], 40)], "nobody else waits"
 
 
+def test_a_long_prompt_without_reports_is_not_stopped_by_reports() -> None:
+    """It is no longer in the queue after its first step, and does not decode yet."""
+    requests = Requests()
+    scored = requests.add(200, True, max_tokens=1)
+    other = requests.add(150, max_tokens=2)
+    for _ in range(2):
+        assert requests.step() == [(scored, MOST), (other, BUDGET - MOST)]
+    assert requests.step() == [(scored, MOST), (other, 150 - 2 * (BUDGET - MOST))]
+
+
 def test_without_others_a_step_is_full() -> None:
     """So scoring alone is as fast as without a limit."""
     requests = Requests()

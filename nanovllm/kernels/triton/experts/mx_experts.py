@@ -4,8 +4,10 @@ T tokens, K experts of each, N = T * K pairs of a token and an expert, E experts
 first launch computes gate and up, adds their biases and applies the gate; its results are in the
 order of experts. The second one adds its bias too, and multiplies by the pairs' shares. The codes
 of a tile are converted in registers, once for each tile of pairs, and multiplied by the tensor
-cores as the left matrix. Sums are float32, and a result is rounded once. Nothing syncs, and all
-shapes depend only on those of the arguments.
+cores as the left matrix. Nothing syncs, and all shapes depend only on those of the arguments.
+
+Sums: float32, over runs of 128 inputs one after the other. A token's experts are added up in the
+order of its choices; with tiles of 128 pairs, each part is rounded to the type of x before that.
 """
 
 from dataclasses import dataclass

@@ -227,7 +227,7 @@ def _launch_tiles(rows: RowOperands, weight: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FewRowsTiles:
-    """The division of a product into tiles; outputs and inputs divide the sizes."""
+    """The division of a product into tiles. Outputs divide the size; a last tile has zeros."""
 
     rows: int
     outputs: int

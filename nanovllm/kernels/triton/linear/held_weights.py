@@ -17,7 +17,8 @@ from nanovllm.kernels.triton.common import await_inputs, let_next_begin
 from nanovllm.kernels.triton.linear.row_outputs import RowOperands, store_outputs
 
 MOST_ROWS = 2
-MOST_BYTES = 33 << 19  # of a matrix: as much as programs that run at the same time can hold
+# Of a matrix: two programs with 64 KiB in registers on each of an H100's 132 multiprocessors.
+MOST_BYTES = 2 * 132 << 16
 WARPS = 4
 HELD = WARPS * 32 * 128  # weights of a program: 128 of a thread, in 64 registers
 MOST_TILE_ROWS = 16
