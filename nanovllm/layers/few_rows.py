@@ -38,12 +38,12 @@ MOST_NORMED = 64
 Entering = Scaled | torch.Tensor  # a part's input
 
 
-def few_rows_of(blocks: list[Any], norm: RMSNorm, kernels: Kernels) -> "FewRows | None":
-    """The kernels for blocks that `norm` follows; None if this device has no faster ones.
+def few_rows_of(decoder: Any, kernels: Kernels) -> "FewRows | None":
+    """The kernels for a decoder's blocks and norm; None if this device has no faster ones.
 
     Blocks may be quantized differently: all need such kernels, and the lowest limit applies.
     """
-    operands = [operands_of(block) for block in blocks]
+    norm, operands = decoder.norm, [operands_of(block) for block in decoder.layers]
     found = [kernels.few_rows(each, norm.weight.dtype) for each in operands]
     if not all(found) or factors_of(norm) is None:
         return None

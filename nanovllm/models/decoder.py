@@ -174,8 +174,7 @@ class CausalLM(Model):
         if few_rows:
             from nanovllm.layers.few_rows import few_rows_of
 
-            decoder = self.model
-            decoder.few_rows = few_rows_of([*decoder.layers], decoder.norm, backend.kernels)
+            self.model.few_rows = few_rows_of(self.model, backend.kernels)
 
     def compute_logits(
         self,

@@ -18,7 +18,7 @@ from nanovllm.formats.choice import QuantizedFormats
 from nanovllm.formats.format import DENSE
 from nanovllm.formats.methods import METHODS, choose_quantization, read_quantization
 from nanovllm.formats.quantization import Quantization
-from nanovllm.formats.scheme import ONLINE
+from nanovllm.formats.scheme import DEQUANTIZE, ONLINE
 from nanovllm.models.config import ModelConfig
 from nanovllm.utils.option import QUANTIZATIONS
 
@@ -211,7 +211,7 @@ def test_names_of_fused_projections_count_where_checkpoints_have_them(tmp_path: 
 
 
 def test_the_option_lists_what_there_is() -> None:
-    assert tuple(dict.fromkeys([*ONLINE, *METHODS])) == QUANTIZATIONS
+    assert tuple(dict.fromkeys([*ONLINE, DEQUANTIZE, *METHODS])) == QUANTIZATIONS
 
 
 def test_routers_and_in_fp8_the_head_are_not_quantized_while_loading() -> None:

@@ -487,18 +487,18 @@ def test_experts_that_it_cannot_compute_do_not_take_these_kernels(
     """Two ranks, each with a part of a sum; experts with a quantized router."""
     weight = torch.zeros(64, 64, dtype=bf16, device=kernel_device)
 
-    def block_and_norm(why: str) -> Any:
+    def decoder(why: str) -> Any:
         ranks = SimpleNamespace(size=1 + (why == "two ranks"))
         router = None if why == "no router" else Router.of(weight, bf16)
         gate: Any = SimpleNamespace(kernel=router, per_token=1, normalized=True)
         experts: Any = SimpleNamespace(operands=(weight[None], weight[None]), ranks=ranks)
         operands = [weight, weight, expert_weights(gate, experts)]
-        return operands, SimpleNamespace(weight=weight[0], is_plain=True)
+        norm = SimpleNamespace(weight=weight[0], is_plain=True)
+        return SimpleNamespace(layers=[operands], norm=norm)
 
     monkeypatch.setattr(layers_few_rows, "operands_of", lambda operands: operands)
     for case in (why, "neither"):
-        operands, norm = block_and_norm(case)
-        made = layers_few_rows.few_rows_of([operands], norm, triton_kernels())
+        made = layers_few_rows.few_rows_of(decoder(case), triton_kernels())
         assert (made is None) == (case == why)
 
 

@@ -211,13 +211,14 @@ class Scheduler:
         """
         seqs: list[Sequence] = []
         for seq in [seq for seq in self.running if seq.is_prefilling]:
-            if not (share := seq.parts.share(budget, seqs, self.running, self.waiting)):
+            share = seq.parts.share(budget, seqs, self.running, self.waiting)
+            if not share or seq.status is SequenceStatus.WAITING:  # it was preempted in this step
                 continue
             while not schedule_tokens(seq, share, self.caches):
                 if decodes and decodes[-1] is self.running[-1]:
                     decodes.pop()
-                self.preempt()
-                if seq.status is SequenceStatus.WAITING:
+                self.preempt()  # maybe this sequence
+                if seq.status is SequenceStatus.WAITING:  # type: ignore[comparison-overlap]
                     return seqs, 0
             budget -= seq.num_scheduled_tokens
             seqs.append(seq)
