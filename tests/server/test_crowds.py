@@ -15,7 +15,9 @@ from nanovllm.embedded.problems import sample_problems
 pytestmark = pytest.mark.slow
 
 AT_ONCE = 1000
-GROWTH_MIB = 20  # of both processes: as much as a leak of 10 KiB a request
+# Of both processes: as much as a leak of 20 KiB a request. Allocators keep 1 to 15 on idle cores;
+# 22 were seen on busy ones.
+GROWTH_MIB = 40
 
 
 @pytest.fixture(scope="module")
