@@ -1,7 +1,7 @@
 """Logprobs: the log-probabilities of a sequence's tokens, kept as they arrive from the device."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from nanovllm.engine.requests.report_limit import ReportLimit
@@ -35,20 +35,14 @@ class Logprobs:
         self._generated: dict[int, Entry] = {}  # by index in `token_ids`
         self._prepared: dict[int, list[TokenLogprob]] = {}  # by index in `token_ids`
 
-    def share(
-        self,
-        budget: int,
-        prompts: list[Sequence],
-        running: Iterable[Sequence],
-        waiting: Iterable[Sequence],
-    ) -> int:
-        """How many tokens of a step's budget the sequence may get, after its other `prompts`.
+    def share(self, budget: int, *queues: Any) -> int:
+        """How many tokens of a step's budget the sequence may get: see `ReportLimit.share`.
 
-        While a prompt is not reported, the limit of all reports decides.
+        Once the whole prompt is reported, all of them.
         """
         if not self.wanted or self._limit is None:
             return budget
-        return self._limit.share(budget, prompts, running, waiting)
+        return self._limit.share(budget, *queues)
 
     def add(self, seq: Sequence, index: int, entry: Entry) -> None:
         """Keep the entry of the token at `index`. Prompt tokens come in order."""
