@@ -199,7 +199,7 @@ def mx_experts(tokens: int, dtype: torch.dtype = torch.bfloat16, is_wide: bool =
 
     def stack(size_out: int) -> MxStack:
         return MxStack(int32(32, 23, size_out, 16), int32(32, 23, size_out),
-                       (32, size_out, 2880), is_wide)  # fmt: skip
+                       (32, size_out, 2880), is_wide, int32(1 << 14))  # fmt: skip
 
     ids, shares = torch.zeros(tokens, 4, dtype=torch.long), torch.empty(tokens, 4)
     of_type = partial(torch.empty, dtype=dtype)
@@ -599,10 +599,12 @@ CALLS: dict[str, Callable[[], object]] = {
     "biased_experts, gpt-oss": partial(biased_experts, 64),
     **{
         f"mx_experts, gpt-oss, {tokens} tokens": partial(mx_experts, tokens)
-        for tokens in (1, 200, 256, 8 * TOKENS - 95, 8 * TOKENS)
+        for tokens in (8, 200, 256, 8 * TOKENS - 95, 8 * TOKENS)
     },
+    "few_mx_experts, gpt-oss": partial(mx_experts, 1),
+    "few_mx_experts, large scales": partial(mx_experts, 3, is_wide=True),
     "mx_experts, float32": partial(mx_experts, 3, torch.float32),
-    "mx_experts, large scales": partial(mx_experts, 3, is_wide=True),
+    "mx_experts, large scales": partial(mx_experts, 8, is_wide=True),
     "route, 256 experts": partial(route, 32 * TOKENS, num_experts=256),
     **{f"few_experts, {rows} rows": partial(few_experts, rows) for rows in (1, 64, 256)},
     "few_experts, e4m3 blocks": partial(few_experts, 64, FORMATS["e4m3 blocks"]),

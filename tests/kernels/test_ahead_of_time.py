@@ -226,7 +226,8 @@ def narrow_accesses(ir: str) -> list[str]:
     return narrow
 
 
-# `few_rows`, `few_experts` and `block_products` take 256 rows at most, `quantized_rows` 512.
+# `few_rows`, `few_experts` and `block_products` take 256 rows at most, `few_mx_experts` fewer, and
+# `quantized_rows` 512.
 @pytest.mark.parametrize(
     "name",
     [

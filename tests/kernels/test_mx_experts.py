@@ -56,6 +56,8 @@ def values(weights: list[BlockMatrix]) -> torch.Tensor:
 SHAPES = [
     Shape(1, 1, 1, 32, 96),
     Shape(9, 3, 6, 160, 96, below=1, above=2, last=False),
+    Shape(1, 3, 6, 416, 288, bf16, below=1, above=1),  # few pairs, which are not grouped
+    Shape(3, 4, 5, 160, 96, torch.float16, last=False),
     Shape(40, 2, 4, 128, 160, bf16),
     Shape(33, 2, 2, 160, 32, torch.float16, below=1),
     Shape(50, 1, 1, 96, 96, bf16, last=False),

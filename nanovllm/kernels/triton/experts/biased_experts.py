@@ -14,14 +14,10 @@ import triton.language as tl
 from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.operands.expert_biases import ExpertBiases
 from nanovllm.kernels.operands.low_rank import PairAdditions
+from nanovllm.kernels.triton.experts.clamped_gate import clamped_gate
 from nanovllm.kernels.triton.experts.experts import Stack, grouped_linear
 from nanovllm.kernels.triton.experts.grouping import group, tile_pairs
-from nanovllm.kernels.triton.experts.mx_experts import (
-    clamped_gate,
-    mx_linear,
-    mx_parts,
-    rows_of_tile,
-)
+from nanovllm.kernels.triton.experts.mx_experts import mx_linear, mx_parts, rows_of_tile
 from nanovllm.kernels.triton.experts.mx_stack import MxStack
 from nanovllm.kernels.triton.linear.silu_and_mul import BLOCK
 

@@ -11,7 +11,6 @@ order of its choices; with tiles of 128 pairs, each part is rounded to the type 
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -20,8 +19,10 @@ import triton.language as tl
 from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.operands.expert_biases import ExpertBiases
 from nanovllm.kernels.triton.common import can_copy_tiles, dot
+from nanovllm.kernels.triton.experts.clamped_gate import Gate, clamped_gate
 from nanovllm.kernels.triton.experts.grouping import TiledPairs, tile_pairs
 from nanovllm.kernels.triton.experts.many_pairs import tile_of
+from nanovllm.kernels.triton.experts.mx_few import few_parts, takes_few
 from nanovllm.kernels.triton.experts.mx_stack import RUN, MxStack
 from nanovllm.kernels.triton.experts.mx_values import load_mx_values
 from nanovllm.kernels.triton.linear.block_values import lanes
@@ -37,22 +38,6 @@ class MxTiles:
     outputs: int
     stages: int
     warps: int
-
-
-class Gate(NamedTuple):
-    """What the first product has."""
-
-    alpha: float
-    limit: float
-    per_row: int  # pairs of a token
-
-
-@triton.jit
-def clamped_gate(gate, up, alpha, limit):  # type: ignore[no-untyped-def]
-    """As `ExpertBiases` defines, in float32."""
-    gate = tl.where(gate > limit, limit, gate)  # as in PyTorch, NaN stays
-    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    return (up + 1.0) * (gate / (1.0 + tl.exp(-alpha * gate)))
 
 
 @triton.jit
@@ -133,6 +118,8 @@ def mx_parts(
     """
     (num_here, hidden, size), num_pairs = down.shape, expert_ids.numel()
     assert x.is_contiguous() and x.shape[1] == gate_up.shape[2] == hidden
+    if takes_few(x, num_pairs):
+        return few_parts(x, gate_up, down, expert_ids, shares, biases)
     rows = rows_of_tile(num_pairs, num_experts, x.dtype)
     pairs = tile_pairs(expert_ids, num_here, rows)
     inner = x.new_empty(num_pairs, size)

@@ -14,6 +14,7 @@ from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.operands.block_matrix import BlockMatrix
 
 RUN = 128  # inputs that a kernel takes at a time
+MOST_SHARED = 1 << 14  # tiles of outputs that several programs share
 GROUPS = 4  # groups of a run: values with one scale
 MOST_NARROW = 128  # the largest byte of a scale with which one multiplication decodes a value
 
@@ -40,6 +41,7 @@ class MxStack:
     scales: torch.Tensor  # int32 [E, R, N]: a byte for each group, from the lowest on
     shape: tuple[int, int, int]  # E, N and K
     is_wide: bool
+    arrivals: torch.Tensor  # int32 zeros, for kernels that divide K among programs
 
     @property
     def num_bytes(self) -> int:
@@ -60,7 +62,8 @@ def arrange_mx_experts(matrices: Sequence[BlockMatrix]) -> MxStack:
         codes[i] = _words(blocks[..., 1:])
         exponents = blocks[..., 0] if is_wide else blocks[..., 0] + (MOST_NARROW - 2)
         scales[i] = exponents.contiguous().view(torch.int32).t()
-    return MxStack(codes, scales, (len(matrices), size_out, size_in), is_wide)
+    arrivals = torch.zeros(MOST_SHARED, dtype=torch.int32, device=device)
+    return MxStack(codes, scales, (len(matrices), size_out, size_in), is_wide, arrivals)
 
 
 def _words(pairs: torch.Tensor) -> torch.Tensor:
