@@ -36,8 +36,11 @@ class BlocksMatrix(Matrix):
         self.operand = kernels.arrange_blocks(weight)
         self.kernels = kernels
 
+    def rounding(self, x: torch.Tensor) -> Rounding | None:
+        return self.kernels.rounding(self.operand, len(x)) if x.itemsize == 2 else None
+
     def linear(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+        self, x: Any, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         return written_to(out, self.kernels.block_linear(x, self.operand, bias))
 
@@ -72,8 +75,13 @@ class JoinedMatrix(Matrix):
     def __init__(self, matrices: list[Matrix], sizes: list[int]) -> None:
         self.matrices, self.sizes = matrices, sizes
 
+    def rounding(self, x: torch.Tensor) -> Rounding | None:
+        """As all of them round, if they do in the same way."""
+        first, *others = (matrix.rounding(x) for matrix in self.matrices)
+        return first if all(first == other for other in others) else None
+
     def linear(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+        self, x: Any, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         biases = [None] * len(self.sizes) if bias is None else torch.split(bias, self.sizes)
         parts = zip(self.matrices, biases, strict=True)

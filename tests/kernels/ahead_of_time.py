@@ -319,6 +319,19 @@ def block_products(name: str, rows: int, dtype: torch.dtype = torch.bfloat16) ->
         block_linear.block_linear(torch.empty(rows, 2048, dtype=dtype), weight)
 
 
+def block_dots(name: str, rows: int) -> None:
+    """The product, and the three kernels that round rows for it."""
+    from nanovllm.kernels.triton.linear import block_dots, block_linear
+    from nanovllm.kernels.triton.linear.rounded_rows import WORD_ROUNDING
+
+    weight = block_linear.arrange_blocks(random_blocks(name, 256, 2048))
+    x, norm = bf16(rows, 2048), bf16(2048)
+    with mock.patch.object(block_dots, "num_multiprocessors", return_value=132):
+        block_linear.block_linear(x, weight)
+    WORD_ROUNDING.add_rms_norm(x, x, norm, EPS)
+    WORD_ROUNDING.silu_and_mul(bf16(rows, 4096))
+
+
 def block_rows(name: str) -> None:
     from nanovllm.kernels.triton.linear import block_dequantize, block_linear
 
@@ -665,9 +678,11 @@ CALLS: dict[str, Callable[[], object]] = {
     **{f"dequantize, {name}": partial(dequantize, form) for name, form in FORMATS.items()},
     **{
         f"block_products, {rows} rows, {name}": partial(block_products, name, rows)
-        for rows in (1, 64, 256)
+        for rows in (16, 64, 256)
         for name in (BLOCK_FORMS if rows == 64 else ("Q4_K", "Q6_K", "Q8_0"))
     },
+    **{f"few_block_dots, {name}": partial(block_dots, name, 1) for name in BLOCK_FORMS[:-1]},
+    "few_block_dots, two rows": partial(block_dots, "Q5_0", 2),
     "block_products, float16": partial(block_products, "Q4_K", 3, torch.float16),
     **{f"block_rows, {name}": partial(block_rows, name) for name in ("Q4_K", "Q6_K")},
     **{

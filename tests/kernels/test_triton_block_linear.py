@@ -118,14 +118,68 @@ def test_rows_of_float16_and_float32_and_many_rows(kernel_device: str) -> None:
 
 
 def test_a_row_does_not_depend_on_other_rows(kernel_device: str) -> None:
-    """Up to 64 rows: fails if the parts of K follow the number of rows."""
+    """1 or 2 rows, and 3 to 64: fails if the parts of K follow the number of rows."""
     from nanovllm.kernels.triton.linear.block_linear import arrange_blocks, block_linear
 
     arranged = arrange_blocks(blocks("Q8_0", 20, 1024, kernel_device))
     x = torch.randn(64, 1056, device=kernel_device).to(bf16)
-    together = block_linear(x, arranged, None)
-    for rows in (1, 20):
-        assert torch.equal(block_linear(x[:rows], arranged, None), together[:rows])
+    for fewer, rows in ((1, 2), (3, 64), (20, 64)):
+        together = block_linear(x[:rows], arranged, None)
+        assert torch.equal(block_linear(x[:fewer], arranged, None), together[:fewer])
+
+
+def test_rows_are_rounded_by_the_kernels_before_the_product(kernel_device: str) -> None:
+    """The norm, its sum with a residual, and the activation: as rows that are rounded alone."""
+    from nanovllm.kernels.triton.linear.block_linear import arrange_blocks, block_linear
+    from nanovllm.kernels.triton.linear.rms_norm import add_rms_norm, rms_norm
+    from nanovllm.kernels.triton.linear.rounding import rounding_of
+    from nanovllm.kernels.triton.linear.silu_and_mul import silu_and_mul
+
+    arranged = arrange_blocks(blocks("Q4_1", 20, 256, kernel_device))
+    x, residual, weight, both = (
+        torch.randn(*size, device=kernel_device).to(bf16)
+        for size in ((2, 288), (2, 288), (288,), (2, 576))
+    )
+    rounding = rounding_of(arranged, 2)
+    assert rounding is not None and rounding_of(arranged, 3) is None
+    made, total = rounding.add_rms_norm(x, residual, weight, EPS)
+    normed, summed = add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(total, summed)
+    pairs = [
+        (rounding.rms_norm(x, weight, EPS), rms_norm(x, weight, EPS)),
+        (made, normed),
+        (rounding.silu_and_mul(both), silu_and_mul(both)),
+    ]
+    for rows, plain_rows in pairs:
+        assert torch.equal(
+            block_linear(rows, arranged, None), block_linear(plain_rows, arranged, None)
+        )
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter
+def test_a_row_that_is_not_finite_stays_so(kernel_device: str) -> None:
+    """Integers have no NaN: the scale of its run does."""
+    from nanovllm.kernels.triton.linear.block_linear import arrange_blocks, block_linear
+
+    x = torch.randn(2, 512, device=kernel_device).to(bf16)
+    x[0, 130] = float("nan")
+    x[1, 7] = float("inf")
+    out = block_linear(x, arrange_blocks(blocks("Q4_K", 20, 512, kernel_device)), None)
+    assert not out.isfinite().any()
+
+
+def test_large_and_small_runs_are_rounded_alone(kernel_device: str) -> None:
+    """An error is relative to the run's largest input: fails if a row has one scale."""
+    from nanovllm.kernels.triton.linear.block_linear import arrange_blocks, block_linear
+
+    weight = blocks("Q6_K", 33, 512, kernel_device)
+    x = torch.randn(1, 512, device=kernel_device).to(torch.float16)
+    x[:, :128] *= 2.0**-13
+    other = x.clone()
+    other[:, 128:] = 0
+    arranged = arrange_blocks(weight)
+    assert_near(block_linear(other, arranged, None), other.float() @ values(weight).T, 2**-9)
+    assert_near(block_linear(x, arranged, None), x.float() @ values(weight).T, 2**-9)
 
 
 @pytest.mark.parametrize("outputs", [16, 32, 128])

@@ -29,7 +29,7 @@ TRITON_PLACES = {
     "arrange_mx_experts": "triton.experts.mx_stack",
     "block_linear": "triton.linear.block_linear",
     "block_rows": "triton.linear.block_dequantize",
-    "rounding": "triton.linear.rounded_linear:rounding_of",
+    "rounding": "triton.linear.rounding:rounding_of",
     "few_rows": "triton.linear.few_rows:few_rows_for",
     "group_rows": "triton.lora.row_groups",
     "lora_down": "triton.lora.lora",

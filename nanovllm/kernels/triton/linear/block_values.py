@@ -71,7 +71,7 @@ def _of_lanes(  # type: ignore[no-untyped-def]
     slot = row * 4 + tl.arange(0, n.shape[0]) % 4
     even, odd = _load_low(low_ptr, row, slot, LOW)
     if NUMBERS == "iq4":
-        even, odd = _look_up(even), _look_up(odd)
+        even, odd = look_up(even), look_up(odd)
     high = even
     if HIGH:
         high = _load_plane(high_ptr, slot, HIGH)
@@ -88,8 +88,8 @@ def _of_lanes(  # type: ignore[no-untyped-def]
             second_min = tl.load(mins_ptr + row * 2 + 1)
     if not PAIRS:
         d = tl.load(supers_ptr + run // 2 * WEIGHT_N + n)
-        d_min = _float16(d >> 16)
-        d = _float16(d)
+        d_min = float16_of(d >> 16)
+        d = float16_of(d)
     a = _two_steps(even, odd, high, first, second, first_min, second_min, d, d_min, 0, LOW, HIGH,
                    CENTER, NUMBERS, GROUPS, SCALES, SCALE_CENTER, MINS)  # fmt: skip
     b = _two_steps(even, odd, high, first, second, first_min, second_min, d, d_min, 2, LOW, HIGH,
@@ -127,7 +127,7 @@ def _load_low(ptr, row, slot, BITS: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def _float16(words):  # type: ignore[no-untyped-def]
+def float16_of(words):  # type: ignore[no-untyped-def]
     """The number in the lower half of a word."""
     return words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
@@ -169,10 +169,10 @@ def _scale(  # type: ignore[no-untyped-def]
     """The scale and the min of a group: [lanes] each."""
     if SCALES == "float16" or SCALES == "bfloat16":
         word = (second if GROUP >= 2 else first) >> GROUP % 2 * 16
-        scale = _float16(word) if SCALES == "float16" else _float(word << 16)
+        scale = float16_of(word) if SCALES == "float16" else _float(word << 16)
         smallest = scale
         if MINS:
-            smallest = _float16((second_min if GROUP >= 2 else first_min) >> GROUP % 2 * 16)
+            smallest = float16_of((second_min if GROUP >= 2 else first_min) >> GROUP % 2 * 16)
     else:
         word = (second if GROUP >= 4 else first) >> GROUP % 4 * 8
         scale = (_added(word, 15 if SCALES == "nibbles" else 255) - (8388608 + SCALE_CENTER)) * d
@@ -225,7 +225,7 @@ def _numbers(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _look_up(words):  # type: ignore[no-untyped-def]
+def look_up(words):  # type: ignore[no-untyped-def]
     """IQ4's values plus 128 of the four lower codes of words, as the bytes of words."""
     if INTERPRETED:
         return (

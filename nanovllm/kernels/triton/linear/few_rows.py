@@ -36,7 +36,7 @@ from nanovllm.kernels.triton.common import (
     with_room,
 )
 from nanovllm.kernels.triton.experts.few_experts import add_experts
-from nanovllm.kernels.triton.linear import block_products, held_weights, quantized_rows
+from nanovllm.kernels.triton.linear import block_linear, held_weights, quantized_rows
 from nanovllm.kernels.triton.linear.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.linear.block_planes import BlockPlanes
 from nanovllm.kernels.triton.linear.rounded_linear import can_round
@@ -187,7 +187,7 @@ class FewRows:
     def _launch(self, rows: RowOperands, weight: Weight) -> torch.Tensor:
         """Launch the weight's kernel. Returns the sums of squares, if there are addends."""
         if isinstance(weight, BlockPlanes):
-            return block_products.launch(rows, weight)
+            return block_linear.launch(rows, weight)
         if isinstance(weight, ArrangedMatrix):
             assert weight.order is None, "the kernel takes inputs in the order of the codes"
             return quantized_rows.launch(rows, weight)
