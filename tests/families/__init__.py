@@ -10,6 +10,7 @@ from families import (
     gpt_oss,
     hybrids,
     latents,
+    latents_published,
     layer_norms,
     lfm2,
     mistral3,
@@ -44,7 +45,7 @@ PUBLISHED: dict[str, Published] = {
     **gpt_oss.PUBLISHED,
     **mistral3.PUBLISHED,
     **hybrids.PUBLISHED,
-    **latents.PUBLISHED,
+    **latents_published.PUBLISHED,
     **lfm2.PUBLISHED,
     **spaces.PUBLISHED,
 }

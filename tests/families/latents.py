@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from families.describe import Published, Sample
+from families.describe import Sample
 from families.experts import smaller_biases
 from families.mistral3 import whole
 
@@ -83,4 +83,3 @@ SAMPLES = {
     ),
     "Youtu": Sample("YoutuForCausalLM", LATENT | dict(tie_word_embeddings=True, pad_token_id=None)),
 }  # fmt: skip
-PUBLISHED: dict[str, Published] = {}
