@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.plain.norm_rope_store import rotate
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.latent_expansion import LatentExpansion
 from nanovllm.layers.latent_sizes import LatentSizes
@@ -53,37 +52,29 @@ class LatentAttention(Mixer):
 
     def mix(self, x: Any, ropes: Ropes) -> torch.Tensor:
         """[T, hidden] -> [T, H * value]."""
-        plain, rank = self.sizes.plain, self.sizes.rank
-        queries = self.query(x, ropes)
+        sizes, norm = self.sizes, self.kv_a_layernorm
+        plain, ends = self.query(x, ropes).split([sizes.plain, sizes.rotated], -1)
         row = self.kv_a_proj_with_mqa(x)
-        latent = self.kv_a_layernorm(row[:, :rank].contiguous())
-        rotated = self._rotated(torch.cat([queries[..., plain:], row[:, None, rank:]], 1), ropes)
-        folded = self.kv_b_proj.fold(queries[..., :plain])
-        sums = self.attn.attend_latent(
-            torch.cat([folded, rotated[:, :-1]], -1),
-            torch.cat([latent[:, None], rotated[:, -1:]], -1),
+        queries = row.new_empty(*plain.shape[:2], self.cache.width)
+        folded, turned = queries.split([sizes.rank, sizes.rotated], -1)
+        self.kv_b_proj.fold(plain, folded)
+        rows = self.attn.kernels.latent_rows(
+            ends, row, norm.weight, norm.eps, ropes[ROPE], sizes.interleaved, turned
         )
-        return self.kv_b_proj.unfold(sums[..., :rank]).flatten(1)
+        sums = self.attn.attend_latent(queries, rows)[..., : sizes.rank]
+        return self.kv_b_proj.unfold(sums).flatten(1)
 
     def query(self, x: torch.Tensor, ropes: Ropes) -> torch.Tensor:  # noqa: ARG002
         """The queries [T, H, plain + rotated] of hidden states, before they are rotated."""
         if self.sizes.query_rank is not None:
             x = self.q_a_layernorm(self.q_a_proj(x))
         queries: torch.Tensor = self.queries[0](x)
-        return queries.view(len(queries), -1, self.sizes.plain + self.sizes.rotated)
+        size = self.sizes.plain + self.sizes.rotated
+        return queries.view(len(queries), self.cache.num_heads, size)
 
     def project(self, mixed: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.o_proj(mixed)
         return out
-
-    def _rotated(self, heads: torch.Tensor, ropes: Ropes) -> torch.Tensor:
-        """Rotate all of [T, heads, rotated]. Neighbours are moved to where pairs are rotated.
-
-        Queries and keys are moved alike, which does not change their products.
-        """
-        if self.sizes.interleaved:
-            heads = torch.cat([heads[..., ::2], heads[..., 1::2]], -1)
-        return rotate(heads, ropes[ROPE])
 
 
 class GrowingLatentAttention(LatentAttention):

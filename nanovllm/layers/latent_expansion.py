@@ -36,18 +36,19 @@ class LatentExpansion(MergedColumnParallelLinear):
             self.weight_format.drop(self)
             self.matrix = DenseMatrix(weight)
 
-    def fold(self, queries: torch.Tensor) -> torch.Tensor:
-        """The plain parts of queries [T, H, plain] -> [T, H, rank], to multiply latents by."""
-        folded = _by_heads(queries, self._heads()[:, : self.plain])
+    def fold(self, queries: torch.Tensor, out: torch.Tensor) -> None:
+        """Queries' plain parts [T, H, plain] -> `out` [T, H, rank], to multiply latents by."""
+        weight = self._heads()[:, : self.plain]
+        torch.bmm(queries.transpose(0, 1), weight, out=out.transpose(0, 1))
         if self.low_rank and (adapters := adapter_rows()):
             a, b, is_own = _own_ranks(self.low_rank, adapters.slots)
             down = torch.einsum("thd,shd->ths", queries, self._of_heads(b)[..., : self.plain])
-            folded = folded + (down * is_own) @ a
-        return folded
+            out += (down * is_own) @ a
 
     def unfold(self, sums: torch.Tensor) -> torch.Tensor:
         """Weighted sums of latents [T, H, rank] -> the heads' outputs [T, H, value]."""
-        values = _by_heads(sums, self._heads()[:, self.plain :].mT)
+        weight = self._heads()[:, self.plain :].mT
+        values = torch.bmm(sums.transpose(0, 1), weight).transpose(0, 1)
         if self.low_rank and (adapters := adapter_rows()):
             a, b, is_own = _own_ranks(self.low_rank, adapters.slots)
             down = (sums @ a.mT) * is_own
@@ -74,11 +75,6 @@ class LatentExpansion(MergedColumnParallelLinear):
         from nanovllm.formats.mixed import dense
 
         return dense(weight, self.rank_part.num_columns, self.dtype)
-
-
-def _by_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Each head of x [T, H, K] times its matrix of `weight` [H, K, N]: [T, H, N]."""
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
 def _own_ranks(

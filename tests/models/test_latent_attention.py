@@ -93,10 +93,12 @@ def test_adapters_of_the_expansion_are_those_of_each_row(ranks: Ranks, is_bound:
     heads = SIZES.num_heads // ranks.size
     queries, sums = torch.randn(6, heads, SIZES.plain), torch.randn(6, heads, SIZES.rank)
     with reading({ADAPTERS: group_rows(slots, 3, PLAIN)}):
-        folded, values = layer.fold(queries), layer.unfold(sums)
+        whole = torch.empty(6, heads, SIZES.rank + SIZES.rotated)
+        folded, values = whole[..., : SIZES.rank], layer.unfold(sums)
+        layer.fold(queries, folded)
     for row, slot in enumerate(slots.tolist()):
-        whole = weight + added[slot] if slot >= 0 else weight
-        to_keys, to_values = whole[part].view(heads, -1, SIZES.rank).split([12, 10], 1)
+        adapted = weight + added[slot] if slot >= 0 else weight
+        to_keys, to_values = adapted[part].view(heads, -1, SIZES.rank).split([12, 10], 1)
         torch.testing.assert_close(folded[row], torch.einsum("hd,hdr->hr", queries[row], to_keys))
         torch.testing.assert_close(values[row], torch.einsum("hr,hdr->hd", sums[row], to_values))
 
