@@ -83,3 +83,4 @@ SAMPLES = {
     ),
     "Youtu": Sample("YoutuForCausalLM", LATENT | dict(tie_word_embeddings=True, pad_token_id=None)),
 }  # fmt: skip
+SPARSE = [name for name in SAMPLES if not name.startswith(("MiniCPM3", "Youtu"))]

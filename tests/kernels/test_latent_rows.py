@@ -27,14 +27,15 @@ def test_rows_are_those_of_the_twin(
     rope = torch.stack([angles.cos(), angles.sin()], 1).unsqueeze(2).unbind(1)
     rows, wholes = [], []
     for kernels in (TRITON, PLAIN):
-        whole = torch.full((5, heads, rank + rotated), 7.0).to(kernel_device, dtype)
-        inputs = queries[..., 10:], row, weight, 1e-6, rope, interleaved, whole[..., rank:]
+        whole = torch.full((6, heads, rank + rotated), 7.0).to(kernel_device, dtype)
+        inputs = queries[..., 10:], row, weight, 1e-6, rope, interleaved, whole[:5, :, rank:]
         rows.append(kernels.latent_rows(*inputs))
         wholes.append(whole)
     limits = dict(rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
     torch.testing.assert_close(*rows, **limits)
     torch.testing.assert_close(*wholes, **limits)
-    assert (wholes[0][..., :rank] == 7).all() and rows[0].shape == (5, 1, rank + rotated)
+    assert (wholes[0][..., :rank] == 7).all() and (wholes[0][5] == 7).all()
+    assert rows[0].shape == (5, 1, rank + rotated)
 
 
 def test_neighbours_are_rotated_as_complex_numbers() -> None:

@@ -1,6 +1,7 @@
 """Models with latent attention: what comparing with transformers does not show."""
 
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import edit_config
-from families import SAMPLES
+from families import PUBLISHED, SAMPLES
 from families.describe import write
 from quantization_variants import fp8_config, fp8_kind
 from quantized_checkpoints import DEQUANTIZED, Variant, dequantized, quantize
@@ -18,6 +19,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.engine.start.load import choose_formats
 from nanovllm.kernels.operands.low_rank import LowRank
+from nanovllm.kernels.operands.routing import ExpertGroups
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.layers.context import ADAPTERS, reading
@@ -27,6 +29,7 @@ from nanovllm.layers.lora import group_rows
 from nanovllm.layers.ranks import ALONE, Ranks
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
+from nanovllm.models.latents import SparseLatentConfig
 from nanovllm.models.loader import load_model
 from nanovllm.models.parts import build_model
 
@@ -148,6 +151,17 @@ def test_layers_that_predict_later_tokens_are_left_out(
     edit_config(path, num_nextn_predict_layers=0)
     with pytest.raises(ValueError, match=r"model\.layers\.3\."):
         generate(path)
+
+
+def test_published_models_have_their_scales_and_groups() -> None:
+    """In V3 a group is as good as its two best experts together, in V2 as its best one."""
+    v3, v2 = (ModelConfig.parse(PUBLISHED[f"DeepSeek-{name}"].file) for name in ("V3", "V2"))
+    assert isinstance(v3, SparseLatentConfig) and isinstance(v2, SparseLatentConfig)
+    assert math.isclose(v3.latent.scale, 192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    assert math.isclose(v2.latent.scale, 192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
+    assert v3.experts.routing.groups == ExpertGroups(8, 4, best=2)
+    assert v2.experts.routing.groups == ExpertGroups(8, 3, best=1)
+    assert v3.unused_names == ("model.layers.61.",)
 
 
 @pytest.mark.parametrize(
