@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.latent import Latent
 from nanovllm.layers.latent_expansion import LatentExpansion
 from nanovllm.layers.latent_sizes import LatentSizes
 from nanovllm.layers.layer import Build
@@ -27,7 +28,7 @@ class LatentAttention(Mixer):
     def __init__(self, make: Build, hidden_size: int, sizes: LatentSizes) -> None:
         super().__init__()
         self.sizes, ranks, of, bias = sizes, make.ranks, make.formats.of, sizes.has_bias
-        self.cache = sizes.cache.part(ranks.size)
+        self.cache: Latent = sizes.cache.part(ranks.size)
         query_rank, size, queries = sizes.query_rank, hidden_size, "q_proj"
         if query_rank is not None:
             self.q_a_proj = ReplicatedLinear(hidden_size, query_rank, bias, of("q_a_proj"))
@@ -53,10 +54,10 @@ class LatentAttention(Mixer):
     def mix(self, x: Any, ropes: Ropes) -> torch.Tensor:
         """[T, hidden] -> [T, H * value]."""
         sizes, norm = self.sizes, self.kv_a_layernorm
-        plain, ends = self.query(x, ropes).split([sizes.plain, sizes.rotated], -1)
+        plain, ends = torch.split(self.query(x, ropes), [sizes.plain, sizes.rotated], -1)
         row = self.kv_a_proj_with_mqa(x)
         queries = row.new_empty(*plain.shape[:2], self.cache.width)
-        folded, turned = queries.split([sizes.rank, sizes.rotated], -1)
+        folded, turned = torch.split(queries, [sizes.rank, sizes.rotated], -1)
         self.kv_b_proj.fold(plain, folded)
         rows = self.attn.kernels.latent_rows(
             ends, row, norm.weight, norm.eps, ropes[ROPE], sizes.interleaved, turned

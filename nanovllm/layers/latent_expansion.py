@@ -2,7 +2,7 @@
 
 import torch
 
-from nanovllm.formats.format import DENSE, DenseMatrix, WeightFormat
+from nanovllm.formats.format import DENSE, DenseMatrix, Matrix, WeightFormat
 from nanovllm.kernels.operands.low_rank import LowRank
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import adapter_rows
@@ -15,9 +15,9 @@ class LatentExpansion(MergedColumnParallelLinear):
     """The layer that makes each head's key and value of a latent, `kv_b_proj` in checkpoints.
 
     A key's product with a query is the latent's product with the query that is multiplied by the
-    layer's weight: `fold` makes such queries, and `unfold` the outputs of sums of latents. Both
-    read the weight as checkpoints have it, [H, plain + value, rank]. Quantized weights are
-    dequantized by `bind`, and plain ones are not quantized while they are loaded.
+    layer's weight: `fold` makes such queries, and `unfold` the outputs of sums of latents.
+    Quantized weights are dequantized by `bind`, and plain ones are not quantized while they are
+    loaded.
     """
 
     def __init__(
@@ -30,51 +30,70 @@ class LatentExpansion(MergedColumnParallelLinear):
         self.dtype = torch.get_default_dtype()
 
     def bind(self, backend: Backend) -> None:  # noqa: ARG002
-        """Keep a plain weight, which is not arranged. A second call does nothing."""
+        """Make the plain matrices of heads. A second call does nothing.
+
+        Peak memory: two copies of the layer's weight.
+        """
         if self.matrix is None:
-            weight = self._plain_weight()
+            matrix = self._of_stored()
             self.weight_format.drop(self)
-            self.matrix = DenseMatrix(weight)
+            self.matrix = matrix
 
     def fold(self, queries: torch.Tensor, out: torch.Tensor) -> None:
         """Queries' plain parts [T, H, plain] -> `out` [T, H, rank], to multiply latents by."""
-        weight = self._heads()[:, : self.plain]
-        torch.bmm(queries.transpose(0, 1), weight, out=out.transpose(0, 1))
+        torch.bmm(queries.transpose(0, 1), self._of_heads().keys, out=out.transpose(0, 1))
         if self.low_rank and (adapters := adapter_rows()):
             a, b, is_own = _own_ranks(self.low_rank, adapters.slots)
-            down = torch.einsum("thd,shd->ths", queries, self._of_heads(b)[..., : self.plain])
+            down = torch.einsum("thd,shd->ths", queries, self._rows(b)[..., : self.plain])
             out += (down * is_own) @ a
 
     def unfold(self, sums: torch.Tensor) -> torch.Tensor:
         """Weighted sums of latents [T, H, rank] -> the heads' outputs [T, H, value]."""
-        weight = self._heads()[:, self.plain :].mT
-        values = torch.bmm(sums.transpose(0, 1), weight).transpose(0, 1)
+        values = torch.bmm(sums.transpose(0, 1), self._of_heads().values).transpose(0, 1)
         if self.low_rank and (adapters := adapter_rows()):
             a, b, is_own = _own_ranks(self.low_rank, adapters.slots)
             down = (sums @ a.mT) * is_own
-            values = values + torch.einsum(
-                "ths,shd->thd", down, self._of_heads(b)[..., self.plain :]
-            )
+            up = self._rows(b)[..., self.plain :]
+            values = values + torch.einsum("ths,shd->thd", down, up)
         return values
 
-    def _heads(self) -> torch.Tensor:
-        """The weight [H, plain + value, rank]."""
-        matrix = self.matrix
-        weight = self._plain_weight() if matrix is None else matrix.plain()
-        assert weight is not None
-        return weight.view(-1, self.head_size, weight.shape[1])
+    def _of_heads(self) -> "HeadMatrices":
+        matrix = self.matrix or self._of_stored()
+        assert isinstance(matrix, HeadMatrices)
+        return matrix
 
-    def _of_heads(self, b: torch.Tensor) -> torch.Tensor:
+    def _of_stored(self) -> "HeadMatrices":
+        weight = self.weight_format.weight(self.stored_tensors(), self.rank_part)
+        if not isinstance(weight, torch.Tensor):
+            from nanovllm.formats.mixed import dense
+
+            weight = dense(weight, self.rank_part.num_columns, self.dtype)
+        heads = weight.view(-1, self.head_size, weight.shape[1])
+        return HeadMatrices(heads[:, : self.plain], heads[:, self.plain :])
+
+    def _rows(self, b: torch.Tensor) -> torch.Tensor:
         """Rows of all heads [S, H * (plain + value)] as [S, H, plain + value]."""
         return b.view(len(b), -1, self.head_size)
 
-    def _plain_weight(self) -> torch.Tensor:
-        weight = self.weight_format.weight(self.stored_tensors(), self.rank_part)
-        if isinstance(weight, torch.Tensor):
-            return weight
-        from nanovllm.formats.mixed import dense
 
-        return dense(weight, self.rank_part.num_columns, self.dtype)
+class HeadMatrices(Matrix):
+    """The parts of each head, `keys` [H, plain, rank] and `values` [H, rank, value], contiguous.
+
+    With 16-bit weights on a CPU, products with transposed ones take several times as long.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Of weights [H, plain, rank] and [H, value, rank]."""
+        self.keys, self.values = keys.contiguous(), values.mT.contiguous()
+
+    def plain(self) -> torch.Tensor:
+        return torch.cat([self.keys, self.values.mT], 1).flatten(0, 1)
+
+    def linear(
+        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Keys and values themselves, which attention does not need. It copies the weight."""
+        return DenseMatrix(self.plain()).linear(x, bias, out)
 
 
 def _own_ranks(
