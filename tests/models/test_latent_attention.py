@@ -82,7 +82,11 @@ def adapters(ranks: Ranks, part: slice) -> tuple[LowRank, torch.Tensor]:
     return LowRank(a, b[..., part].contiguous(), numbers, (size,)), added
 
 
-@pytest.mark.parametrize("ranks", [ALONE, Ranks(0, 3), Ranks(2, 3)], ids=str)
+def spelt(ranks: Ranks) -> str:
+    return f"rank {ranks.rank} of {ranks.size}"
+
+
+@pytest.mark.parametrize("ranks", [ALONE, Ranks(0, 3), Ranks(2, 3)], ids=spelt)
 @pytest.mark.parametrize("is_bound", [False, True])
 def test_adapters_of_the_expansion_are_those_of_each_row(ranks: Ranks, is_bound: bool) -> None:
     """Rows of other slots, and what slots have beyond their ranks, add nothing."""
@@ -106,7 +110,7 @@ def test_adapters_of_the_expansion_are_those_of_each_row(ranks: Ranks, is_bound:
         torch.testing.assert_close(values[row], torch.einsum("hr,hdr->hd", sums[row], to_values))
 
 
-@pytest.mark.parametrize("ranks", [ALONE, Ranks(1, 2)], ids=str)
+@pytest.mark.parametrize("ranks", [ALONE, Ranks(1, 2)], ids=spelt)
 def test_blocks_of_fp8_are_read_as_published(ranks: Ranks, tmp_path: Path) -> None:
     """The last block of the rows of kv_a_proj_with_mqa is not full, and that of each rank."""
     path = quantize(write(tmp_path, SAMPLES[V3]), BLOCKS)
