@@ -45,22 +45,31 @@ class Ministral3Config(ModelConfig):
 
 def read(file: Mapping[str, Any]) -> Ministral3Config:
     """If there is a window, all layers have it."""
+    file, growth = without_growth(file, YARN, DEFAULTS)
+    fields = Fields(file, DEFAULTS, FIXED)
+    check_activation(fields)
+    return Ministral3Config(**decoder_fields(fields), query_growth=growth)
+
+
+def without_growth(
+    file: Mapping[str, Any], rope: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> tuple[dict[str, Any], float]:
+    """A file without what its rope parameters say of queries, and how these grow.
+
+    A file without rope parameters has those of `rope`.
+    """
     if not any(file.get(name) for name in SPELLINGS):
-        file = {**file, SPELLINGS[0]: YARN}
+        file = {**file, SPELLINGS[0]: rope}
     given = {name: {**file[name]} for name in SPELLINGS if isinstance(file.get(name), Mapping)}
-    growths = {rope.pop(SCALE, None) for rope in given.values()}
+    growths = {each.pop(SCALE, None) for each in given.values()}
     if len(growths) > 1:
         raise ValueError(f"{SCALE} differs in rope_scaling and rope_parameters")
-    fields = Fields({**file, **given}, DEFAULTS, FIXED)
-    for rope in given.values():
-        if (length := rope.pop(LENGTH, None)) not in (None, fields[LENGTH]):
-            raise ValueError(f"{LENGTH}={fields[LENGTH]} and {shorten(length)} of the rope differ")
-    check_activation(fields)
+    longest = file.get(LENGTH, defaults[LENGTH])
+    for each in given.values():
+        if (length := each.pop(LENGTH, None)) not in (None, longest):
+            raise ValueError(f"{LENGTH}={longest} and {shorten(length)} of the rope differ")
     growth = growths.pop() if growths else None
-    return Ministral3Config(
-        **decoder_fields(fields),
-        query_growth=0.0 if growth is None else check_float(SCALE, growth, 0.0),
-    )
+    return {**file, **given}, 0.0 if growth is None else check_float(SCALE, growth, 0.0)
 
 
 def build(config: Ministral3Config, make: "Build") -> "CausalLM":

@@ -1,12 +1,13 @@
-"""The text of Mistral Small 3.1 and 3.2 and of Ministral 3, whose checkpoints also see."""
+"""The text of Mistral Small 3.1, 3.2 and 4 and of Ministral 3, whose checkpoints also see."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.models import ministral3, mistral
+from nanovllm.models import ministral3, mistral, mistral4
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.family import Family
 from nanovllm.models.ministral3 import Ministral3Config
+from nanovllm.models.mistral4 import Mistral4Config
 from nanovllm.models.text_part import SEEING_NAMES, text_part
 from nanovllm.utils.checks import check_choice
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from nanovllm.models.decoder import CausalLM
 
 DEFAULTS = mistral.DEFAULTS
-FAMILIES = {"mistral": mistral, "ministral3": ministral3}  # of the text
+FAMILIES = {"mistral": mistral, "ministral3": ministral3, "mistral4": mistral4}  # of the text
 
 
 def read(file: Mapping[str, Any]) -> ModelConfig:
@@ -30,6 +31,8 @@ def build(config: ModelConfig, make: "Build") -> "CausalLM":
     """Compose the text model."""
     if isinstance(config, Ministral3Config):
         return ministral3.build(config, make)
+    if isinstance(config, Mistral4Config):
+        return mistral4.build(config, make)
     from nanovllm.models import parts
 
     return parts.usual_model(config, make)

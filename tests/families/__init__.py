@@ -9,6 +9,8 @@ from families import (
     gemma4,
     gpt_oss,
     hybrids,
+    latents,
+    latents_published,
     layer_norms,
     lfm2,
     mistral3,
@@ -28,6 +30,7 @@ SAMPLES: dict[str, Sample] = {
     **gpt_oss.SAMPLES,
     **mistral3.SAMPLES,
     **hybrids.SAMPLES,
+    **latents.SAMPLES,
     **lfm2.SAMPLES,
     **spaces.SAMPLES,
 }
@@ -42,6 +45,7 @@ PUBLISHED: dict[str, Published] = {
     **gpt_oss.PUBLISHED,
     **mistral3.PUBLISHED,
     **hybrids.PUBLISHED,
+    **latents_published.PUBLISHED,
     **lfm2.PUBLISHED,
     **spaces.PUBLISHED,
 }

@@ -552,6 +552,15 @@ def gated_norm(groups: int, size: int, gate_first: bool) -> None:
     gated_norm(x, gate, bf16(size), EPS, gate_first)
 
 
+def latent_rows(heads: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    from nanovllm.kernels.triton.attention.latent_rows import latent_rows
+
+    queries, whole = (torch.empty(TOKENS, heads, size, dtype=dtype) for size in (192, 576))
+    row, weight = torch.empty(TOKENS, 576, dtype=dtype), torch.empty(512, dtype=dtype)
+    cos, sin = torch.empty(TOKENS, 2, 32).unsqueeze(2).unbind(1)
+    latent_rows(queries[..., 128:], row, weight, EPS, (cos, sin), True, whole[..., 512:])
+
+
 # A case for each binary: sizes that make no new one are left out.
 CALLS: dict[str, Callable[[], object]] = {
     **{f"store_kvcache, {name}": partial(store_kvcache, h) for name, h in HEADS.items()},
@@ -810,6 +819,8 @@ CALLS: dict[str, Callable[[], object]] = {
         if kind != "3 queries" or "Qwen3-Next" in name or "Mamba" in name
     },
     "causal_conv, many sequences": partial(causal_conv, 1, 8192, 4, sequences=200),
+    "latent_rows, DeepSeek-V3": partial(latent_rows, 128),
+    "latent_rows, float32": partial(latent_rows, 5, torch.float32),
     **{
         f"gated_norm, {size}, {'gate first' if first else 'gate last'}": partial(
             gated_norm, 4096 // size, size, first

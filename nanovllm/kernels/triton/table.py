@@ -10,6 +10,7 @@ TRITON_PLACES = {
     "gelu_and_mul": "triton.linear.gelu_and_mul",
     "sigmoid_and_mul": "triton.linear.sigmoid_and_mul",
     "norm_rope_store": "triton.attention.norm_rope_store",
+    "latent_rows": "triton.attention.latent_rows",
     "store_kvcache": "triton.attention.store_kvcache",
     "mask": "triton.sampling.mask",
     "sample": "triton.sampling.sample",

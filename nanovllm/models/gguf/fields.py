@@ -12,6 +12,8 @@ from nanovllm.models.gguf.dense_fields import DENSE
 from nanovllm.models.gguf.file import TensorInfo
 from nanovllm.models.gguf.gemma_fields import GEMMA
 from nanovllm.models.gguf.hybrid_fields import HYBRIDS
+from nanovllm.models.gguf.hybrid_names import KEYS_OF_LATENTS, VALUES_OF_LATENTS
+from nanovllm.models.gguf.latent_fields import LATENT, latent_heads
 from nanovllm.models.gguf.metadata import ARCHITECTURES, Metadata
 from nanovllm.models.gguf.names import expert_names, usual_names
 from nanovllm.models.gguf.plain_fields import PLAIN_FAMILIES
@@ -58,19 +60,15 @@ def special_id(metadata: Metadata, name: str) -> int | None:
 
 def _decoder(metadata: Metadata) -> Config:
     """What all decoders have."""
-    num_heads, hidden_size = metadata.number_of_heads(), metadata.size("embedding_length")
-    head_dim = metadata.size("attention.key_length", max(hidden_size // num_heads, 1))
-    metadata.only("attention.value_length", (head_dim,))
     config = {
         "architectures": [ARCHITECTURES[metadata.architecture]],
         "model_type": MODEL_TYPES.get(metadata.architecture, metadata.architecture),
         "vocab_size": _vocab_size(metadata),
-        "hidden_size": hidden_size,
+        "hidden_size": metadata.size("embedding_length"),
         "intermediate_size": _inner_size(metadata),
         "num_hidden_layers": metadata.num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.number_of_heads("head_count_kv"),
-        "head_dim": head_dim,
+        "num_attention_heads": metadata.number_of_heads(),
+        **(latent_heads if metadata.architecture in LATENT else _heads)(metadata),
         "hidden_act": "silu",
         "max_position_embeddings": metadata.size("context_length"),
         "tie_word_embeddings": HEAD not in metadata.model.tensors,
@@ -83,6 +81,14 @@ def _decoder(metadata: Metadata) -> Config:
     if types := _block_types(metadata):
         config["quantization_config"] = {"quant_method": "gguf", "types": types}
     return config
+
+
+def _heads(metadata: Metadata) -> Config:
+    """The heads of keys, and the size of all heads."""
+    usual = max(metadata.size("embedding_length") // metadata.number_of_heads(), 1)
+    head_dim = metadata.size("attention.key_length", usual)
+    metadata.only("attention.value_length", (head_dim,))
+    return {"num_key_value_heads": metadata.number_of_heads("head_count_kv"), "head_dim": head_dim}
 
 
 def _inner_size(metadata: Metadata) -> int:
@@ -112,7 +118,7 @@ def _layers(name: str, architecture: str) -> list[str]:
 
 def _becomes_plain(name: str, info: TensorInfo, metadata: Metadata) -> bool:
     if metadata.architecture not in HYBRIDS:
-        return False
+        return name.endswith((KEYS_OF_LATENTS, VALUES_OF_LATENTS))
     from nanovllm.models.gguf.hybrid_tensors import is_decoded
 
     return is_decoded(name, info, metadata)
@@ -181,5 +187,5 @@ def _smollm3(metadata: Metadata) -> Config:
 
 FAMILIES: dict[str, Callable[[Metadata], Config]] = {
     "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3moe": _qwen3moe, "phi3": _phi3,
-    "smollm3": _smollm3, **DENSE, **GEMMA, **SPARSE, **PLAIN_FAMILIES, **HYBRIDS,
+    "smollm3": _smollm3, **DENSE, **GEMMA, **SPARSE, **PLAIN_FAMILIES, **HYBRIDS, **LATENT,
 }  # fmt: skip

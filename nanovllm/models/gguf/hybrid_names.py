@@ -1,4 +1,4 @@
-"""The usual names of the tensors of hybrid models in GGUF files, within a layer."""
+"""The usual names of the tensors of hybrid models, and of those with latents, in GGUF files."""
 
 from collections.abc import Mapping
 
@@ -54,6 +54,13 @@ ONE_PART = {
     }),
     "exp_probs_b.bias": f"mixer.gate.{OF_ROUTER}",
 }  # fmt: skip
+KEYS_OF_LATENTS, VALUES_OF_LATENTS = "attn_k_b.weight", "attn_v_b.weight"
+LATENT = _tensors({
+    "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.kv_b_proj",
+})  # fmt: skip
 HYBRID_LAYERS: Mapping[str, Parts] = {
     "lfm2": SHORT_CONV,
     "lfm2moe": {**SHORT_CONV, "exp_probs_b.bias": f"mlp.gate.{OF_ROUTER}"},
@@ -63,6 +70,11 @@ HYBRID_LAYERS: Mapping[str, Parts] = {
         **_space("mamba"),
         **_tensors(_gated("mlp.shared_expert") | _gated("mlp.shared_expert", "_shexp")),
     },
+    "deepseek2": {
+        **LATENT, **_tensors(_gated("mlp.shared_experts", "_shexp")),
+        "exp_probs_b.bias": f"mlp.gate.{OF_ROUTER}",
+    },
+    "minicpm3": LATENT,
     "falcon-h1": {
         **_space("mamba"), **_tensors({"ffn_norm": "pre_ff_layernorm", **_gated("feed_forward")}),
         "ffn_norm": "pre_ff_layernorm.weight",  # as the converter writes it

@@ -31,6 +31,8 @@ ARCHITECTURES = {
     "granitehybrid": "GraniteMoeHybridForCausalLM", "falcon-h1": "FalconH1ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM", "nemotron_h_moe": "NemotronHForCausalLM",
     "qwen35": "Qwen3_5ForCausalLM", "qwen35moe": "Qwen3_5MoeForCausalLM",
+    "deepseek2": "DeepseekV2ForCausalLM",  # or another one with latents
+    "minicpm3": "MiniCPM3ForCausalLM",
     # Qwen3-Next computes the same as this, and its GGUF files have tensors that are as split.
     "qwen3next": "Qwen3_5MoeForCausalLM",
 }  # fmt: skip

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from nanovllm.models.gguf.metadata import Metadata
+from nanovllm.models.gguf.metadata import REQUIRED, Metadata
 from nanovllm.models.gguf.names import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTORS
 from nanovllm.utils.checks import shorten
 
@@ -68,8 +68,8 @@ def _scaling(metadata: Metadata) -> dict[str, Any] | None:
         metadata.only("rope.scaling.attn_factor", (1.0,))
     metadata.only("rope.scaling.yarn_ext_factor", (1.0,))
     metadata.only("rope.scaling.yarn_attn_factor", (1.0,))
-    metadata.only("rope.scaling.yarn_log_multiplier", (0.0,))
     given = {
+        **_scale_weights(metadata),
         "original_max_position_embeddings":
             metadata.size("rope.scaling.original_context_length", None),
         "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", None),
@@ -79,20 +79,32 @@ def _scaling(metadata: Metadata) -> dict[str, Any] | None:
     return yarn | ({"truncate": False} if metadata.architecture in NOT_TRUNCATED else {})
 
 
+def _scale_weights(metadata: Metadata) -> dict[str, float]:
+    """Yarn's `mscale`, and that of scores, which files of DeepSeek have a tenth of."""
+    key = "rope.scaling.yarn_log_multiplier"
+    if metadata.architecture != "deepseek2":
+        metadata.only(key, (0.0,))
+        return {}
+    weight = round(10 * metadata.number(key, 0.0), 6)
+    return {"mscale": weight, "mscale_all_dim": weight}
+
+
 def _longrope(metadata: Metadata, long_factors: list[float]) -> dict[str, Any]:
     """Phi 3's scaling: a factor for each frequency, of short and of long contexts."""
     if (short_factors := metadata.model.floats(SHORT_FACTORS)) is None:
         raise ValueError(f"the file has {LONG_FACTORS}, but no {SHORT_FACTORS}")
     metadata.only("rope.scaling.type", ("longrope", "none"))
     metadata.get("rope.scaling.factor", None)
-    trained = metadata.size("rope.scaling.original_context_length")
+    longest = metadata.size("context_length")
+    usual_length = longest if metadata.architecture == "minicpm3" else REQUIRED
+    trained = metadata.size("rope.scaling.original_context_length", usual_length)
     scaling: dict[str, Any] = {
         "rope_type": "longrope",
         "short_factor": short_factors,
         "long_factor": long_factors,
     }
     attention = metadata.number("rope.scaling.attn_factor", None)
-    factor = max(metadata.size("context_length") / trained, 1.0)
+    factor = max(longest / trained, 1.0)
     usual = math.sqrt(1 + math.log(factor) / math.log(max(trained, 2)))
     if attention is not None and not math.isclose(attention, usual, rel_tol=1e-6):
         scaling["attention_factor"] = attention

@@ -15,7 +15,11 @@ from nanovllm.formats.scheme import DEQUANTIZED
 from nanovllm.models.checkpoint import read_json
 from nanovllm.models.gguf.decoded import decoded
 from nanovllm.models.gguf.file import PLAIN_TYPES, GGUFFile, TensorInfo
-from nanovllm.models.gguf.hybrid_names import HYBRID_LAYERS
+from nanovllm.models.gguf.hybrid_names import (
+    HYBRID_LAYERS,
+    KEYS_OF_LATENTS,
+    VALUES_OF_LATENTS,
+)
 from nanovllm.models.gguf.metadata import Metadata
 from nanovllm.models.gguf.names import (
     NO_WEIGHTS,
@@ -60,6 +64,15 @@ def _views(file: GGUFFile, metadata: Metadata) -> Iterator[tuple[str, View]]:
         view = View(_view(content, info), info.kind.name)
         if experts := expert_names(name, info.shape[0], architecture):
             yield from ((n, View(view[i], info.kind.name)) for i, n in enumerate(experts))
+            continue
+        if name.endswith(VALUES_OF_LATENTS):
+            continue  # of a tensor with the keys
+        if name.endswith(KEYS_OF_LATENTS):
+            from nanovllm.models.gguf.latent_tensors import expansion
+
+            parts = ((n, t) for n, t in file.tensors.items() if n.endswith(VALUES_OF_LATENTS))
+            values = {n: View(_view(content, t), t.kind.name) for n, t in parts}
+            yield usual_name(name, architecture), expansion(name, view, values)
             continue
         if architecture in HYBRID_LAYERS:
             from nanovllm.models.gguf.hybrid_tensors import hybrid_views

@@ -9,6 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from latent_converters import (
+    as_it_is,
+    deepseek_metadata,
+    deepseek_tensors,
+    minicpm3_metadata,
+)
 
 Config = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -283,5 +289,7 @@ CONVERTERS = {
     "falcon-h1": Converter(_falcon_metadata, _falcon_tensors),
     "nemotron_h": NEMOTRON, "nemotron_h_moe": NEMOTRON, "qwen35": QWEN35, "qwen35moe": QWEN35,
     "gemma": GEMMA, "gemma2": GEMMA, "gemma3": GEMMA,
+    "deepseek2": Converter(deepseek_metadata, deepseek_tensors),
+    "minicpm3": Converter(minicpm3_metadata, as_it_is),
     "qwen3next": Converter(_qwen35_metadata, _next_tensors),
 }  # fmt: skip

@@ -1,0 +1,86 @@
+"""LatentAttention: DeepSeek's attention, in which all heads read one latent row of each token."""
+
+from typing import Any
+
+import torch
+
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.latent import Latent
+from nanovllm.layers.latent_expansion import LatentExpansion
+from nanovllm.layers.latent_sizes import LatentSizes
+from nanovllm.layers.layer import Build
+from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from nanovllm.layers.mixer import ROPE, Mixer, Ropes
+from nanovllm.layers.query_growth import GROWTH
+from nanovllm.layers.rms_norm import RMSNorm
+
+EPS = 1e-6  # of the norms in here, whatever that of the other norms is
+
+
+class LatentAttention(Mixer):
+    """Attention over latent rows, with the `sizes` of all ranks together.
+
+    Keys and values are never made: `kv_b_proj` is folded into queries and outputs, in prefill as in
+    decode steps, so that a token's output does not depend on how its prompt is divided. The ranks
+    split the heads; each computes whole rows.
+    """
+
+    def __init__(self, make: Build, hidden_size: int, sizes: LatentSizes) -> None:
+        super().__init__()
+        self.sizes, ranks, of, bias = sizes, make.ranks, make.formats.of, sizes.has_bias
+        self.cache: Latent = sizes.cache.part(ranks.size)
+        query_rank, size, queries = sizes.query_rank, hidden_size, "q_proj"
+        if query_rank is not None:
+            self.q_a_proj = ReplicatedLinear(hidden_size, query_rank, bias, of("q_a_proj"))
+            self.q_a_layernorm = RMSNorm(query_rank, EPS)
+            size, queries = query_rank, "q_b_proj"
+        projection = MergedColumnParallelLinear(size, [sizes.query_size], False, ranks, of(queries))
+        self.add_module(queries, projection)
+        self.queries = (projection,)  # a tuple: the module is registered by its name
+        self.kv_a_proj_with_mqa = ReplicatedLinear(
+            hidden_size, self.cache.width, bias, of("kv_a_proj_with_mqa")
+        )
+        self.kv_a_layernorm = RMSNorm(sizes.rank, EPS)
+        self.kv_b_proj = LatentExpansion(sizes, ranks, of("kv_b_proj"))
+        self.o_proj = RowParallelLinear(
+            sizes.num_heads * sizes.value, hidden_size, bias, ranks, of("o_proj")
+        )
+        self.attn = Attention(self.cache, score_scale=sizes.scale)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        return *super().kind, self.sizes
+
+    def mix(self, x: Any, ropes: Ropes) -> torch.Tensor:
+        """[T, hidden] -> [T, H * value]."""
+        sizes, norm = self.sizes, self.kv_a_layernorm
+        plain, ends = torch.split(self.query(x, ropes), [sizes.plain, sizes.rotated], -1)
+        row = self.kv_a_proj_with_mqa(x)
+        queries = row.new_empty(*plain.shape[:2], self.cache.width)
+        folded, turned = torch.split(queries, [sizes.rank, sizes.rotated], -1)
+        self.kv_b_proj.fold(plain, folded)
+        rows = self.attn.kernels.latent_rows(
+            ends, row, norm.weight, norm.eps, ropes[ROPE], sizes.interleaved, turned
+        )
+        sums = self.attn.attend_latent(queries, rows)[..., : sizes.rank]
+        return self.kv_b_proj.unfold(sums).flatten(1)
+
+    def query(self, x: torch.Tensor, ropes: Ropes) -> torch.Tensor:  # noqa: ARG002
+        """The queries [T, H, plain + rotated] of hidden states, before they are rotated."""
+        if self.sizes.query_rank is not None:
+            x = self.q_a_layernorm(self.q_a_proj(x))
+        queries: torch.Tensor = self.queries[0](x)
+        size = self.sizes.plain + self.sizes.rotated
+        return queries.view(len(queries), self.cache.num_heads, size)
+
+    def project(self, mixed: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.o_proj(mixed)
+        return out
+
+
+class GrowingLatentAttention(LatentAttention):
+    """Latent attention that multiplies queries by the factors of a `QueryGrowth`."""
+
+    def query(self, x: torch.Tensor, ropes: Ropes) -> torch.Tensor:
+        factors, _ = ropes[GROWTH]
+        return super().query(x, ropes).mul_(factors)

@@ -1,0 +1,63 @@
+"""GGUF files of models with latent attention: logits and tokens of the models they are made of."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import edit_config
+from converted_files import File, check_outputs, output, write_file
+
+from nanovllm import LLM
+
+pytestmark = pytest.mark.usefixtures("one_thread", "cache")
+
+# Rows of 32 weights or more, which blocks need.
+WIDE = dict(kv_lora_rank=32, q_lora_rank=32, qk_nope_head_dim=32, v_head_dim=16)
+PLAIN = dict(WIDE, q_lora_rank=None)
+LIKE_4B = dict(WIDE, scale_emb=12, scale_depth=1.4, dim_model_base=256)
+UNBIASED = dict(attention_bias=False, rope_interleave=True)
+FILES = [
+    File("deepseek2", "DeepSeek-V3", WIDE),
+    File("deepseek2", "DeepSeek-V3, plain queries, yarn, with biases", PLAIN | UNBIASED
+         | dict(hidden_size=64, rope_parameters=dict(
+             rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64,
+             beta_fast=32, beta_slow=1, mscale=0.7, mscale_all_dim=0.7))),
+    File("deepseek2", "DeepSeek-V2, plain queries, greedy", PLAIN),
+    File("deepseek2", "Youtu", WIDE),
+    File("minicpm3", "MiniCPM3", LIKE_4B),
+]  # fmt: skip
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.sampled(share=0.35)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.sample} {len(file.fields)}")
+def test_files_have_the_models_outputs(file: File, tmp_path: Path) -> None:
+    check_outputs(file, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention.head_count_kv": 2}, {"attention.key_length": 100},
+        {"expert_gating_func": 3}, {"attention.value_length": 3}, {"attention.scale": 2.0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_not_computed_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    path = write_file(FILES[0].write_model(tmp_path), "deepseek2", **changes)
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        LLM(str(path), device="cpu")
+
+
+def test_old_files_have_keys_and_values_together(tmp_path: Path) -> None:
+    """They describe the heads as if there were no latent rows."""
+    model = FILES[0].write_model(tmp_path)
+    tokens, _ = output(model)
+    edit_config(model, is_old_file=True)
+    for kind in ("F32", "Q8_0"):
+        found, _ = output(write_file(model, "deepseek2", kind))
+        assert kind != "F32" or found == tokens
