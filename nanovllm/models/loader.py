@@ -102,9 +102,9 @@ def load_model(
     tensor.
 
     Files are read one after the other; a few threads copy a file's tensors (one, if the files are
-    small), and the first error in file order is raised. Peak host memory: what the rank holds, plus the mapped pages of the files,
-    which the system may drop. Where a GPU converts types: a tensor on the GPU for each thread.
-    `use_tqdm` shows a progress bar if stderr is a terminal.
+    small), and the first error in file order is raised. Peak host memory: what the rank holds, plus
+    the mapped pages of the files, which the system may drop. Where a GPU converts types: a tensor
+    on the GPU for each thread. `use_tqdm` shows a progress bar if stderr is a terminal.
     """
     names, skipped = model.names, list[str]()
     targets = checkpoint_targets(model)
