@@ -171,6 +171,7 @@ from nanovllm.models.family import MODELS
 from nanovllm.models.config import ModelConfig
 needed = {
     "FalconForCausalLM": {"hidden_size": 512, "num_attention_heads": 8},  # else 71 heads
+    "Glm4MoeForCausalLM": {"head_dim": 128},  # half of the default, 42, is odd
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
 }
 for name in MODELS:

@@ -36,7 +36,7 @@ class Glm4MoeConfig(LaterLayersConfig, SparseConfig):
 def read(file: Mapping[str, Any]) -> Glm4MoeConfig:
     """Half of each head is rotated, if the file does not say otherwise."""
     file = partly_rotated(respelt(file, SPELT, both=True), 0.5)
-    fields = Fields(file, respelt(DEFAULTS, SPELT), NO_WINDOW)
+    fields = Fields(file, respelt(DEFAULTS, SPELT, both=True), NO_WINDOW)
     check_activation(fields)
     return Glm4MoeConfig(
         **decoder_fields(fields, partial_rotary=True),
