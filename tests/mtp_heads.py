@@ -1,11 +1,14 @@
-"""Draft heads in checkpoints of Qwen3.5 and Qwen3-Next, and what their definition makes of them.
+"""Draft heads in checkpoints of Qwen3.5, Qwen3-Next and GLM-4.5, and what their definition makes.
 
-The definition is that of vLLM and SGLang, which agree: the layer's input at position j joins the
-normed embedding of token j + 1 and the normed output of the model at position j, after its last
-norm; it is rotated as position j; the layer's output after the head's norm makes logits by the
-model's projection, and is the next input. The layer itself is transformers'.
+The definition is that of vLLM and SGLang, which agree, and for GLM-4.5 that of transformers: the
+layer's input at position j joins the normed embedding of token j + 1 and the normed output of the
+model at position j, after its last norm; it is rotated as position j; the layer's output after the
+head's norm makes logits by the model's projection, and is the next input. The layer itself is
+transformers'.
 """
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,40 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 FILE = "model.safetensors"
+# The names of GLM-4.5's head, which is a layer behind those of the model.
+LATER = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
+         "norm": "shared_head.norm"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How a family's files name a head, and which layer of the model is of its kind.
+
+    The factors of norms are 1 + weight if there is no `layer` that is the head.
+    """
+
+    layer: str | None
+    like: int
+
+    @classmethod
+    def of(cls, path: Path) -> "Spelling":
+        config = json.loads((path / "config.json").read_text())
+        number = config.get("num_hidden_layers")
+        is_later = config["model_type"] == "glm4_moe"
+        return cls(f"model.layers.{number}." if is_later else None, -1 if is_later else 0)
+
+    def there(self, name: str) -> str:
+        """The name in files of the head's tensor `name`."""
+        if self.layer is None:
+            return f"mtp.{name}"
+        inside = name.removeprefix("layers.0.")
+        stem = name.removesuffix(".weight")
+        return self.layer + (f"{LATER[stem]}.weight" if stem in LATER else inside)
+
+    @property
+    def factor(self) -> float:
+        """What is added to the weights of norms."""
+        return 1.0 if self.layer is None else 0.0
 
 
 def add_head(path: Path, *, seed: int = 1, is_good: bool = False, little: float = 0.005) -> Path:
@@ -23,26 +60,28 @@ def add_head(path: Path, *, seed: int = 1, is_good: bool = False, little: float 
     One that `is_good` guesses by the last token alone. All layers, of the model and of the head,
     then add only a `little`, so that about half of its guesses are right.
     """
-    weights = load_file(path / FILE)
+    weights, spelling = load_file(path / FILE), Spelling.of(path)
     generator = torch.Generator().manual_seed(seed)
-    (of_layer, *_) = sorted(name for name in weights if ".self_attn.q_proj." in name)
+    of_layer = sorted(n for n in weights if ".self_attn.q_proj.weight" in n)[spelling.like]
     layer = of_layer.partition("self_attn")[0]
     norm = weights[f"{layer.partition('layers.')[0]}norm.weight"]
     hidden = norm.numel()
     head = {"fc": torch.randn(hidden, 2 * hidden, generator=generator) * 0.2}
     for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
-        head[name] = torch.rand(hidden, generator=generator) - 0.5
+        head[name] = torch.rand(hidden, generator=generator) + 0.5 - spelling.factor
     if is_good:
         head["fc"] = torch.eye(hidden, 2 * hidden) + 0.005 * head["fc"]
         head["norm"] = norm.clone()
-        head["pre_fc_norm_embedding"] = torch.zeros(hidden)
-    tensors = {f"mtp.{name}.weight": tensor for name, tensor in head.items()}
+        head["pre_fc_norm_embedding"] = torch.ones(hidden) - spelling.factor
+    tensors = {spelling.there(f"{name}.weight"): tensor for name, tensor in head.items()}
     for name, tensor in weights.items():
         if name.startswith(layer):
             noise = torch.randn(tensor.shape, generator=generator)
-            own = f"mtp.layers.0.{name.removeprefix(layer)}"
+            own = spelling.there(f"layers.0.{name.removeprefix(layer)}")
             tensors[own] = tensor + 0.3 * tensor.std() * noise
     tensors |= weights
+    if spelling.layer is not None:  # a copy of the model's own, which nobody reads
+        tensors[f"{spelling.layer}embed_tokens.weight"] = torch.zeros(1)
     if is_good:
         for name in tensors:
             if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
@@ -56,9 +95,9 @@ class Definition:
 
     def __init__(self, path: Path, scratch: Path) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(path).float().eval()
-        self.weights = load_file(path / FILE)
+        self.weights, self.spelling = load_file(path / FILE), Spelling.of(path)
         layers = enumerate(self.decoder_of(self.model).layers)
-        self.index = next(i for i, layer in layers if hasattr(layer, "self_attn"))
+        self.index = [i for i, layer in layers if hasattr(layer, "self_attn")][self.spelling.like]
         self.layer = self._layer(path, scratch)
 
     @staticmethod
@@ -71,11 +110,12 @@ class Definition:
         scratch.mkdir()
         (scratch / "config.json").write_bytes((path / "config.json").read_bytes())
         of_layer = next(name for name in self.weights if f".layers.{self.index}." in name)
-        own, there = "mtp.layers.0.", f"{of_layer.partition('layers.')[0]}layers.{self.index}."
+        own = self.spelling.there("layers.0.")
+        there = f"{of_layer.partition('layers.')[0]}layers.{self.index}."
         weights = {
             name: self.weights[own + name.removeprefix(there)] if name.startswith(there) else tensor
             for name, tensor in self.weights.items()
-            if not name.startswith("mtp.")
+            if not name.startswith(self.spelling.layer or "mtp.")
         }
         save_file(weights, scratch / FILE)
         other: Any = AutoModelForCausalLM.from_pretrained(scratch).float().eval()
@@ -85,7 +125,8 @@ class Definition:
         scale = torch.rsqrt(
             x.square().mean(-1, keepdim=True) + self.model.config.get_text_config().rms_norm_eps
         )
-        return x * scale * (1 + self.weights[f"mtp.{name}.weight"].float())
+        weight = self.weights[self.spelling.there(f"{name}.weight")].float()
+        return x * scale * (self.spelling.factor + weight)
 
     def outputs(self, tokens: list[int]) -> torch.Tensor:
         """The model's outputs [T, hidden], after its last norm."""
@@ -99,7 +140,8 @@ class Definition:
         both = (
             self._norm(embedded, "pre_fc_norm_embedding"), self._norm(states, "pre_fc_norm_hidden")
         )  # fmt: skip
-        x = F.linear(torch.cat(both, dim=-1), self.weights["mtp.fc.weight"].float())[None]
+        weight = self.weights[self.spelling.there("fc.weight")].float()
+        x = F.linear(torch.cat(both, dim=-1), weight)[None]
         positions = torch.arange(len(next_ids))[None]
         mask = torch.full((len(next_ids),) * 2, -torch.inf).triu(1)[None, None]
         rope = self.decoder_of(self.model).rotary_emb(x, positions)

@@ -15,6 +15,7 @@ from families import PUBLISHED, SAMPLES
 from families.describe import write
 from families.experts import SAMPLES as EXPERTS
 from families.latents import SPARSE as SPARSE_LATENTS
+from families.routed import SAMPLES as ROUTED
 from families.spaces import SPARSE as SPARSE_HYBRIDS
 from reference import (
     HARD,
@@ -46,8 +47,13 @@ from nanovllm.models.parts import build_model
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
-SPARSE = [*EXPERTS, *SPARSE_HYBRIDS, *(name for name in SAMPLES if name.startswith("LFM2-MoE"))]
-SPARSE += SPARSE_LATENTS
+SPARSE = [
+    *EXPERTS,
+    *ROUTED,
+    *SPARSE_LATENTS,
+    *SPARSE_HYBRIDS,
+    *(name for name in SAMPLES if name.startswith("LFM2-MoE")),
+]
 OTHERS = ("hits", "aborts", "samples")  # what else is checked
 
 

@@ -169,12 +169,15 @@ def test_reading_configs_does_not_load_torch() -> None:
     statement = """
 from nanovllm.models.family import MODELS
 from nanovllm.models.config import ModelConfig
-even = {  # where two ranks cannot split the defaults, or one is missing
+needed = {  # where two ranks cannot split the defaults, or one is missing
     "FalconForCausalLM": {"hidden_size": 512, "num_attention_heads": 8},
+    "Glm4MoeForCausalLM": {"head_dim": 128},  # half of the default, 42, is odd
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
 }
 for name in MODELS:
-    ModelConfig.parse({"architectures": [name], **even.get(name, {})}).check_parallel_size(2)
+    file = {"architectures": [name], **needed.get(name, {})}
+    ModelConfig.parse(file).check_parallel_size(2)
 """
     assert loaded_by(statement) & set(HEAVY) == set()
 

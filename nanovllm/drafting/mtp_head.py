@@ -1,4 +1,4 @@
-"""MtpHead: the draft head that a checkpoint carries, in its tensors `mtp.*`.
+"""MtpHead: the draft head that a checkpoint carries, in tensors `mtp.*` or in one more layer.
 
 To guess the token at j + 2, it joins the embedding of the token at j + 1 and the model's output at
 position j, each normed, to one vector, and computes it by a decoder layer of the model's kind with
@@ -26,24 +26,36 @@ from nanovllm.models.carried_head import CarriedHead
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM, Decoder, Model
 from nanovllm.models.family import family_of
+from nanovllm.models.later_layers import PREFIX, LaterLayersConfig, copies, head_prefixes
 from nanovllm.models.parts import made_with
 
-PREFIX = "mtp."
 FEW_TOKENS = 256  # of a model that is made for its layer alone
 
 
 @dataclass(frozen=True)
 class MtpNames(Names):
-    """The names of a head in the files of its model, in which all others are skipped."""
+    """The names of a head in the files of its model, which begin with `own`.
+
+    All others are skipped.
+    """
+
+    own: str = PREFIX
 
     @classmethod
-    def like(cls, names: Names) -> "MtpNames":
-        """With the layers of a family's `names`."""
-        prefixes = {PREFIX: "model."}
-        return cls(names.fused, names.experts, prefixes, names.pieces, (), names.stores_fused)
+    def of(cls, config: ModelConfig) -> "MtpNames":
+        """With the layers of the model's family."""
+        names, own = family_of(config.architecture, config.family).names, PREFIX
+        prefixes: Mapping[str, str] = {PREFIX: "model."}
+        skipped: tuple[str, ...] = ()
+        if isinstance(config, LaterLayersConfig) and config.later:
+            own = config.later[0]
+            prefixes, skipped = head_prefixes(own, "model."), copies(own)
+        return cls(
+            names.fused, names.experts, prefixes, names.pieces, skipped, names.stores_fused, own
+        )
 
     def is_skipped(self, name: str) -> bool:
-        return not name.startswith(PREFIX)
+        return not name.startswith(self.own) or super().is_skipped(name)
 
 
 def one_layer(config: ModelConfig) -> ModelConfig:
@@ -113,6 +125,7 @@ class MtpHead(CarriedHead):
         self.hidden_size = config.hidden_size
         self.model = MtpDecoder(make, like, config.hidden_size, ropes)
         self.make, self.names = make, make.formats.names
+        self.own = MtpNames.of(config).own
         self._made_of = config, model
 
     def blank(self, ranks: Ranks) -> "MtpHead":

@@ -11,12 +11,11 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.drafting.head_guesser import HeadGuesser
-from nanovllm.drafting.mtp_head import PREFIX, MtpHead, MtpNames, one_layer
+from nanovllm.drafting.mtp_head import MtpHead, MtpNames, one_layer
 from nanovllm.drafting.output_tap import OutputTap
 from nanovllm.drafting.placed import made_on
 from nanovllm.engine.start.placement import Placement
 from nanovllm.formats.format import PLAIN_FORMATS, Formats
-from nanovllm.formats.names import Names
 from nanovllm.formats.quantization import Quantization
 from nanovllm.layers.ranks import ALONE
 from nanovllm.models.checkpoint import fields_of, resolve_model
@@ -41,9 +40,10 @@ from nanovllm.utils.resources import memory_text
 
 logger = logging.getLogger("nanovllm")
 
-NUM_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")  # in a model's config.json
+# In a model's config.json.
+NUM_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 OWN_TABLE = "mtp_use_dedicated_embeddings"
-SUPPORTED = "those of Qwen3-Next and Qwen3.5 are"
+SUPPORTED = "those of Qwen3-Next, Qwen3.5 and GLM-4.5 are"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class MtpSource:
                         whole = head.blank(ALONE)
                     load_dummy(head, whole, config.seed)
                 else:
-                    load_model(head, self.path, files=own_files(self.path))
+                    load_model(head, self.path, files=own_files(self.path, self.config))
         num_bytes = head.num_bytes
         head.bind(placement.backend)
         OutputTap(model.model)
@@ -77,10 +77,11 @@ class MtpSource:
         return HeadGuesser(head, model.model.embed_tokens, placement, of_draft, models)
 
 
-def own_files(path: Path) -> Iterator[dict[str, InFile]]:
+def own_files(path: Path, config: ModelConfig) -> Iterator[dict[str, InFile]]:
     """The head's tensors in each file of the model."""
+    names = head_names(config)
     for tensors in read_weights(path):
-        yield {name: tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+        yield {name: tensor for name, tensor in tensors.items() if not names.is_skipped(name)}
 
 
 def head_formats(config: ModelConfig, path: Path, has_files: bool) -> Formats:
@@ -93,9 +94,9 @@ def head_formats(config: ModelConfig, path: Path, has_files: bool) -> Formats:
     return replace(quantized_formats(quantization, path, has_files), names=names)
 
 
-def head_names(config: ModelConfig) -> Names:
+def head_names(config: ModelConfig) -> MtpNames:
     """The names of the head's tensors in the model's files."""
-    return MtpNames.like(family_of(config.architecture, config.family).names)
+    return MtpNames.of(config)
 
 
 def head_quantization(config: ModelConfig) -> Quantization | None:
@@ -132,9 +133,10 @@ def find_mtp(config: Config, model_config: ModelConfig) -> MtpSource:
     """The head of the engine's model; a model without one, or with an unknown one, is an error."""
     path = resolve_model(config.model, revision=config.revision, download_dir=config.download_dir)
     check_config(path, model_config)
-    if config.load_format != "dummy" and not any(own_files(path)):
+    if config.load_format != "dummy" and not any(own_files(path, model_config)):
+        own = head_names(model_config).own
         with errors_name_model('method "mtp"'):
-            raise ValueError(f"{path}: the files have no tensors of a draft head ({PREFIX}*)")
+            raise ValueError(f"{path}: the files have no tensors of a draft head ({own}*)")
     return MtpSource(path, model_config)
 
 

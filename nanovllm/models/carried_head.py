@@ -7,8 +7,12 @@ from nanovllm.models.decoder import CausalLM, Model
 
 
 class CarriedHead(CausalLM):
-    """A head with layers in `model`. Its tensors in files have names that begin with `prefix`."""
+    """A head with layers in `model`. Its tensors in files have names that begin with `own`.
 
+    They get names that begin with `prefix`.
+    """
+
+    own: str
     prefix: str
 
     def blank(self, ranks: Ranks) -> "CarriedHead":
@@ -26,6 +30,6 @@ class ModelWithHead(CausalLM):
         Model.__init__(self)
         self.make, self.model, self.lm_head = model.make, model.model, model.lm_head
         self.tied_weights, self.prefix = model.tied_weights, head.prefix
-        others = tuple(each for each in model.names.skipped if not each.startswith(head.prefix))
+        others = tuple(each for each in model.names.skipped if each != head.own)
         self.names = replace(model.names, skipped=others)
         self.add_module(head.prefix.removesuffix("."), head.model)

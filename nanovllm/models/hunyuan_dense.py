@@ -24,13 +24,13 @@ NAMES = Names(pieces={"query_layernorm": "q_norm", "key_layernorm": "k_norm"})
 
 def read(file: Mapping[str, Any]) -> ModelConfig:
     """Biases in all of attention, or nowhere; no windows."""
-    fields = Fields(_without_alpha(file), DEFAULTS, NO_WINDOW)
+    fields = Fields(without_alpha(file), DEFAULTS, NO_WINDOW)
     check_activation(fields)
     bias = fields.flag("attention_bias")
     return ModelConfig(**decoder_fields(fields), qk_norm=True, qkv_bias=bias, o_bias=bias)
 
 
-def _without_alpha(file: Mapping[str, Any]) -> Mapping[str, Any]:
+def without_alpha(file: Mapping[str, Any]) -> Mapping[str, Any]:
     """The file with the `alpha` of a rope of the type "dynamic" in its theta.
 
     With an alpha, the frequencies do not depend on the length.

@@ -25,6 +25,7 @@ logger = logging.getLogger("nanovllm")
 FLOATS = ("F64", "F32", "F16", "BF16")  # by safetensors' names
 TYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64"}
 NUM_THREADS = 4  # for copying: a thread waits while pages of the file are read
+SMALL = 1 << 28  # bytes of files that one thread copies: others would leave a MiB of heap each
 
 
 class InFile:
@@ -100,10 +101,10 @@ def load_model(
     a tied parameter either name, or both with the same values. A rank reads only its own part of a
     tensor.
 
-    Files are read one after the other; a few threads copy a file's tensors, and the first error in
-    file order is raised. Peak host memory: what the rank holds, plus the mapped pages of the files,
-    which the system may drop. Where a GPU converts types: a tensor on the GPU for each thread.
-    `use_tqdm` shows a progress bar if stderr is a terminal.
+    Files are read one after the other; a few threads copy a file's tensors (one, if the files are
+    small), and the first error in file order is raised. Peak host memory: what the rank holds, plus
+    the mapped pages of the files, which the system may drop. Where a GPU converts types: a tensor
+    on the GPU for each thread. `use_tqdm` shows a progress bar if stderr is a terminal.
     """
     names, skipped = model.names, list[str]()
     targets = checkpoint_targets(model)
@@ -129,14 +130,13 @@ def load_model(
 
     # None hides it unless stderr is a terminal.
     bar = make_bar(total=len(missing), desc="Loading", unit="tensor", disable=not use_tqdm or None)
-    with errors_name(path, model), bar, ThreadPoolExecutor(NUM_THREADS, "nanovllm-load") as pool:
+    size = sum(file.stat().st_size for file in weight_files(path))
+    number = NUM_THREADS if size >= SMALL else 1
+    with errors_name(path, model), bar, ThreadPoolExecutor(number, "nanovllm-load") as pool:
         for tensors in files or read_weights(path):
-            skipped += [name for name in tensors if names.is_skipped(name)]
-            tensors = {
-                usual_name(name, names, targets): tensor
-                for name, tensor in tensors.items()
-                if not names.is_skipped(name)
-            }
+            kept = [name for name in tensors if not names.is_skipped(name)]
+            skipped += sorted(tensors.keys() - kept)
+            tensors = {usual_name(name, names, targets): tensors[name] for name in kept}
             used = {n: t for n, t in tensors.items() if not is_left_out(n, t, targets)}
             if not model.tied_weights.keys().isdisjoint((*found, *used)):
                 from nanovllm.models.tied import second_names

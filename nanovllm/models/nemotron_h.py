@@ -9,11 +9,11 @@ from nanovllm.kernels.operands.routing import Routing
 from nanovllm.layers.several_caches import NOTHING
 from nanovllm.layers.state_space import StateSpace
 from nanovllm.models.config import ModelConfig
-from nanovllm.models.experts import expert_groups, experts_per_token
 from nanovllm.models.family import Family
 from nanovllm.models.fields import MAX_LAYERS, NO_WINDOW, Fields, check_activation, decoder_fields
 from nanovllm.models.layer_kinds import LINEAR, layer_kinds, without_kinds
 from nanovllm.models.shapes import ExpertCount, LayerShape, MatrixShape, attention_matrices
+from nanovllm.models.sigmoid_experts import sigmoid_routing
 from nanovllm.models.spellings import errors_spell, respelt
 from nanovllm.models.state_spaces import space_matrices, space_mixer, space_sizes, time_limits
 from nanovllm.models.windows import FULL
@@ -203,19 +203,7 @@ def _experts(fields: Fields) -> dict[str, Any]:
         expert_size=fields.size("moe_intermediate_size"),
         shared_size=fields.size("moe_shared_expert_intermediate_size"),
         latent_size=latent,
-        routing=_routing(fields, num_experts),
-    )
-
-
-def _routing(fields: Fields, num_experts: int) -> Routing:
-    """Sigmoids, with a bias for the choice."""
-    return Routing(
-        per_token=experts_per_token(fields, num_experts),
-        normalized=fields.flag("norm_topk_prob"),
-        scores="sigmoid",
-        has_bias=True,
-        groups=expert_groups(fields, num_experts),
-        scale=fields.number("routed_scaling_factor"),
+        routing=sigmoid_routing(fields, num_experts),
     )
 
 

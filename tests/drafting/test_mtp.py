@@ -34,7 +34,7 @@ from nanovllm.kernels.plain.read_table import TableState
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
-FAMILIES = [name for name in SAMPLES if name.startswith(("Qwen3.5", "Qwen3-Next"))]
+FAMILIES = [name for name in SAMPLES if name.startswith(("Qwen3.5", "Qwen3-Next", "GLM-4.5"))]
 MTP: dict[str, Any] = dict(method="mtp", num_speculative_tokens=3)
 PROMPTS = make_prompts()[:20]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -364,6 +364,31 @@ def test_files_without_the_heads_tensors_are_an_error(good: Path, tmp_path: Path
     save_file({n: t for n, t in weights.items() if not n.startswith("mtp.")}, path / FILE)
     with pytest.raises(ValueError, match=r"the files have no tensors of a draft head \(mtp\.\*\)"):
         make_llm(path, speculative_config=MTP)
+
+
+def test_a_layer_behind_those_of_the_model_is_a_head(tmp_path: Path) -> None:
+    """Updates and errors name its tensors as the files do; copies of other tensors are skipped."""
+    path = add_head(write(tmp_path / "model", SAMPLES["GLM-4.5"]), is_good=True)
+    weights = load_file(path / FILE)
+    head = {n: t for n, t in weights.items() if n.startswith("model.layers.3.")}
+    joins = "model.layers.3.eh_proj.weight"
+    with make_eager(path, MTP) as llm:
+        answers, share = solve(llm)
+        assert share > 0.3
+        llm.update_weights({name: tensor * 0.3 - 0.1 for name, tensor in head.items()})
+        assert solve(llm)[0] == answers and solve(llm)[1] < 0.1
+        llm.update_weights(head)
+        assert solve(llm) == (answers, share)
+        assert torch.equal(llm.get_weights(joins)[joins], head[joins])
+        assert not any(".layers.3." in name for name in llm.weight_shapes())
+    save_file({n: t for n, t in weights.items() if n != joins}, path / FILE)
+    with pytest.raises(ValueError, match=r"the files lack model\.layers\.3\.eh_proj\.weight$"):
+        make_llm(path, speculative_config=MTP)
+    save_file({n: t for n, t in weights.items() if n not in head}, path / FILE)
+    with pytest.raises(ValueError, match=r"no tensors of a draft head \(model\.layers\.3\.\*\)"):
+        make_llm(path, speculative_config=MTP)
+    with make_llm(path) as llm:
+        assert solve(llm)[0] == answers
 
 
 def test_models_of_other_families_are_refused(tmp_path: Path) -> None:

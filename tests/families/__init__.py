@@ -14,6 +14,7 @@ from families import (
     layer_norms,
     lfm2,
     mistral3,
+    routed,
     spaces,
     usual,
 )
@@ -33,6 +34,7 @@ SAMPLES: dict[str, Sample] = {
     **latents.SAMPLES,
     **lfm2.SAMPLES,
     **spaces.SAMPLES,
+    **routed.SAMPLES,
 }
 PUBLISHED: dict[str, Published] = {
     **usual.PUBLISHED,
@@ -48,4 +50,5 @@ PUBLISHED: dict[str, Published] = {
     **latents_published.PUBLISHED,
     **lfm2.PUBLISHED,
     **spaces.PUBLISHED,
+    **routed.PUBLISHED,
 }

@@ -11,8 +11,10 @@ from conftest import SHAPE
 from thread_ranks import on_ranks
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE, DeepseekV3TopkRouter
+from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.granitemoe.modeling_granitemoe import GraniteMoeTopKRouter
+from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMoEV1Gate
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
@@ -44,10 +46,22 @@ def theirs(name: str, router: Callable[[Any], Any], **fields: Any) -> Any:
     config = getattr(transformers, f"{name}Config")(**(sizes | fields))
     config.num_experts = config.num_local_experts = EXPERTS
     module = router(config).eval()
-    module.weight.data.normal_(0.0, 0.3)
-    if hasattr(module, "e_score_correction_bias"):
-        module.e_score_correction_bias.normal_(0.0, 0.3)
+    weight_of(module).data.normal_(0.0, 0.3)
+    for bias in biases_of(module):
+        bias.data.normal_(0.0, 0.3)
     return module
+
+
+def weight_of(router: Any) -> torch.Tensor:
+    """A router's weight [E, hidden]."""
+    weight: torch.Tensor = next(each for each in router.parameters() if each.shape[0] == EXPERTS)
+    return weight
+
+
+def biases_of(router: Any) -> list[torch.Tensor]:
+    """The bias [E] or [1, E] that is added for the choice, if the router has one."""
+    state = router.state_dict(keep_vars=True)
+    return [each for name, each in state.items() if name.endswith("e_score_correction_bias")]
 
 
 def deepseek(normalized: bool) -> Routing:
@@ -70,6 +84,18 @@ ROUTERS: dict[str, tuple[Any, Routing]] = {
         lambda: theirs("Glm4Moe", Glm4MoeTopkRouter, n_group=1, topk_group=1,
                        routed_scaling_factor=1.5, norm_topk_prob=True),
         Routing(per_token=TAKEN, normalized=True, scores="sigmoid", has_bias=True, scale=1.5),
+    ),
+    "ERNIE 4.5, a floor above most sums": (
+        lambda: theirs("Ernie4_5_Moe", Ernie4_5_MoeTopKRouter, moe_norm_min=0.6),
+        Routing(per_token=TAKEN, normalized=True, has_bias=True, tiny=0.0, least=0.6),
+    ),
+    "ERNIE 4.5, a floor below all sums": (
+        lambda: theirs("Ernie4_5_Moe", Ernie4_5_MoeTopKRouter),
+        Routing(per_token=TAKEN, normalized=True, has_bias=True, tiny=0.0, least=1e-12),
+    ),
+    "HunYuan": (
+        lambda: theirs("HunYuanMoEV1", HunYuanMoEV1Gate),
+        Routing(per_token=TAKEN, normalized=True),
     ),
     "DeepSeek-V2": (
         lambda: theirs("DeepseekV2", DeepseekV2TopkRouter, **GROUPS, num_attention_heads=4,
@@ -107,9 +133,11 @@ def test_a_router_chooses_as_transformers_does(name: str) -> None:
     """A choice that is left out, or made in another order, gives other experts or shares."""
     make, routing = ROUTERS[name]
     module, router = make(), ExpertRouter(HIDDEN, EXPERTS, routing)
-    router.get_parameter("weight").copy_(module.weight)
-    if routing.has_bias:
-        router.get_parameter("e_score_correction_bias").copy_(module.e_score_correction_bias)
+    router.get_parameter("weight").copy_(weight_of(module))
+    biases = biases_of(module)
+    assert len(biases) == routing.has_bias
+    for bias in biases:
+        router.get_parameter("e_score_correction_bias").copy_(bias.flatten())
     x = torch.randn(200, HIDDEN)
     _, *expected = module(x)
     torch.testing.assert_close(by_expert(*router.select(x)), by_expert(*expected))
@@ -137,7 +165,7 @@ def test_only_choices_that_the_fused_kernel_computes_use_it() -> None:
     assert chosen.is_fused and chosen.sums_to_one
     others: list[dict[str, Any]] = [
         dict(scores="sigmoid"), dict(has_bias=True), dict(groups=BEST), dict(scale=2.0),
-        dict(scores="sparse mixer"),
+        dict(scores="sparse mixer"), dict(least=1e-12),
     ]  # fmt: skip
     assert not any(Routing(per_token=2, normalized=True, **each).is_fused for each in others)
 

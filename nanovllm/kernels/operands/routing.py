@@ -26,9 +26,9 @@ class Routing:
     of the expert's own output, or the softmax over the chosen experts alone, which are then chosen
     by the router's outputs. With `has_bias`, a bias for each expert is added to its score for the
     choice, and not in its share. With `normalized`, the shares of a token sum to one: they are
-    divided by their sum, to which `tiny` is added, as all may be zero. They are then multiplied by
-    `scale`. `plain/sparse_mixer.py` defines "sparse mixer" with its `margin`, which
-    goes with none of these.
+    divided by their sum, to which `tiny` is added, as all may be zero; a sum below `least` counts
+    as `least`. They are then multiplied by `scale`. `plain/sparse_mixer.py` defines "sparse mixer"
+    with its `margin`, which goes with none of these.
     """
 
     per_token: int
@@ -39,6 +39,7 @@ class Routing:
     scale: float = 1.0
     margin: float = 0.0
     tiny: float = 1e-20
+    least: float = 0.0
 
     @property
     def sums_to_one(self) -> bool:
@@ -48,5 +49,5 @@ class Routing:
     @property
     def is_fused(self) -> bool:
         """Whether one kernel can compute scores, choice and shares, from `sums_to_one` alone."""
-        plain = not self.has_bias and self.groups is None and self.scale == 1.0
+        plain = not self.has_bias and self.groups is None and self.scale == 1.0 and not self.least
         return plain and self.scores in ("softmax", "softmax of chosen")

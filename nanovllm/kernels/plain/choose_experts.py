@@ -10,7 +10,7 @@ def choose_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The shares [T, K] and the ids [T, K] of the experts chosen by outputs [T, E] in float32.
 
-    `bias` [E] is added for the choice. Ties are decided as `torch.topk` does.
+    `bias`, [E] or [1, E], is added for the choice. Ties are decided as `torch.topk` does.
     """
     if routing.scores == "sparse mixer":
         from nanovllm.kernels.plain.sparse_mixer import sparse_mixer
@@ -27,7 +27,8 @@ def choose_experts(
     if routing.scores == "softmax of chosen":
         shares = shares.softmax(dim=-1)
     elif routing.normalized:
-        shares = shares / (shares.sum(dim=-1, keepdim=True) + routing.tiny)
+        total = shares.sum(dim=-1, keepdim=True) + routing.tiny
+        shares = shares / (total.clamp(min=routing.least) if routing.least else total)
     return shares if routing.scale == 1.0 else shares * routing.scale, ids
 
 

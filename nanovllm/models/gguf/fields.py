@@ -26,6 +26,7 @@ from nanovllm.models.gguf.usual_fields import window as window_of
 MODEL_TYPES = {
     "qwen3moe": "qwen3_moe", "qwen2moe": "qwen2_moe", "hunyuan-dense": "hunyuan_v1_dense",
     "command-r": "cohere", "gptneox": "gpt_neox", "phi2": "phi", "gpt-oss": "gpt_oss",
+    "glm4moe": "glm4_moe", "ernie4_5-moe": "ernie4_5_moe", "hunyuan-moe": "hunyuan_v1_moe",
 }  # fmt: skip
 # Architectures that have no RMS norm.
 LAYER_NORMS = {"command-r", "cohere2", *PLAIN_FAMILIES} - {"arcee", "apertus"}

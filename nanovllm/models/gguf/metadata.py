@@ -35,7 +35,11 @@ ARCHITECTURES = {
     "minicpm3": "MiniCPM3ForCausalLM",
     # Qwen3-Next computes the same as this, and its GGUF files have tensors that are as split.
     "qwen3next": "Qwen3_5MoeForCausalLM",
+    # Solar Open, too, which differs in the sizes alone.
+    "glm4moe": "Glm4MoeForCausalLM", "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
+    "hunyuan-moe": "HunYuanMoEV1ForCausalLM", "dots1": "Dots1ForCausalLM",
 }  # fmt: skip
+WITH_DRAFTS = ("glm4moe",)  # and hybrids: files may have layers that predict later tokens
 REQUIRED = object()
 # Of these, hybrid models have 0 in layers of another kind.
 OF_SOME_LAYERS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
@@ -144,8 +148,8 @@ class Metadata:
     @property
     def num_layers(self) -> int:
         """The layers without those that only predict later tokens, at the end."""
-        is_hybrid = self.architecture in HYBRID_LAYERS
-        drafts: int = self.get("nextn_predict_layers", 0) if is_hybrid else 0
+        may_have = self.architecture in (*HYBRID_LAYERS, *WITH_DRAFTS)
+        drafts: int = self.get("nextn_predict_layers", 0) if may_have else 0
         return int(self.size("block_count")) - drafts
 
     def wrong(self, key: str, value: Any, needed: str) -> ValueError:

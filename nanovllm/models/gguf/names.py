@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from nanovllm.models.gguf.hybrid_names import (
     ABOVE_EXPERTS,
     HYBRID_LAYERS,
+    OF_ROUTER,
     PLAIN_NORM,
     PLUS_ONE,
     SPLIT,
@@ -34,13 +35,27 @@ POST_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
 SANDWICH = {**POST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+LATE_NORMS = {
+    "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm",
+}  # fmt: skip
+
+
+def _shared(above: str) -> dict[str, str]:
+    """The names of an expert that all tokens use."""
+    return {f"ffn_{kind}_shexp": f"{above}.{kind}_proj" for kind in ("gate", "up", "down")}
+
+
 OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "qwen2moe": {
-        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-        "ffn_up_shexp": "mlp.shared_expert.up_proj",
-        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate", **_shared("mlp.shared_expert"),
+    },
+    "glm4moe": {
+        "post_attention_norm": "post_attention_layernorm", **_shared("mlp.shared_experts"),
+    },
+    "ernie4_5-moe": _shared("mlp.shared_experts"), "dots1": _shared("mlp.shared_experts"),
+    "hunyuan-moe": {
+        **LATE_NORMS, "ffn_gate_inp": "mlp.gate.wg", **_shared("mlp.shared_mlp"),
     },
     "olmo2": POST_NORMS, "exaone4": POST_NORMS,
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
@@ -48,14 +63,13 @@ OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {
         "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
         "ffn_up": "mlp.gate_up_proj",
     },
-    "hunyuan-dense": {
-        "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm",
-    },
+    "hunyuan-dense": LATE_NORMS,
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
     "gemma2": SANDWICH, "gemma3": SANDWICH,
     TWO_NORMS: {"attn_norm": "post_attention_layernorm", "attn_norm_2": "input_layernorm"},
 }  # fmt: skip
 ONE_ROW = "ffn_gate_inp_shexp.weight"  # end of the name of a matrix that may be a vector
+ROUTER_BIAS = "exp_probs_b"
 SINKS = "attn_sinks"  # a tensor that is no module's weight
 # The stacks of all experts' matrices [E, N, K].
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
@@ -94,6 +108,8 @@ def usual_name(name: str, architecture: str) -> str:
         return name
     if match[2] == SINKS:
         return f"model.layers.{match[1]}.self_attn.sinks"
+    if match[2] == ROUTER_BIAS:
+        return f"model.layers.{match[1]}.mlp.gate.{OF_ROUTER}"
     layers = {**LAYERS, **OF_ARCHITECTURE.get(architecture, {})}
     if match[2] not in layers:
         return name
@@ -123,6 +139,12 @@ def interleaved_heads(name: str, architecture: str) -> str | None:
     if match is None or architecture not in INTERLEAVED_ARCHITECTURES:
         return None
     return INTERLEAVED.get(match[2])
+
+
+def has_one_row(name: str, architecture: str) -> bool:
+    """Whether checkpoints have as a matrix of one row what may be a vector in files."""
+    is_bias = name.endswith(f"{ROUTER_BIAS}.bias") and architecture == "ernie4_5-moe"
+    return is_bias or name.endswith(ONE_ROW)
 
 
 def is_of_drafts(name: str, metadata: "Metadata") -> bool:

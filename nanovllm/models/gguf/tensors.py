@@ -23,8 +23,8 @@ from nanovllm.models.gguf.hybrid_names import (
 from nanovllm.models.gguf.metadata import Metadata
 from nanovllm.models.gguf.names import (
     NO_WEIGHTS,
-    ONE_ROW,
     expert_names,
+    has_one_row,
     has_plus_one,
     interleaved_heads,
     is_of_drafts,
@@ -84,7 +84,7 @@ def _views(file: GGUFFile, metadata: Metadata) -> Iterator[tuple[str, View]]:
                 continue
         if (heads := interleaved_heads(name, architecture)) is not None:
             view = _in_order(view, name, metadata.number_of_heads(heads))
-        if len(view.get_shape()) == 1 and name.endswith(ONE_ROW):
+        if len(view.get_shape()) == 1 and has_one_row(name, architecture):
             view = View(view.tensor[None], info.kind.name)
         if has_plus_one(name, architecture):
             view = View(view.tensor.float() - 1, "F32")

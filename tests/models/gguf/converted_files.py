@@ -117,7 +117,9 @@ def stacked(tensors: Tensors) -> Tensors:
     return found
 
 
-SMALL = re.compile(r"norm|ssm_(a|d|conv1d)|shortconv\.conv|gate_inp")  # always in float32
+SMALL = re.compile(
+    r"norm|ssm_(a|d|conv1d)|shortconv\.conv|gate_inp|exp_probs_b"
+)  # always in float32
 
 
 def write_file(

@@ -279,7 +279,63 @@ def _gemma_tensors(name: str, tensor: torch.Tensor, config: Config) -> Tensors:
     return {name: tensor + 1 if name.endswith("norm.weight") else tensor}
 
 
+def _routed_metadata(config: Config) -> Config:
+    """GLM-4.5, Solar Open and dots.llm1: experts chosen by sigmoids."""
+    get, rope = config.get, config["rope_parameters"]
+    is_glm, part = "max_window_layers" not in config, rope.get("partial_rotary_factor", 1.0)
+    yarn = {
+        "rope.scaling.type": "yarn", "rope.scaling.factor": rope.get("factor"),
+        "rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
+    }  # fmt: skip
+    return {
+        "expert_count": config["n_routed_experts"], "expert_gating_func": 2 if is_glm else None,
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "feed_forward_length": get("intermediate_size", config["moe_intermediate_size"]),
+        "expert_shared_count": config["n_shared_experts"],
+        "leading_dense_block_count": get("first_k_dense_replace", 0),
+        "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "expert_weights_norm": config["norm_topk_prob"],
+        "expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"],
+        "rope.dimension_count": int(config["head_dim"] * part) if is_glm else None,
+        **(yarn if "factor" in rope else {}),
+    }  # fmt: skip
+
+
+def _ernie_metadata(config: Config) -> Config:
+    shared = config["moe_num_shared_experts"]
+    size = config["intermediate_size"] // config["num_key_value_heads"]
+    return {
+        "expert_count": config["moe_num_experts"], "expert_used_count": config["moe_k"],
+        "interleave_moe_layer_step": config["moe_layer_interval"],
+        "leading_dense_block_count": config["moe_layer_start_index"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_count": shared,
+        "expert_shared_feed_forward_length": size if shared else None,
+    }  # fmt: skip
+
+
+def _hunyuan_metadata(config: Config) -> Config:
+    """An alpha is multiplied into the base."""
+    rope, dim, taken = config["rope_parameters"], config["head_dim"], config["moe_topk"]
+    inner = config["intermediate_size"]
+    scaled = {
+        "rope.freq_base": rope["rope_theta"] * rope.get("alpha", 1.0) ** (dim / (dim - 2)),
+        "rope.scaling.type": "none", "rope.scaling.factor": 1.0,
+        "rope.scaling.original_context_length": 512,
+    }  # fmt: skip
+    return {
+        "expert_used_count": taken[0] if isinstance(taken, list) else taken,
+        "expert_feed_forward_length": inner, "expert_shared_feed_forward_length": inner,
+        "expert_shared_count": 1, **(scaled if "alpha" in rope else {}),
+    }  # fmt: skip
+
+
+def _routed_tensors(name: str, tensor: torch.Tensor, config: Config) -> Tensors:
+    return {name.replace("e_score_correction_bias", "e_score_correction.bias"): tensor}
+
+
 GEMMA = Converter(_gemma_metadata, _gemma_tensors)
+ROUTED = Converter(_routed_metadata, _routed_tensors)
 LFM2 = Converter(_lfm2_metadata, _lfm2_tensors)
 NEMOTRON = Converter(_nemotron_metadata, _nemotron_tensors)
 QWEN35 = Converter(_qwen35_metadata, _qwen35_tensors)
@@ -288,6 +344,9 @@ CONVERTERS = {
     "granitehybrid": Converter(_granite_metadata, _granite_tensors),
     "falcon-h1": Converter(_falcon_metadata, _falcon_tensors),
     "nemotron_h": NEMOTRON, "nemotron_h_moe": NEMOTRON, "qwen35": QWEN35, "qwen35moe": QWEN35,
+    "glm4moe": ROUTED, "dots1": ROUTED,
+    "ernie4_5-moe": Converter(_ernie_metadata, _routed_tensors),
+    "hunyuan-moe": Converter(_hunyuan_metadata, _routed_tensors),
     "gemma": GEMMA, "gemma2": GEMMA, "gemma3": GEMMA,
     "deepseek2": Converter(deepseek_metadata, deepseek_tensors),
     "minicpm3": Converter(minicpm3_metadata, as_it_is),
