@@ -10,8 +10,12 @@ import torch.nn.functional as F
 
 from nanovllm.formats.quantize import LEAST_SCALE
 
-# For the largest weight of a group: codes to try, by the number of bits.
-LEVELS = {4: (-9.5, -9.0, -8.5, -8.0, -7.5, -7.0, -6.5), 8: (-128.0, -127.5, -127.0, 127.0)}
+# For the largest weight of a group: codes to try, by the number of bits. Where inputs with large
+# weights count little, a scale may be small, and the largest weights are cut off.
+LEVELS = {
+    4: tuple(sign * (6.5 + i / 2) for sign in (-1, 1) for i in (0, 1, 2, 3, 4, 6, 8, 11)),
+    8: (-128.0, -127.5, 127.0),
+}
 PART = 1 << 22  # weights whose scales are searched at a time
 FLOOR = 0.01  # of the mean importance: inputs that the text never uses are rounded too
 

@@ -73,13 +73,14 @@ def read_sources(model: CausalLM, path: Path) -> list[Source]:
 
 
 def _is_quantized(module: str, layer: nn.Module, target: Target, tensor: InFile) -> bool:
-    if not BLOCK.match(target.param) or ROUTER.search(module) or min(tensor.shape[-2:]) < LEAST:
-        return False
+    """Whether a tensor has weights that are quantized: of a fused layer, all parts or none."""
     leaf = target.param.rpartition(".")[2]
+    if not BLOCK.match(target.param) or ROUTER.search(module) or tensor.shape[-1] < LEAST:
+        return False
     if isinstance(layer, Experts):
         return leaf in MATRICES and type(layer.formats[leaf]) is Dense
     is_usual = isinstance(layer, LinearBase) and not isinstance(layer, ExpertRouter | Ordered)
-    return is_usual and leaf == "weight"
+    return is_usual and leaf == "weight" and layer.rank_part.num_rows >= LEAST
 
 
 def matrices_of(source: Source, names: Names) -> Iterator[tuple[str, torch.Tensor]]:

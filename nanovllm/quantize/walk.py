@@ -66,8 +66,8 @@ class Walk:
     ) -> None:
         self.model, self.index = model, 0
         self._lenders = [m for m in model.modules() if isinstance(m, LendingAttention)]
-        self._chunks = [Chunk(part, device) for part in in_chunks(samples)]
-        self._chunk = self._chunks[0]
+        self.chunks = [Chunk(part, device) for part in in_chunks(samples)]
+        self._chunk = self.chunks[0]
         blocks: list[Any] = [*model.model.layers]
         for index, block in enumerate(blocks):
             block.forward = partial(self._forward, index, block.forward)
@@ -76,12 +76,12 @@ class Walk:
 
     def collect(self) -> None:
         """Compute the block for all chunks."""
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             self._compute(chunk)
 
     def move(self) -> None:
         """Compute the block for all chunks, and let them be at the next one."""
-        for chunk in self._chunks:
+        for chunk in self.chunks:
             chunk.output = self._compute(chunk)
             chunk.lent = [
                 {name: vars(lender)[name] for name in LENT if name in vars(lender)}
@@ -89,18 +89,21 @@ class Walk:
             ]
         self.index += 1
 
+    def end(self, chunk: Chunk) -> torch.Tensor:
+        """The hidden states of a chunk after all blocks."""
+        return self._compute(chunk)[0]
+
     @torch.inference_mode()
     def _compute(self, chunk: Chunk) -> Any:
-        """What the block returns for a chunk."""
+        """What the block returns for a chunk; after the last block, what the model returns."""
         self._chunk = chunk
         for lender, lent in zip(self._lenders, chunk.lent, strict=bool(chunk.lent)):
             vars(lender).update(lent)
         with attending(chunk.context, BACKEND.attention, {STATES: chunk.states}):
             try:
-                self.model(chunk.ids, chunk.positions)
+                return self.model(chunk.ids, chunk.positions)
             except Reached as reached:
                 return reached.output
-        raise AssertionError("the model has no such block")
 
     def _enter(self, index: int, enter: Callable[..., Any], *args: Any) -> Any:
         """A block's `enter`, which needs not compute what an earlier block reads."""
