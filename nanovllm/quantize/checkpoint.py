@@ -8,6 +8,7 @@ import torch
 
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.engine.start.placement import computing_on, resolve_device, resolve_dtype
+from nanovllm.formats.scheme import DEQUANTIZE
 from nanovllm.models.checkpoint import resolve_model
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.loader import errors_name
@@ -28,9 +29,10 @@ def quantize_checkpoint(options: QuantizeOptions) -> Summary:
     if out.exists() or out.is_symlink():
         raise FileExistsError(f"{out} exists already; give another directory, or remove it")
     path = resolve_model(
-        options.model, revision=options.revision, download_dir=options.download_dir
-    )
-    config = read_config(path)
+        options.model, revision=options.revision, download_dir=options.download_dir,
+        quantization=DEQUANTIZE if options.dequantize else None,
+    )  # fmt: skip
+    config = read_config(path, options.dequantize)
     device = resolve_device(options.device)
     samples = calibration_samples(options, path, config) if options.is_calibrated else []
     dtype = resolve_dtype("auto", config.dtype, device)
@@ -52,11 +54,17 @@ def calibration_samples(
     return read_samples(tokenizer, files, options.num_samples, length)
 
 
-def read_config(path: Path) -> ModelConfig:
-    """The config of a checkpoint with plain weights."""
-    if any(path.glob("*.gguf")):
-        raise ValueError(f"{path}: GGUF files are not supported here: give a plain checkpoint")
-    config = ModelConfig.from_dir(path)
+def read_config(path: Path, dequantizes: bool = False) -> ModelConfig:
+    """The config of a checkpoint with plain weights, or of a GGUF file that is dequantized."""
+    is_gguf = any(path.glob("*.gguf"))
+    if is_gguf and not dequantizes:
+        raise ValueError(
+            "the weights of a GGUF file were rounded when it was made; dequantize=True rounds them"
+            " again, which adds errors"
+        )
+    if dequantizes and not is_gguf:
+        raise ValueError(f"dequantize is for GGUF files, and {path} has none")
+    config = ModelConfig.from_dir(path, DEQUANTIZE if dequantizes else None)
     if config.quantization is not None and config.quantization.method is not None:
         raise ValueError(
             f"{path} is quantized already, by {config.quantization.method!r}; rounding its weights"

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from nanovllm.formats.names import FIELD
+from nanovllm.formats.scheme import DEQUANTIZED
 from nanovllm.models.checkpoint import INDEX, TOKENIZER_PATTERNS, read_json
 
 SHARD = 2 << 30  # bytes of a file of weights, about; they are in memory until it is written
@@ -60,7 +61,9 @@ class OutputDirectory:
             is_old = file.name == "config.json" or file.name.endswith(".index.json")
             if not is_old and file.is_file() and any(map(file.match, OTHERS)):
                 shutil.copyfile(file, self.folder / file.name)
-        self._write_json("config.json", read_json(source / "config.json") | {FIELD: quantization})
+        config = read_json(source / "config.json") | {FIELD: quantization}
+        config.pop(DEQUANTIZED, None)
+        self._write_json("config.json", config)
 
     def _write_json(self, name: str, value: dict[str, Any]) -> None:
         text = json.dumps(value, indent=2) + "\n"

@@ -10,6 +10,7 @@ from nanovllm.utils.option import (
     DIRECTORY,
     PATH,
     REVISION,
+    TRUE_OR_FALSE,
     Rule,
     check_options,
     int_range,
@@ -60,8 +61,11 @@ class QuantizeOptions:
         one_of(GPTQ, RTN),
         none="gptq for int4, else rtn",
     )
-    text: Iterable[str] = option(
+    text: Iterable[str] = option(  # the command adds its flag, which several files may follow
         (), "files with the calibration text", Rule(check_texts, "paths"), only_python=True
+    )
+    dequantize: bool = option(
+        False, "take the dequantized weights of a GGUF file, and round them again", TRUE_OR_FALSE
     )
     num_samples: int = option(128, "parts of the text, at most", int_range(1))
     max_length: int = option(512, "tokens of each part", int_range(8))

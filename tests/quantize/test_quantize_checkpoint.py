@@ -12,11 +12,14 @@ from compressed_tensors.quantization import QuantizationConfig
 from conftest import edit_config, make_model
 from families import SAMPLES
 from families.describe import write
+from gguf_files import write_gguf
 from reference import make_llm
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from benchmarks.quality import logprobs
 from nanovllm import SamplingParams
+from nanovllm.command.main import main
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.embedded.problems import sample_problems
 from nanovllm.layers.context import STATES, attending
@@ -120,16 +123,24 @@ def test_several_files_and_the_others(tmp_path: Path, monkeypatch: pytest.Monkey
     assert outputs(path) == outputs(stands_for(path))
 
 
-def test_compressed_tensors_accepts_the_config(tmp_path: Path) -> None:
-    """vLLM reads the field with this library."""
-    for format_ in ("int4", "int8", "fp8"):
-        options: dict[str, Any] = {} if format_ == "int4" else dict(format=format_, text=[])
-        path, _ = quantized(make_model(tmp_path / format_ / "model"), **options)
-        config = json.loads((path / "config.json").read_text())["quantization_config"]
-        read = QuantizationConfig.model_validate(config)
-        weights = read.config_groups["group_0"].weights
-        assert (weights.num_bits, weights.group_size) == ((4, 32) if options == {} else (8, None))
-        assert read.ignore == ["lm_head"]
+@pytest.mark.parametrize("format_", ["int4", "int8", "fp8"])
+def test_transformers_reads_the_same_weights(format_: str, tmp_path: Path) -> None:
+    """With the library compressed-tensors, by which vLLM reads the config, too."""
+    options: dict[str, Any] = {} if format_ == "int4" else dict(format=format_, text=[])
+    path, _ = quantized(make_model(tmp_path / "model", family="Llama"), **options)
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    assert QuantizationConfig.model_validate(config).ignore == ["lm_head"]
+    assert config["quant_method"] == "compressed-tensors"
+    if format_ == "fp8":  # there, inputs are rounded too
+        return
+    with torch.inference_mode():
+        found, exact = (
+            AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32)(
+                torch.tensor(PROMPTS[1:])
+            ).logits
+            for each in (path, stands_for(path))
+        )
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
 
 
 def test_calibration_helps_a_trained_model(tmp_path: Path) -> None:
@@ -181,6 +192,20 @@ def hidden(model: CausalLM, chunk: walk.Chunk) -> torch.Tensor:
     """The hidden states of a chunk, by the model's own `forward`."""
     with attending(chunk.context, walk.BACKEND.attention, {STATES: chunk.states}):
         return model(chunk.ids, chunk.positions)[0]
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    """Its weights were rounded before: they are rounded again only if that is asked for."""
+    file = tmp_path / "model.gguf"
+    write_gguf(make_model(tmp_path / "saved", family="Llama"), file, "Q8_0")
+    refusal(ValueError, "were rounded when it was made", file)
+    path, summary = quantized(file, dequantize=True)
+    plain = stands_for(path)
+    assert summary.by_gptq == 14
+    assert outputs(path) == outputs(plain)
+    path.rename(tmp_path / "first")
+    plain.rename(tmp_path / "second")
+    refusal(ValueError, "is for GGUF files", tmp_path / "saved", dequantize=True)
 
 
 # What is refused
@@ -245,3 +270,19 @@ def test_a_model_without_a_tokenizer(tmp_path: Path) -> None:
     refusal(ValueError, "has no tokenizer, which the calibration text needs", model)
     path, _ = quantized(model, method="rtn", text=[])
     assert (path / "config.json").exists()
+
+
+def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And lists what it needs, before it imports anything slow."""
+    model, text = make_model(tmp_path / "model", family="Qwen3Moe"), tmp_path / "text.txt"
+    text.write_text(TEXT)
+    argv = ["quantize", "--model", str(model), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    assert main([*argv, "--text", str(text), str(text), "--max-length", "40"]) == 0
+    said = capsys.readouterr().out
+    assert "8 matrices by GPTQ, with 128 parts of the text, 5,120 tokens" in said
+    assert "48 matrices of experts rounded to the nearest code" in said
+    assert "3 linear layers left plain: lm_head, model.layers.0.mlp.gate" in said
+    assert main(argv) == 2
+    assert "needs a calibration text (--text)" in capsys.readouterr().err
+    assert main(argv[:3]) == 2
+    assert "--out is required" in capsys.readouterr().err
