@@ -235,7 +235,7 @@ def main() -> None:
                         help=", ".join(models))  # fmt: skip
     variants = [*VARIANTS, *TYPES, *LLAMA_TYPES, *SAVED]
     parser.add_argument("--variants", type=names(variants), metavar="NAME,...",
-                        help=f"{', '.join(variants)}; types of GGUF and what `nanovllm quantize` saves only with --model")  # fmt: skip
+                        help=f"{', '.join(variants)}; the last ones need --model")  # fmt: skip
     parser.add_argument("--model", type=Path, metavar="PATH",
                         help="a trained model instead: a GGUF file, or a directory")  # fmt: skip
     parser.add_argument("--llama-python", metavar="PYTHON",

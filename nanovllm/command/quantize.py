@@ -11,6 +11,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from nanovllm.command.field_options import add_field_options, given_fields
+from nanovllm.command.interrupts import Interruptible
 from nanovllm.command.options import UsageError, usage_errors, user_path
 from nanovllm.quantize.options import QuantizeOptions
 from nanovllm.utils.resources import memory_text
@@ -44,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
         options = QuantizeOptions(**given)
     from nanovllm.quantize.checkpoint import quantize_checkpoint
 
-    print(_text(options, quantize_checkpoint(options)))
+    with Interruptible():  # the unfinished directory is removed
+        summary = quantize_checkpoint(options)
+    print(_text(options, summary))
     return 0
 
 
@@ -61,7 +64,7 @@ def _text(options: QuantizeOptions, summary: "Summary") -> str:
         lines.append(f"  {summary.rounded} matrices rounded to the nearest code")
     if summary.of_experts:
         lines.append(f"  {summary.of_experts} matrices of experts rounded to the nearest code")
-    lines.append(f"  {len(summary.plain)} linear layers left plain: {_some(summary.plain)}")
+    lines.append(f"  linear layers left plain: {len(summary.plain)} ({_some(summary.plain)})")
     if summary.uneven:
         lines.append(
             f"  in {len(summary.uneven)} matrices the last group is smaller, which vLLM does not"

@@ -1,4 +1,4 @@
-"""Rounding with a calibration: errors of outputs, unused inputs, odd sizes, and what files store."""
+"""Rounding with a calibration: errors of outputs, unused inputs, odd sizes, packed codes."""
 
 import pytest
 import torch
@@ -16,8 +16,9 @@ GROUP, BF16 = 32, torch.bfloat16
 def inputs(size: int, rank: int, seed: int = 0) -> torch.Tensor:
     """Rows [512, size] that depend on `rank` numbers, with a little noise; some are much larger."""
     generator = torch.Generator().manual_seed(seed)
-    mixed = torch.randn(512, rank, generator=generator) @ torch.randn(rank, size, generator=generator)
-    rows = mixed + 0.3 * torch.randn(512, size, generator=generator)
+    shapes = (512, rank), (rank, size)
+    hidden, mixing = (torch.randn(shape, generator=generator) for shape in shapes)
+    rows = hidden @ mixing + 0.3 * torch.randn(512, size, generator=generator)
     return rows * torch.linspace(0.2, 3.0, size)[torch.randperm(size, generator=generator)]
 
 
@@ -29,7 +30,10 @@ def error(weight: torch.Tensor, codes: Codes, rows: torch.Tensor, group: int = G
 @pytest.mark.parametrize("size", [32, 96, 144, 200])
 def test_outputs_err_less_than_with_rounding(size: int) -> None:
     """Also than with rounding by the same scales: without the feedback of errors both are equal."""
-    weight, rows = torch.randn(48, size, generator=torch.Generator().manual_seed(1)), inputs(size, 6)
+    weight, rows = (
+        torch.randn(48, size, generator=torch.Generator().manual_seed(1)),
+        inputs(size, 6),
+    )
     products = rows.t() @ rows
     found = gptq(weight, products, 4, GROUP, BF16)
     each = found.scales.float().repeat_interleave(GROUP, 1)[:, :size]

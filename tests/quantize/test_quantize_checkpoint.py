@@ -15,7 +15,7 @@ from families.describe import write
 from gguf_files import write_gguf
 from reference import make_llm
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.quality import logprobs
 from nanovllm import SamplingParams
@@ -27,10 +27,15 @@ from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import load_model
 from nanovllm.models.parts import build_model
-from nanovllm.quantize import files, walk
+from nanovllm.quantize import files, job, walk
+from nanovllm.quantize.calibration import Calibration
 from nanovllm.quantize.checkpoint import quantize_checkpoint
+from nanovllm.quantize.codes import Codes
+from nanovllm.quantize.gptq import gptq
 from nanovllm.quantize.job import Summary
 from nanovllm.quantize.options import QuantizeOptions
+from nanovllm.quantize.plan import read_sources
+from nanovllm.quantize.text import read_samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -187,6 +192,34 @@ def test_a_walk_computes_what_the_model_does(
     torch.testing.assert_close(found, torch.cat(expected), rtol=1e-4, atol=1e-4)
 
 
+def test_a_block_is_calibrated_for_what_it_will_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the outputs of blocks that are quantized already."""
+    seen: list[torch.Tensor] = []
+
+    def recording(weight: torch.Tensor, products: torch.Tensor, *args: Any) -> Codes:
+        seen.append(products)
+        return gptq(weight, products, *args)
+
+    monkeypatch.setattr(job, "gptq", recording)
+    path, _ = quantized(make_model(tmp_path / "model"))
+    exact, names = stands_for(path), ["qkv_proj", "o_proj"]
+    model = build_model(ModelConfig.from_dir(exact), 48)
+    sources = read_sources(model, exact)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    samples = read_samples(tokenizer, [tmp_path / "text.txt"], 6, 48)
+    calibration = Calibration(model, samples, torch.device("cpu"))
+    calibration.fill_outside(each for each in sources if each.block is None)
+    for block in range(2):
+        own = [each for each in sources if each.block == block]
+        modules = [f"model.layers.{block}.self_attn.{name}" for name in names]
+        found = calibration.products(block, own, modules)
+        calibration.move(block)
+    inputs = found[modules[0]]
+    assert any(each.shape == inputs.shape and torch.allclose(each, inputs) for each in seen)
+
+
 @torch.inference_mode()
 def hidden(model: CausalLM, chunk: walk.Chunk) -> torch.Tensor:
     """The hidden states of a chunk, by the model's own `forward`."""
@@ -281,7 +314,7 @@ def test_the_command_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr().out
     assert "8 matrices by GPTQ, with 128 parts of the text, 5,120 tokens" in said
     assert "48 matrices of experts rounded to the nearest code" in said
-    assert "3 linear layers left plain: lm_head, model.layers.0.mlp.gate" in said
+    assert "linear layers left plain: 3 (lm_head, model.layers.0.mlp.gate," in said
     assert main(argv) == 2
     assert "needs a calibration text (--text)" in capsys.readouterr().err
     assert main(argv[:3]) == 2
