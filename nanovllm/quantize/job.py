@@ -1,7 +1,7 @@
 """Job: the model of a checkpoint is filled, quantized and written, one block after the other."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from nanovllm.quantize.codes import rounded
 from nanovllm.quantize.files import OutputDirectory
 from nanovllm.quantize.gptq import gptq
 from nanovllm.quantize.options import QuantizeOptions
-from nanovllm.quantize.plan import WEIGHT, Source, matrices_of, read_sources
+from nanovllm.quantize.plan import WEIGHT, Source, matrices_of, plain_layers, read_sources
 from nanovllm.quantize.stored import Tensors, packed_tensors, quantization_config
 from nanovllm.utils.interrupts import make_bar
 
@@ -60,7 +60,7 @@ class Job:
         for source in sources:
             of_block[source.block].append(source)
         summary.num_samples, summary.num_tokens = len(samples), sum(map(len, samples))
-        summary.plain = plain_layers(sources)
+        summary.plain = plain_layers(sources, self.model)
         calibration = Calibration(self.model, samples, self.device) if samples else None
         outside = of_block.pop(None)
         if calibration:
@@ -162,9 +162,3 @@ class Job:
             tensors["weight_shape"] = torch.tensor(weight.shape)
         for kind, tensor in tensors.items():
             out.add(f"{name}.{kind}", tensor)
-
-
-def plain_layers(sources: Iterable[Source]) -> list[str]:
-    """The names of linear layers that stay as they are; the head is one, also if it is tied."""
-    names = [s.name.removesuffix(WEIGHT) for s in sources if s.is_linear and not s.is_quantized]
-    return [*names, *(["lm_head"] if "lm_head" not in names else [])]

@@ -1,7 +1,7 @@
 """Plan: which tensors of a checkpoint are quantized, and which layer of the model reads each."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanovllm.formats.format import Dense
-from nanovllm.formats.names import Names, usual_name
+from nanovllm.formats.names import HEAD, Names, usual_name
 from nanovllm.layers.experts import MATRICES, Experts
 from nanovllm.layers.file_order import Ordered
 from nanovllm.layers.linear import LinearBase
@@ -21,7 +21,7 @@ from nanovllm.models.loader import InFile, Target, checkpoint_targets, is_left_o
 BLOCK = re.compile(r"model\.layers\.(\d+)\.")
 ROUTER = re.compile(r"(gate|router)(\.|$)")  # small layers that choose: rounding may change much
 LEAST = 32  # inputs, or outputs: smaller matrices save nothing
-WEIGHT = ".weight"
+WEIGHT, NUMBER = ".weight", "NUMBER"  # the end of a name; in place of an expert's number
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,35 @@ def _is_quantized(module: str, layer: nn.Module, target: Target, tensor: InFile)
     if not BLOCK.match(target.param) or ROUTER.search(module) or tensor.shape[-1] < LEAST:
         return False
     if isinstance(layer, Experts):
-        return leaf in MATRICES and type(layer.formats[leaf]) is Dense
+        return leaf in MATRICES and all(
+            type(layer.formats[name]) is Dense and layer.rank_parts[name].in_features >= LEAST
+            for name in MATRICES
+        )
     is_usual = isinstance(layer, LinearBase) and not isinstance(layer, ExpertRouter | Ordered)
     return is_usual and leaf == "weight" and layer.rank_part.num_rows >= LEAST
+
+
+def plain_layers(sources: Iterable[Source], model: CausalLM) -> list[str]:
+    """What is not quantized, as compressed-tensors' `ignore` has it: layers' names, and patterns.
+
+    A pattern is for all experts of a layer. The head is there in any case: it may be tied.
+    """
+    found = dict.fromkeys([HEAD])
+    for source in sources:
+        if source.is_linear and not source.is_quantized:
+            found |= dict.fromkeys([source.name.removesuffix(WEIGHT)])
+        elif source.target is not None and not source.is_quantized:
+            layer = model.get_submodule(source.module)
+            if isinstance(layer, Experts):
+                found |= dict.fromkeys(_of_experts(source.module, layer, model.names))
+    return [*found]
+
+
+def _of_experts(module: str, layer: Experts, names: Names) -> Iterator[str]:
+    """Patterns for the names in files of all experts' matrices."""
+    for kind in (kind for kinds in layer.projections.values() for kind in kinds):
+        name = re.escape(names.theirs(f"{module}.{NUMBER}.{kind}"))
+        yield f"re:{name.replace(NUMBER, '[0-9]+')}$"
 
 
 def matrices_of(source: Source, names: Names) -> Iterator[tuple[str, torch.Tensor]]:
