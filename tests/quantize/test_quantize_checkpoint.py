@@ -3,21 +3,14 @@
 `test_quantize_files.py` has what files are written, and what is refused.
 """
 
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import make_model
 from families import SAMPLES
 from families.describe import write
-from reference import make_llm
 from safetensors.torch import load_file
 from saved_checkpoints import outputs, quantized, stands_for
-
-from benchmarks.quality import logprobs
-from nanovllm.embedded import EMBEDDED_MODEL
-from nanovllm.embedded.problems import sample_problems
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,24 +50,3 @@ def test_files_that_fuse_projections(tmp_path: Path) -> None:
     path, _ = quantized(write(tmp_path / "model", SAMPLES["Glm4"]))
     assert any("gate_up_proj.weight_packed" in n for n in load_file(path / "model.safetensors"))
     assert outputs(path) == outputs(stands_for(path))
-
-
-def test_calibration_helps_a_trained_model(tmp_path: Path) -> None:
-    """On sums that are not in the text. Random models gain little: their inputs do not depend."""
-    model, text = tmp_path / "model", tmp_path / "sums.txt"
-    shutil.copytree(EMBEDDED_MODEL, model)
-    problems = [f"{question}{answer}\n" for question, answer in sample_problems(450)]
-    text.write_text("".join(problems[:400]))
-    found = []
-    for options in (dict(text=[str(text)], num_samples=40), dict(method="rtn", text=[])):
-        path, _ = quantized(model, **options)
-        found.append(path)
-    prompt = "".join(problems[400:])
-    exact, *others = (log_probabilities(path, prompt) for path in (model, *found))
-    by_gptq, by_rounding = ((exact - other).abs().mean().item() for other in others)
-    assert by_gptq < 0.7 * by_rounding
-
-
-def log_probabilities(path: Path, prompt: str) -> torch.Tensor:
-    with make_llm(path, dtype="float32") as llm:
-        return logprobs(llm, list(llm.tokenizer.encode(prompt)))

@@ -1,5 +1,6 @@
 """The text's way through a model, block after block, and what is calibrated by it."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,13 @@ import torch
 from conftest import make_model
 from families import SAMPLES
 from families.describe import write
+from reference import make_llm
 from saved_checkpoints import quantized, stands_for
 from transformers import AutoTokenizer
 
+from benchmarks.quality import logprobs
+from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.embedded.problems import sample_problems
 from nanovllm.layers.context import STATES, attending
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
@@ -82,3 +87,24 @@ def hidden(model: CausalLM, chunk: walk.Chunk) -> torch.Tensor:
     """The hidden states of a chunk, by the model's own `forward`."""
     with attending(chunk.context, walk.BACKEND.attention, {STATES: chunk.states}):
         return model(chunk.ids, chunk.positions)[0]
+
+
+def test_calibration_helps_a_trained_model(tmp_path: Path) -> None:
+    """On sums that are not in the text. Random models gain little: their inputs do not depend."""
+    model, text = tmp_path / "model", tmp_path / "sums.txt"
+    shutil.copytree(EMBEDDED_MODEL, model)
+    problems = [f"{question}{answer}\n" for question, answer in sample_problems(450)]
+    text.write_text("".join(problems[:400]))
+    found = []
+    for options in (dict(text=[str(text)], num_samples=40), dict(method="rtn", text=[])):
+        path, _ = quantized(model, **options)
+        found.append(path)
+    prompt = "".join(problems[400:])
+    exact, *others = (log_probabilities(path, prompt) for path in (model, *found))
+    by_gptq, by_rounding = ((exact - other).abs().mean().item() for other in others)
+    assert by_gptq < 0.7 * by_rounding
+
+
+def log_probabilities(path: Path, prompt: str) -> torch.Tensor:
+    with make_llm(path, dtype="float32") as llm:
+        return logprobs(llm, list(llm.tokenizer.encode(prompt)))
