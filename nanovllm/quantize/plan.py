@@ -28,7 +28,8 @@ WEIGHT, NUMBER = ".weight", "NUMBER"  # the end of a name; in place of an expert
 class Source:
     """A tensor of a checkpoint, by its name there, and where the model has it, if anywhere.
 
-    `module` is the layer's name. With `expert`, the tensor has weights of experts.
+    `module` is the layer's name. A tensor that `is_linear` is the weight of a linear layer, or is
+    not used here and looks like one.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Source:
     target: Target | None = None
     module: str = ""
     is_quantized: bool = False
-    is_linear: bool = False  # a weight of a layer that is quantized, or named as one that is not
+    is_linear: bool = False
 
     @property
     def block(self) -> int | None:
@@ -66,7 +67,7 @@ def read_sources(model: CausalLM, path: Path) -> list[Source]:
             layer = model.get_submodule(module)
             quantized = _is_quantized(module, layer, target, tensor)
             is_linear = is_matrix and isinstance(layer, LinearBase)
-            found.append(Source(name, tensor, target, module, quantized, quantized or is_linear))
+            found.append(Source(name, tensor, target, module, quantized, is_linear))
     if missing:
         raise missing_tensors(missing)
     return found

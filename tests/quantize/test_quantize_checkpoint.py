@@ -1,6 +1,6 @@
-"""Quantized checkpoints: they give the outputs of the weights that they stand for, and of the text.
+"""Quantized checkpoints: they give the outputs of the weights that they stand for.
 
-`test_quantize_files.py` has what files are written, and what is refused.
+`test_quantize_files.py` has which files are written, and what is refused.
 """
 
 from pathlib import Path
