@@ -83,8 +83,9 @@ def _is_quantized(module: str, layer: nn.Module, target: Target, tensor: InFile)
             type(layer.formats[name]) is Dense and layer.rank_parts[name].in_features >= LEAST
             for name in MATRICES
         )
-    is_usual = isinstance(layer, LinearBase) and not isinstance(layer, ExpertRouter | Ordered)
-    return is_usual and leaf == "weight" and layer.rank_part.num_rows >= LEAST
+    if not isinstance(layer, LinearBase) or isinstance(layer, ExpertRouter | Ordered):
+        return False
+    return leaf == "weight" and layer.rank_part.num_rows >= LEAST
 
 
 def plain_layers(sources: Iterable[Source], model: CausalLM) -> list[str]:

@@ -91,7 +91,8 @@ class Walk:
 
     def end(self, chunk: Chunk) -> torch.Tensor:
         """The hidden states of a chunk after all blocks."""
-        return self._compute(chunk)[0]
+        hidden: torch.Tensor = self._compute(chunk)[0]
+        return hidden
 
     @torch.inference_mode()
     def _compute(self, chunk: Chunk) -> Any:
