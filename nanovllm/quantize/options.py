@@ -51,9 +51,8 @@ class QuantizeOptions:
         one_of("int4", "int8", "fp8"),
     )
     group_size: int | None = option(
-        None, f"inputs that share a scale: {', '.join(map(str, GROUP_SIZES))}", GROUP_RULE,
-        none="32 for int4",
-    )  # fmt: skip
+        None, "inputs that share a scale in int4", GROUP_RULE, none="32"
+    )
     method: str | None = option(
         None,
         "gptq: inputs of a layer make up for the errors of others, on the text; rtn: each weight is"
