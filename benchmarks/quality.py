@@ -14,8 +14,9 @@ The reference is the same model in float32, not quantized. Variants compute in f
 
 With `--model`, the model is a trained one. Its dequantized weights are the reference. Variants are
 then also types of GGUF files, to which the package gguf rounds the weights of linear layers, or
-llama.cpp in a Python that has the package llama-cpp-python (k-quants and IQ4), and reported are
-also the perplexity of pages of Python's reference, and the mean absolute error of
+llama.cpp in a Python that has the package llama-cpp-python (k-quants and IQ4), and checkpoints that
+`nanovllm quantize` saves, with a calibration text of Python's source. Reported are also the
+perplexity of pages of Python's reference, and the mean absolute error of
 log-probabilities, of those pages' tokens and of the whole vocabulary.
 
 The other models, except `embedded`, have random weights: they show how formats compare with
@@ -35,6 +36,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.calibrated import SAVED
 from benchmarks.llama_types import LLAMA_TYPES
 from benchmarks.rounded import TYPES
 from nanovllm import LLM, SamplingParams
@@ -231,9 +233,9 @@ def main() -> None:
     models = [EMBEDDED, *MODELS]
     parser.add_argument("--models", type=names(models), default=models, metavar="NAME,...",
                         help=", ".join(models))  # fmt: skip
-    variants = [*VARIANTS, *TYPES, *LLAMA_TYPES]
+    variants = [*VARIANTS, *TYPES, *LLAMA_TYPES, *SAVED]
     parser.add_argument("--variants", type=names(variants), metavar="NAME,...",
-                        help=f"{', '.join(variants)}; types of GGUF only with --model")  # fmt: skip
+                        help=f"{', '.join(variants)}; the last ones need --model")  # fmt: skip
     parser.add_argument("--model", type=Path, metavar="PATH",
                         help="a trained model instead: a GGUF file, or a directory")  # fmt: skip
     parser.add_argument("--llama-python", metavar="PYTHON",
@@ -245,8 +247,8 @@ def main() -> None:
     if args.context < 2 or args.problems < 1:
         parser.error("--context must be at least 2, --problems at least 1")
     asked = set(args.variants or ())
-    if args.model is None and asked & {*TYPES, *LLAMA_TYPES}:
-        parser.error("--variants: types of GGUF need --model")
+    if args.model is None and asked & {*TYPES, *LLAMA_TYPES, *SAVED}:
+        parser.error("--variants: types of GGUF, and saved checkpoints, need --model")
     if asked & set(LLAMA_TYPES) and args.llama_python is None:
         parser.error("--variants: k-quants and IQ4 need --llama-python")
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.calibrated import SAVED, saved_checkpoint
 from benchmarks.llama_types import LLAMA_TYPES
 from benchmarks.quality import VARIANTS, compare, logprobs, open_llm
 from benchmarks.rounded import TYPES, pages, plain_checkpoint, rounded_checkpoint
@@ -30,7 +31,11 @@ def measure_trained(model: Path, variants: list[str], folder: Path, python: str 
     rows = []
     for variant in ("float32", *variants):
         is_type = variant in (*TYPES, *LLAMA_TYPES)
-        path = rounded_checkpoint(plain, variant, folder, python) if is_type else plain
+        path = plain
+        if is_type:
+            path = rounded_checkpoint(plain, variant, folder, python)
+        elif variant in SAVED:
+            path = saved_checkpoint(plain, variant, folder)
         with open_llm(str(path), variant, 0, VARIANTS.get(variant, {})) as llm:
             prompts = prompts_of(llm)
             found = [logprobs(llm, prompt) for prompt in prompts]

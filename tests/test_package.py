@@ -35,7 +35,7 @@ MOST_MODULES, MOST_LINES = 110, 8_000
 # Rooms of features: the core runs without them.
 FEATURES = (
     "drafting", "structured", "adapters", "weights", "vectors", "beams", "chat", "openai", "batch",
-    "server", "bench", "command", "ray",
+    "server", "bench", "command", "ray", "quantize",
 )  # fmt: skip
 
 # What an option, a request, another device or another kind of model is the first to load.
@@ -71,7 +71,7 @@ FLOORS = (
      "prompts", "outputs", "metrics", "embedded", "option_names", "listed_values",
      "prompt_dicts"),
     ("kernels",), ("formats",), ("layers",), ("models",), ("engine",),
-    ("drafting", "structured", "adapters", "weights", "vectors", "beams"), ("chat",),
+    ("drafting", "structured", "adapters", "weights", "vectors", "beams", "quantize"), ("chat",),
     ("features", "llm", "llm_parts", "async_llm", "engine_main"), ("openai",), ("batch",),
     ("server",), ("bench",), ("command",), ("ray",),
 )  # fmt: skip
@@ -110,6 +110,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
         )
         for name in SCHEDULER_SIDE
     },
+    "nanovllm.quantize.options": HEAVY,
     "nanovllm.bench.shapes": HEAVY,
     "nanovllm.bench.workload": HEAVY,
     "nanovllm.bench.serve": (*HEAVY, "nanovllm.engine", "nanovllm.llm"),

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from nanovllm import __version__
-from nanovllm.command import bench, bench_serve, chat, generate, info, run_batch, serve
+from nanovllm.command import bench, bench_serve, chat, generate, info, quantize, run_batch, serve
 from nanovllm.command.field_options import AppendPairs, flags_for_pairs
 from nanovllm.utils.checks import did_you_mean
 
-COMMANDS = (generate, chat, serve, run_batch, info, bench, bench_serve)
+COMMANDS = (generate, chat, serve, run_batch, info, quantize, bench, bench_serve)
 USAGE = 2  # the exit status of a mistake in the command line
 
 

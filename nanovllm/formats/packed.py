@@ -117,6 +117,16 @@ class PackedCodes(WeightFormat):
 class PackedColumns(PackedCodes):
     """A matrix [N, K] with codes that are packed along K, and its scales [N, groups]."""
 
+    def __init__(self, scheme: Scheme) -> None:
+        super().__init__(scheme)
+        self.dtype = torch.get_default_dtype()
+
+    def weight(self, tensors: Tensors, part: RankPart) -> LayerWeight:
+        from nanovllm.formats.int4_blocks import fastest
+
+        found = super().weight(tensors, part)
+        return fastest(found, self.dtype) if isinstance(found, QuantizedMatrix) else found
+
     def codes(self, tensors: Tensors, part: RankPart) -> torch.Tensor:
         return _unpacked(tensors["weight_packed"], self.scheme.bits, -1, [part.columns])
 
@@ -156,15 +166,6 @@ class CompressedTensors(PackedColumns):
 
 class Int4Packed(PackedColumns):
     """The format that plain weights are quantized to with 4 bits, without zero points."""
-
-    def __init__(self, scheme: Scheme) -> None:
-        super().__init__(scheme)
-        self.dtype = torch.get_default_dtype()
-
-    def weight(self, tensors: Tensors, part: RankPart) -> LayerWeight:
-        from nanovllm.formats.int4_blocks import fastest
-
-        return fastest(self._matrix(tensors, part), self.dtype)
 
     def make_tensors(self) -> dict[str, Stored]:
         return {

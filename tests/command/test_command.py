@@ -61,6 +61,7 @@ def test_help_does_not_import_torch() -> None:
         "chat --help",
         "run-batch --help",
         "info --help",
+        "quantize --help",
         "bench --help",
         "bench serve --help",
     ):

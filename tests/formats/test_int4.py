@@ -4,13 +4,15 @@ import pytest
 import torch
 
 from nanovllm.formats import choice
-from nanovllm.formats.scheme import INT4
+from nanovllm.formats.scheme import INT4, Scheme
 from nanovllm.formats.stored import RankPart
 from nanovllm.kernels.cpu import processor
 from nanovllm.kernels.operands.block_matrix import BlockMatrix
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 from nanovllm.kernels.plain.dequantize_blocks import dequantize
 from nanovllm.kernels.plain.quantized_linear import dense_matrix
+from nanovllm.quantize.codes import rounded
+from nanovllm.quantize.stored import packed_tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,6 +59,26 @@ def test_the_blocks_of_a_bfloat16_model_have_the_same_values(
         size = columns.stop - columns.start
         assert torch.equal(values_of(weight, size).float(), exact[:, columns]), columns
     assert isinstance(weight_of(matrix, torch.float32), QuantizedMatrix)
+
+
+@pytest.mark.parametrize("group", [32, 64])
+def test_saved_groups_of_32_have_blocks_too(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of compressed-tensors, as `nanovllm quantize` saves them: or they would be slower."""
+    monkeypatch.setattr(processor, "multiplies_bytes", lambda: True)
+    matrix = 0.02 * torch.randn(7, 192, generator=torch.Generator().manual_seed(0))
+    codes = rounded(matrix, 4, group, torch.bfloat16)
+    tensors = packed_tensors(codes)
+    tensors["weight_scale"] = codes.scales.float()  # as parameters have them
+    tensors["weight_shape"] = torch.tensor([[7, 192]])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        made = choice.format_of(Scheme("packed", 4, rows=1, columns=group))
+    finally:
+        torch.set_default_dtype(before)
+    weight = made.weight(tensors, RankPart.whole(7, 192))
+    assert isinstance(weight, BlockMatrix if group == 32 else QuantizedMatrix)
+    assert torch.equal(values_of(weight, 192).float(), codes.values(group))
 
 
 def test_scales_that_float16_lacks_have_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
