@@ -14,6 +14,7 @@ from adapted import audit_slots, with_adapters
 from families import PUBLISHED, SAMPLES
 from families.describe import write
 from families.experts import SAMPLES as EXPERTS
+from families.sigmoid_experts import SAMPLES as SIGMOIDS
 from families.spaces import SPARSE as SPARSE_HYBRIDS
 from reference import (
     HARD,
@@ -45,7 +46,12 @@ from nanovllm.models.parts import build_model
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
-SPARSE = [*EXPERTS, *SPARSE_HYBRIDS, *(name for name in SAMPLES if name.startswith("LFM2-MoE"))]
+SPARSE = [
+    *EXPERTS,
+    *SIGMOIDS,
+    *SPARSE_HYBRIDS,
+    *(name for name in SAMPLES if name.startswith("LFM2-MoE")),
+]
 OTHERS = ("hits", "aborts", "samples")  # what else is checked
 
 

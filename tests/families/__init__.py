@@ -12,6 +12,7 @@ from families import (
     layer_norms,
     lfm2,
     mistral3,
+    sigmoid_experts,
     spaces,
     usual,
 )
@@ -30,6 +31,7 @@ SAMPLES: dict[str, Sample] = {
     **hybrids.SAMPLES,
     **lfm2.SAMPLES,
     **spaces.SAMPLES,
+    **sigmoid_experts.SAMPLES,
 }
 PUBLISHED: dict[str, Published] = {
     **usual.PUBLISHED,
@@ -44,4 +46,5 @@ PUBLISHED: dict[str, Published] = {
     **hybrids.PUBLISHED,
     **lfm2.PUBLISHED,
     **spaces.PUBLISHED,
+    **sigmoid_experts.PUBLISHED,
 }

@@ -12,10 +12,11 @@ from nanovllm.models.gguf.dense_fields import DENSE
 from nanovllm.models.gguf.file import TensorInfo
 from nanovllm.models.gguf.gemma_fields import GEMMA
 from nanovllm.models.gguf.hybrid_fields import HYBRIDS
-from nanovllm.models.gguf.metadata import ARCHITECTURES, Metadata
+from nanovllm.models.gguf.metadata import ARCHITECTURES, UNEQUAL_HEADS, Metadata
 from nanovllm.models.gguf.names import expert_names, usual_names
 from nanovllm.models.gguf.plain_fields import PLAIN_FAMILIES
 from nanovllm.models.gguf.rope_fields import rope_fields
+from nanovllm.models.gguf.sigmoid_fields import SIGMOIDS
 from nanovllm.models.gguf.sparse_fields import SPARSE, mixtral
 from nanovllm.models.gguf.usual_fields import Config, attention_bias, biases, no_window
 from nanovllm.models.gguf.usual_fields import window as window_of
@@ -24,6 +25,7 @@ from nanovllm.models.gguf.usual_fields import window as window_of
 MODEL_TYPES = {
     "qwen3moe": "qwen3_moe", "qwen2moe": "qwen2_moe", "hunyuan-dense": "hunyuan_v1_dense",
     "command-r": "cohere", "gptneox": "gpt_neox", "phi2": "phi", "gpt-oss": "gpt_oss",
+    "minimax-m2": "minimax_m2", "mimo2": "mimo_v2_flash",
 }  # fmt: skip
 # Architectures that have no RMS norm.
 LAYER_NORMS = {"command-r", "cohere2", *PLAIN_FAMILIES} - {"arcee", "apertus"}
@@ -60,7 +62,9 @@ def _decoder(metadata: Metadata) -> Config:
     """What all decoders have."""
     num_heads, hidden_size = metadata.number_of_heads(), metadata.size("embedding_length")
     head_dim = metadata.size("attention.key_length", max(hidden_size // num_heads, 1))
-    metadata.only("attention.value_length", (head_dim,))
+    is_equal = metadata.architecture not in UNEQUAL_HEADS  # else the family reads these
+    if is_equal:
+        metadata.only("attention.value_length", (head_dim,))
     config = {
         "architectures": [ARCHITECTURES[metadata.architecture]],
         "model_type": MODEL_TYPES.get(metadata.architecture, metadata.architecture),
@@ -69,7 +73,7 @@ def _decoder(metadata: Metadata) -> Config:
         "intermediate_size": _inner_size(metadata),
         "num_hidden_layers": metadata.num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.number_of_heads("head_count_kv"),
+        "num_key_value_heads": metadata.number_of_heads("head_count_kv") if is_equal else None,
         "head_dim": head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": metadata.size("context_length"),
@@ -181,5 +185,5 @@ def _smollm3(metadata: Metadata) -> Config:
 
 FAMILIES: dict[str, Callable[[Metadata], Config]] = {
     "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3moe": _qwen3moe, "phi3": _phi3,
-    "smollm3": _smollm3, **DENSE, **GEMMA, **SPARSE, **PLAIN_FAMILIES, **HYBRIDS,
+    "smollm3": _smollm3, **DENSE, **GEMMA, **SPARSE, **PLAIN_FAMILIES, **HYBRIDS, **SIGMOIDS,
 }  # fmt: skip

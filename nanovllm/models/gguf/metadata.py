@@ -33,7 +33,11 @@ ARCHITECTURES = {
     "qwen35": "Qwen3_5ForCausalLM", "qwen35moe": "Qwen3_5MoeForCausalLM",
     # Qwen3-Next computes the same as this, and its GGUF files have tensors that are as split.
     "qwen3next": "Qwen3_5MoeForCausalLM",
+    "minimax-m2": "MiniMaxM2ForCausalLM", "afmoe": "AfmoeForCausalLM",
+    "mimo2": "MiMoV2FlashForCausalLM",
 }  # fmt: skip
+WITH_DRAFTS = ("mimo2",)  # and hybrids: files may have layers that predict later tokens
+UNEQUAL_HEADS = ("mimo2",)  # layers differ in their key heads, and values are shorter than keys
 REQUIRED = object()
 # Of these, hybrid models have 0 in layers of another kind.
 OF_SOME_LAYERS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
@@ -142,8 +146,8 @@ class Metadata:
     @property
     def num_layers(self) -> int:
         """The layers without those that only predict later tokens, at the end."""
-        is_hybrid = self.architecture in HYBRID_LAYERS
-        drafts: int = self.get("nextn_predict_layers", 0) if is_hybrid else 0
+        may_have = self.architecture in (*HYBRID_LAYERS, *WITH_DRAFTS)
+        drafts: int = self.get("nextn_predict_layers", 0) if may_have else 0
         return int(self.size("block_count")) - drafts
 
     def wrong(self, key: str, value: Any, needed: str) -> ValueError:

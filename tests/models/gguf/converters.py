@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sigmoid_converters import SIGMOID_PARTS
 
 Config = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -284,4 +285,5 @@ CONVERTERS = {
     "nemotron_h": NEMOTRON, "nemotron_h_moe": NEMOTRON, "qwen35": QWEN35, "qwen35moe": QWEN35,
     "gemma": GEMMA, "gemma2": GEMMA, "gemma3": GEMMA,
     "qwen3next": Converter(_qwen35_metadata, _next_tensors),
+    **{name: Converter(*parts) for name, parts in SIGMOID_PARTS.items()},
 }  # fmt: skip
