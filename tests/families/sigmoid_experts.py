@@ -28,6 +28,7 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "partial_rotary_factor": 0.5,
     "original_max_position_embeddings": 32, "beta_fast": 4.0, "beta_slow": 1.0,
 }  # fmt: skip
+OTHERS = "all but shared experts"  # with adapters: transformers renames these twice
 PLAIN = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 1.0}
 SAMPLES = {
     "MiniMax-M2": Sample(MINIMAX, dict(LOCAL, rotary_dim=8), adjust=spread),
@@ -39,7 +40,7 @@ SAMPLES = {
     ),
     "Trinity": Sample(
         AFMOE,
-        dict(EXPERTS, num_hidden_layers=3, layer_types=[SLIDING, FULL, SLIDING], mup_enabled=True,
+        dict(EXPERTS, num_hidden_layers=3, layer_types=[SLIDING, FULL, FULL], mup_enabled=True,
              num_shared_experts=2, route_scale=2.5),
         adjust=spread,
     ),
@@ -51,25 +52,25 @@ SAMPLES = {
     ),
     "Laguna": Sample(
         LAGUNA,
-        dict(EXPERTS, num_hidden_layers=3, layer_types=[FULL, SLIDING, SLIDING],
+        dict(EXPERTS, num_hidden_layers=3, layer_types=[FULL, SLIDING, FULL],
              num_attention_heads_per_layer=[4, 8, 6], shared_expert_intermediate_size=48,
              moe_router_logit_softcapping=0.7, moe_routed_scaling_factor=2.5,
              rope_parameters={FULL: YARN, SLIDING: PLAIN}),
-        adjust=spread,
+        adjust=spread, adapters=OTHERS,
     ),
     "Laguna, gates for elements, its ropes, all sparse": Sample(
         LAGUNA,
         dict(EXPERTS, gating="per-element", mlp_layer_types=["sparse"] * 2,
              shared_expert_intermediate_size=32, layer_types=[SLIDING, FULL],
              num_key_value_heads=1, tie_word_embeddings=True),
-        adjust=spread,
+        adjust=spread, adapters=OTHERS,
     ),
     "MiMo-V2": Sample(
         MIMO, dict(ROUTED, head_dim=24, v_head_dim=16, num_key_value_heads=1), adjust=spread
     ),
     "MiMo-V2, groups, biases, other ropes": Sample(
         MIMO,
-        dict(ROUTED, num_hidden_layers=3, layer_types=[SLIDING, FULL, SLIDING], v_head_dim=8,
+        dict(ROUTED, num_hidden_layers=3, layer_types=[SLIDING, FULL, FULL], v_head_dim=8,
              mlp_layer_types=["sparse", "dense", "sparse"], n_routed_experts=8, n_group=4,
              topk_group=2, norm_topk_prob=False, routed_scaling_factor=1.7, attention_bias=True,
              attention_value_scale=None, rope_parameters={FULL: YARN, SLIDING: PLAIN}),
