@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from nanovllm.kernels.operands.cuts import Cuts
     from nanovllm.kernels.operands.low_rank import LowRank
     from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
+    from nanovllm.kernels.operands.routing import Routing
     from nanovllm.kernels.plain.guess_inputs import GuessInputs, Kept
     from nanovllm.kernels.plain.norm_rope_store import Rope
     from nanovllm.kernels.plain.read_table import Decoding, TableState
@@ -95,6 +96,7 @@ class Kernels:
     rounding: Callable[[Any, int], Rounding | None]
     few_rows: Callable[[list[Any], dtype], "FewRows | None"]
     router: Callable[[Tensor, dtype, Tensor | None], "Router | None"]
+    choose_experts: Callable[[Tensor, "Routing", Tensor | None], tuple[Tensor, Tensor]]
     write_table: Callable[[Tensor, Tensor, int], None] | None
     peers: "type[PeerKernels] | None"
 
@@ -140,7 +142,7 @@ OPERATIONS = (
     "rms_norm", "silu_and_mul", "norm_rope_store", "store_kvcache", "mask", "sample", "draw",
     "experts", "biased_experts", "read_table", "guess_ngrams", "guess_inputs", "accept",
     "block_linear", "block_rows", "gelu_and_mul", "add_normed", "causal_conv", "gated_delta",
-    "state_space", "gated_norm", "sigmoid_and_mul",
+    "state_space", "gated_norm", "sigmoid_and_mul", "choose_experts",
 )  # fmt: skip
 # The module of each operation, and its name there, if that is another one.
 PLAIN_PLACES = {name: f"plain.{name}" for name in OPERATIONS} | {
