@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from nanovllm.kernels.operands.cuts import Cuts
     from nanovllm.kernels.operands.low_rank import LowRank
     from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
-    from nanovllm.kernels.operands.routing import Routing
     from nanovllm.kernels.plain.guess_inputs import GuessInputs, Kept
     from nanovllm.kernels.plain.norm_rope_store import Rope
     from nanovllm.kernels.plain.read_table import Decoding, TableState
@@ -96,7 +95,6 @@ class Kernels:
     rounding: Callable[[Any, int], Rounding | None]
     few_rows: Callable[[list[Any], dtype], "FewRows | None"]
     router: Callable[[Tensor, dtype, Tensor | None], "Router | None"]
-    choose_experts: Callable[[Tensor, "Routing", Tensor | None], tuple[Tensor, Tensor]]
     write_table: Callable[[Tensor, Tensor, int], None] | None
     peers: "type[PeerKernels] | None"
 

@@ -79,7 +79,8 @@ class ExpertRouter(ReplicatedLinear):
 
     def _choose(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         bias = self.e_score_correction_bias
-        return self.kernels.choose_experts(outputs, self.routing, bias)
+        shares, ids = self.kernels.choose_experts(outputs, self.routing, bias)
+        return shares, ids
 
 
 class SparseMLP(FeedForward):
