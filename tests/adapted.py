@@ -22,6 +22,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         target_modules=r".*\.(in_proj|[qkvo]_proj|(gate|up|down)_proj)"
     ),
     "latent": dict(target_modules=r".*\.(in_proj|[qkvo]_proj|(up|down)_proj|fc._latent_proj)"),
+    "all but shared experts": dict(  # which peft loses when it loads adapters of Laguna
+        target_modules=r".*\.(self_attn\.[qkvog]_proj|mlp\.(gate|up|down)_proj)"
+    ),
     "odd": dict(r=3, lora_alpha=5, use_rslora=True, rank_pattern={"q_proj": 5}),
     "attention": dict(r=8, target_modules=["q_proj", "v_proj"]),
     "whole": dict(target_modules=[*EVERY_LINEAR, "embed_tokens", "lm_head"]),

@@ -16,6 +16,7 @@ from families.describe import write
 from families.experts import SAMPLES as EXPERTS
 from families.latents import SPARSE as SPARSE_LATENTS
 from families.routed import SAMPLES as ROUTED
+from families.sigmoid_experts import SAMPLES as SIGMOIDS
 from families.spaces import SPARSE as SPARSE_HYBRIDS
 from reference import (
     HARD,
@@ -51,6 +52,7 @@ SPARSE = [
     *EXPERTS,
     *ROUTED,
     *SPARSE_LATENTS,
+    *SIGMOIDS,
     *SPARSE_HYBRIDS,
     *(name for name in SAMPLES if name.startswith("LFM2-MoE")),
 ]

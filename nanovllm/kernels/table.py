@@ -140,7 +140,7 @@ OPERATIONS = (
     "rms_norm", "silu_and_mul", "norm_rope_store", "store_kvcache", "mask", "sample", "draw",
     "experts", "biased_experts", "read_table", "guess_ngrams", "guess_inputs", "accept",
     "block_linear", "block_rows", "gelu_and_mul", "add_normed", "causal_conv", "gated_delta",
-    "state_space", "gated_norm", "sigmoid_and_mul", "latent_rows",
+    "state_space", "gated_norm", "sigmoid_and_mul", "latent_rows", "choose_experts",
 )  # fmt: skip
 # The module of each operation, and its name there, if that is another one.
 PLAIN_PLACES = {name: f"plain.{name}" for name in OPERATIONS} | {

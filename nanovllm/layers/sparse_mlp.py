@@ -10,7 +10,7 @@ from torch import nn
 
 from nanovllm.formats.format import DENSE, WeightFormat
 from nanovllm.kernels.operands.routing import Routing
-from nanovllm.kernels.plain.choose_experts import choose_experts
+from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.experts import Experts
@@ -29,6 +29,7 @@ class ExpertRouter(ReplicatedLinear):
     """
 
     kernel: "RouterKernel | None" = None  # instead of `matrix`, for a plain weight
+    kernels: Kernels = PLAIN
 
     def __init__(
         self,
@@ -52,6 +53,7 @@ class ExpertRouter(ReplicatedLinear):
         """Make the kernel, where there is one, else the matrix. A second call does nothing."""
         if self.kernel is not None or self.matrix is not None:
             return
+        self.kernels = backend.kernels
         weight = self.weight_format.weight(self.stored_tensors(), self.rank_part)
         if isinstance(weight, torch.Tensor) and self.routing.is_fused:
             self.kernel = backend.kernels.router(weight, self.dtype, self.bias)
@@ -76,7 +78,9 @@ class ExpertRouter(ReplicatedLinear):
         return F.linear(x.float(), self.kernel.weight.float(), self.bias)
 
     def _choose(self, outputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return choose_experts(outputs, self.routing, self.e_score_correction_bias)
+        bias = self.e_score_correction_bias
+        shares, ids = self.kernels.choose_experts(outputs, self.routing, bias)
+        return shares, ids
 
 
 class SparseMLP(FeedForward):

@@ -15,6 +15,7 @@ from families import (
     lfm2,
     mistral3,
     routed,
+    sigmoid_experts,
     spaces,
     usual,
 )
@@ -35,6 +36,7 @@ SAMPLES: dict[str, Sample] = {
     **lfm2.SAMPLES,
     **spaces.SAMPLES,
     **routed.SAMPLES,
+    **sigmoid_experts.SAMPLES,
 }
 PUBLISHED: dict[str, Published] = {
     **usual.PUBLISHED,
@@ -51,4 +53,5 @@ PUBLISHED: dict[str, Published] = {
     **lfm2.PUBLISHED,
     **spaces.PUBLISHED,
     **routed.PUBLISHED,
+    **sigmoid_experts.PUBLISHED,
 }

@@ -232,6 +232,16 @@ def route_with_bias(tokens: int) -> None:
     router.route(bf16(tokens, 2880), 4, normalized=True)
 
 
+def choose_experts(num_experts: int, per_token: int) -> None:
+    from nanovllm.kernels.operands.routing import Routing
+    from nanovllm.kernels.triton.experts.choose_experts import choose_experts
+
+    routing = Routing(
+        per_token=per_token, normalized=True, scores="sigmoid", has_bias=True, scale=2.5
+    )
+    choose_experts(torch.empty(TOKENS, num_experts), routing, torch.empty(num_experts))
+
+
 def few_experts(rows: int, form: Format | None = None) -> None:
     from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled
     from nanovllm.kernels.triton.experts.few_experts import add_experts
@@ -617,6 +627,7 @@ CALLS: dict[str, Callable[[], object]] = {
         f"route, gpt-oss, {tokens} tokens": partial(route_with_bias, tokens)
         for tokens in (1, 8 * TOKENS)
     },
+    "choose_experts, MiniMax-M2": partial(choose_experts, 256, 8),
     "route, float32": partial(route, ROWS, torch.float32),
     "biased_experts, gpt-oss": partial(biased_experts, 64),
     **{

@@ -81,12 +81,14 @@ def test_the_page_names_every_choice_that_exists() -> None:
         mixer,
         norm_places,
         one_part_block,
+        output_gate,
         parallel_block,
         plain_mlp,
         plus_one_norm,
         query_growth,
         rms_norm,
         several_caches,
+        short_values,
         side_by_side_block,
         sparse_mlp,
         state_space_mixer,
@@ -99,9 +101,9 @@ def test_the_page_names_every_choice_that_exists() -> None:
     modules = (
         block, cache_spec, embed_head, feed_forward, full_width_norm, gated_conv,
         gated_delta_net, gelu, head_layer_norm, interleaved, late_head_norms, latent,
-        layer_norm, mixer, norm_places, one_part_block, parallel_block,
+        layer_norm, mixer, norm_places, one_part_block, output_gate, parallel_block,
         plain_mlp, plus_one_norm, query_growth, rms_norm, several_caches, side_by_side_block,
-        sparse_mlp, state_space_mixer, weightless_norm, experts, parts,
+        short_values, sparse_mlp, state_space_mixer, weightless_norm, experts, parts,
     )  # fmt: skip
     known = {name for each in modules for name in vars(each)} | {*Names.__dataclass_fields__}
     assert named - known == {"residual_scale", "qkv_proj", "gate_up_proj"}

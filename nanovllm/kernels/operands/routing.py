@@ -27,8 +27,9 @@ class Routing:
     by the router's outputs. With `has_bias`, a bias for each expert is added to its score for the
     choice, and not in its share. With `normalized`, the shares of a token sum to one: they are
     divided by their sum, to which `tiny` is added, as all may be zero; a sum below `least` counts
-    as `least`. They are then multiplied by `scale`. `plain/sparse_mixer.py` defines "sparse mixer"
-    with its `margin`, which goes with none of these.
+    as `least`. They are then multiplied by `scale`. A `soft_cap` c replaces each output o of the
+    router by c * tanh(o / c), before all else. `plain/sparse_mixer.py` defines "sparse mixer" with
+    its `margin`, which goes with none of these.
     """
 
     per_token: int
@@ -40,6 +41,7 @@ class Routing:
     margin: float = 0.0
     tiny: float = 1e-20
     least: float = 0.0
+    soft_cap: float | None = None
 
     @property
     def sums_to_one(self) -> bool:
@@ -50,4 +52,4 @@ class Routing:
     def is_fused(self) -> bool:
         """Whether one kernel can compute scores, choice and shares, from `sums_to_one` alone."""
         plain = not self.has_bias and self.groups is None and self.scale == 1.0 and not self.least
-        return plain and self.scores in ("softmax", "softmax of chosen")
+        return plain and self.soft_cap is None and self.scores in ("softmax", "softmax of chosen")

@@ -16,6 +16,8 @@ def choose_experts(
         from nanovllm.kernels.plain.sparse_mixer import sparse_mixer
 
         return sparse_mixer(outputs, routing.per_token, routing.margin)
+    if routing.soft_cap is not None:
+        outputs = (outputs / routing.soft_cap).tanh() * routing.soft_cap
     scores = outputs
     if routing.scores != "softmax of chosen":
         scores = outputs.sigmoid() if routing.scores == "sigmoid" else outputs.softmax(dim=-1)

@@ -20,6 +20,7 @@ TRITON_PLACES = {
     "adapted_experts": "triton.experts.experts",
     "biased_experts": "triton.experts.biased_experts",
     "router": "triton.experts.route:router_for",
+    "choose_experts": "triton.experts.choose_experts",
     "read_table": "triton.step.read_table",
     "guess_ngrams": "triton.step.guess_ngrams",
     "guess_inputs": "triton.step.guess_inputs",

@@ -14,10 +14,11 @@ from nanovllm.models.gguf.gemma_fields import GEMMA
 from nanovllm.models.gguf.hybrid_fields import HYBRIDS
 from nanovllm.models.gguf.hybrid_names import KEYS_OF_LATENTS, VALUES_OF_LATENTS
 from nanovllm.models.gguf.latent_fields import LATENT, latent_heads
-from nanovllm.models.gguf.metadata import ARCHITECTURES, Metadata
+from nanovllm.models.gguf.metadata import ARCHITECTURES, UNEQUAL_HEADS, Metadata
 from nanovllm.models.gguf.names import expert_names, usual_names
 from nanovllm.models.gguf.plain_fields import PLAIN_FAMILIES
 from nanovllm.models.gguf.rope_fields import rope_fields
+from nanovllm.models.gguf.sigmoid_fields import SIGMOIDS
 from nanovllm.models.gguf.sparse_fields import SPARSE, mixtral
 from nanovllm.models.gguf.usual_fields import Config, attention_bias, biases, no_window
 from nanovllm.models.gguf.usual_fields import window as window_of
@@ -27,6 +28,7 @@ MODEL_TYPES = {
     "qwen3moe": "qwen3_moe", "qwen2moe": "qwen2_moe", "hunyuan-dense": "hunyuan_v1_dense",
     "command-r": "cohere", "gptneox": "gpt_neox", "phi2": "phi", "gpt-oss": "gpt_oss",
     "glm4moe": "glm4_moe", "ernie4_5-moe": "ernie4_5_moe", "hunyuan-moe": "hunyuan_v1_moe",
+    "minimax-m2": "minimax_m2", "mimo2": "mimo_v2_flash",
 }  # fmt: skip
 # Architectures that have no RMS norm.
 LAYER_NORMS = {"command-r", "cohere2", *PLAIN_FAMILIES} - {"arcee", "apertus"}
@@ -88,6 +90,8 @@ def _heads(metadata: Metadata) -> Config:
     """The heads of keys, and the size of all heads."""
     usual = max(metadata.size("embedding_length") // metadata.number_of_heads(), 1)
     head_dim = metadata.size("attention.key_length", usual)
+    if metadata.architecture in UNEQUAL_HEADS:  # the family reads the other numbers
+        return {"num_key_value_heads": None, "head_dim": head_dim}
     metadata.only("attention.value_length", (head_dim,))
     return {"num_key_value_heads": metadata.number_of_heads("head_count_kv"), "head_dim": head_dim}
 
@@ -189,4 +193,5 @@ def _smollm3(metadata: Metadata) -> Config:
 FAMILIES: dict[str, Callable[[Metadata], Config]] = {
     "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3moe": _qwen3moe, "phi3": _phi3,
     "smollm3": _smollm3, **DENSE, **GEMMA, **SPARSE, **PLAIN_FAMILIES, **HYBRIDS, **LATENT,
+    **SIGMOIDS,
 }  # fmt: skip

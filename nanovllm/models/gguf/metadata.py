@@ -38,8 +38,11 @@ ARCHITECTURES = {
     # Solar Open, too, which differs in the sizes alone.
     "glm4moe": "Glm4MoeForCausalLM", "ernie4_5-moe": "Ernie4_5_MoeForCausalLM",
     "hunyuan-moe": "HunYuanMoEV1ForCausalLM", "dots1": "Dots1ForCausalLM",
+    "minimax-m2": "MiniMaxM2ForCausalLM", "afmoe": "AfmoeForCausalLM",
+    "mimo2": "MiMoV2FlashForCausalLM",
 }  # fmt: skip
-WITH_DRAFTS = ("glm4moe",)  # and hybrids: files may have layers that predict later tokens
+WITH_DRAFTS = ("glm4moe", "mimo2")  # and hybrids: files may have layers that predict later tokens
+UNEQUAL_HEADS = ("mimo2",)  # layers differ in their key heads, and values are shorter than keys
 REQUIRED = object()
 # Of these, hybrid models have 0 in layers of another kind.
 OF_SOME_LAYERS = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")

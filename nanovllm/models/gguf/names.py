@@ -66,6 +66,13 @@ OF_ARCHITECTURE: Mapping[str, Mapping[str, str]] = {
     "hunyuan-dense": LATE_NORMS,
     "gpt-oss": {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
     "gemma2": SANDWICH, "gemma3": SANDWICH,
+    "afmoe": {
+        "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_mlp_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj",
+        "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+        "ffn_up_shexp": "mlp.shared_experts.up_proj",
+        "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    },
     TWO_NORMS: {"attn_norm": "post_attention_layernorm", "attn_norm_2": "input_layernorm"},
 }  # fmt: skip
 ONE_ROW = "ffn_gate_inp_shexp.weight"  # end of the name of a matrix that may be a vector
@@ -74,7 +81,11 @@ SINKS = "attn_sinks"  # a tensor that is no module's weight
 # The stacks of all experts' matrices [E, N, K].
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 MIXTRAL = {"ffn_gate_exps": "w1", "ffn_up_exps": "w3", "ffn_down_exps": "w2"}
-EXPERTS_OF = {"llama": MIXTRAL, "phimoe": MIXTRAL}  # where an architecture has other names
+EXPERTS_OF = {
+    "llama": MIXTRAL,
+    "phimoe": MIXTRAL,
+    "minimax-m2": MIXTRAL,
+}  # where an architecture has other names
 # Factors of the rotation's frequencies: they become fields of the config.
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"

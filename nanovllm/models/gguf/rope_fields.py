@@ -9,7 +9,7 @@ from nanovllm.utils.checks import shorten
 
 # Architectures that may rotate a part of each head.
 PARTIAL = ("phi3", "glm4", "gptneox", "phi2", "stablelm", "nemotron", "qwen3next", "qwen35",
-           "qwen35moe", "glm4moe")  # fmt: skip
+            "qwen35moe", "glm4moe", "minimax-m2", "mimo2")  # fmt: skip
 # Architectures that rotate nothing, whatever their files say.
 NO_ROPE = ("mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 # Architectures that do not truncate yarn's ramp, and scale unless a config says otherwise.

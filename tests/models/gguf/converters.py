@@ -15,6 +15,7 @@ from latent_converters import (
     deepseek_tensors,
     minicpm3_metadata,
 )
+from sigmoid_converters import SIGMOID_PARTS
 
 Config = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
@@ -351,4 +352,5 @@ CONVERTERS = {
     "deepseek2": Converter(deepseek_metadata, deepseek_tensors),
     "minicpm3": Converter(minicpm3_metadata, as_it_is),
     "qwen3next": Converter(_qwen35_metadata, _next_tensors),
+    **{name: Converter(*parts) for name, parts in SIGMOID_PARTS.items()},
 }  # fmt: skip
