@@ -55,7 +55,8 @@ def latent_tiles(
 ) -> LatentTiles:
     """Tiles for rows of `width` numbers, the first `values` as value, and `queries` of a sequence.
 
-    The sizes are those whose loops over whole tiles take no more registers than there are.
+    Registers hold the sums, and shared memory the queries and tiles of keys: with room for three,
+    a program copies two ahead; else a multiprocessor has two programs, with a tile each.
     """
     columns = next_power_of_2(width + 1) // 2
     rest = max(LEAST, next_power_of_2(width - columns)) if width > columns else 0
