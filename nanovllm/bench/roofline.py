@@ -96,7 +96,7 @@ def prefill_flops(config: ModelConfig, input_lens: Sequence[int]) -> float:
         pairs = sum(seen_keys(n - 1 if is_last else 0, 1 if is_last else n, cache.window)
                     for n in input_lens)  # fmt: skip
         num_heads, _, head_dim = cache.heads
-        attention += 4 * num_heads * head_dim * pairs
+        attention += 2 * num_heads * (head_dim + (cache.value_width or head_dim)) * pairs
         if is_last and cache is layer.cache:  # alone: what has a state, too, computes it for all
             kept = config.hidden_size * cache.num_tensors * cache.row_size
             linear -= (layer_params(layer) - kept) * not_sampled

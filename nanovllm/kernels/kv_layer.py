@@ -15,7 +15,8 @@ class KVLayer:
     the warm-up that measures memory runs without them. With a window, a query attends to the last
     `window` keys up to its own; without one (None), to all of them.
 
-    If keys are also the values (latent attention), both caches are the same tensor.
+    If keys are also the values (latent attention), both caches are the same tensor, and the first
+    `value_width` columns of a row are its value.
 
     A quantized cache has codes, and a scale for each head of a token: [blocks, KVH, block_size]. A
     value is code * scale. The scale is computed from the head's values, or fixed: `fixed_scales`
@@ -34,16 +35,12 @@ class KVLayer:
     fixed_scales: tuple[float, float] | None = None
     soft_cap: float | None = None
     sinks: torch.Tensor | None = None
+    value_width: int | None = None
 
     @property
     def needs(self) -> frozenset[str]:
         """What attention must compute besides a softmax of scaled scores, as `LayerShape.needs`."""
         return frozenset(n for n in ("soft_cap", "sinks") if getattr(self, n) is not None)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether the keys are also the values."""
-        return self.k_cache is self.v_cache
 
     @property
     def is_empty(self) -> bool:

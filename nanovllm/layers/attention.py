@@ -32,7 +32,8 @@ class Attention(Layer):
         _, self.num_kv_heads, self.head_dim = cache.heads
         self.group = 0
         factor = self.head_dim**-0.5 if score_scale is None else score_scale
-        self.kv = KVLayer(torch.empty(0), torch.empty(0), factor, cache.window, soft_cap=soft_cap)
+        none, window, values = torch.empty(0), cache.window, cache.value_width
+        self.kv = KVLayer(none, none, factor, window, soft_cap=soft_cap, value_width=values)
         self.attention_backend: AttentionBackend = TorchBackend()
         self.kernels: Kernels = PLAIN
 
@@ -76,7 +77,7 @@ class Attention(Layer):
         return self._attend(q, k, v, context)
 
     def attend_latent(self, q: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Store latent rows [T, 1, D]; q [T, H, D] -> [T, H, D], the weighted sums of rows."""
+        """Store latent rows [T, 1, D]; q [T, H, D] -> [T, H, value_width], the sums of values."""
         context = get_context(self.group)
         k, v = self.kernels.store_kvcache(rows, rows, self.kv, context.slot_mapping)
         return self._attend(q, k, v, context)

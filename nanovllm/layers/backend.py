@@ -36,6 +36,7 @@ class AttentionSpec:
     has_adapters: bool = False  # whether other layers need kernels for adapters
     is_quantized: bool = False  # whether other layers need kernels for codes of weights
     has_states: bool = False  # whether other layers need kernels for states
+    value_width: int | None = None  # of latent rows, which are keys and values
 
     @property
     def heads(self) -> Heads:

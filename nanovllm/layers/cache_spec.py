@@ -21,6 +21,7 @@ class TokenCache(CacheSpec):
 
     window: int | None
     num_tensors: ClassVar[int]
+    value_width: int | None = None  # of rows that are keys and values: the columns of values
 
     @property
     def heads(self) -> Heads:

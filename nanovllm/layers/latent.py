@@ -9,15 +9,19 @@ from nanovllm.layers.cache_spec import Heads, TokenCache
 class Latent(TokenCache):
     """One row of `width` numbers for each token, which all heads of queries read.
 
-    A row is the key of all heads; its first columns are their value. The mixer drops the other
-    columns from the output.
+    A row is the key of all heads; its first `value_width` columns are their value, by default all.
     """
 
     num_heads: int
     width: int
     window: int | None = None
+    value_width: int | None = None
 
     num_tensors = 1
+
+    def __post_init__(self) -> None:
+        if self.value_width is None:
+            object.__setattr__(self, "value_width", self.width)
 
     @property
     def heads(self) -> Heads:

@@ -62,7 +62,7 @@ class LatentAttention(Mixer):
         rows = self.attn.kernels.latent_rows(
             ends, row, norm.weight, norm.eps, ropes[ROPE], sizes.interleaved, turned
         )
-        sums = self.attn.attend_latent(queries, rows)[..., : sizes.rank]
+        sums = self.attn.attend_latent(queries, rows)
         return self.kv_b_proj.unfold(sums).flatten(1)
 
     def query(self, x: torch.Tensor, ropes: Ropes) -> torch.Tensor:  # noqa: ARG002

@@ -29,7 +29,7 @@ class LatentSizes:
     @property
     def cache(self) -> Latent:
         """What a layer keeps."""
-        return Latent(self.num_heads, self.rank + self.rotated)
+        return Latent(self.num_heads, self.rank + self.rotated, value_width=self.rank)
 
     @property
     def query_size(self) -> int:

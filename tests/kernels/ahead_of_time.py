@@ -421,6 +421,37 @@ def prefill_attention(
     prefill_attention(q, k, v, layer(heads, block_size, window, codes, soft_cap, sinks), plan)
 
 
+def latent_layer(width: int, values: int, block_size: int, dtype: torch.dtype) -> KVLayer:
+    cache = torch.empty(BLOCKS, block_size, 1, width, dtype=dtype)
+    return KVLayer(cache, cache, 0.125, value_width=values)
+
+
+def latent_decode(
+    heads: int, width: int = 576, values: int = 512, queries: int = 1, eager: bool = False,
+    block_size: int = 64, dtype: torch.dtype = torch.bfloat16,
+) -> None:  # fmt: skip
+    from nanovllm.kernels.triton.attention.latent_decode import latent_decode, plan_latents
+
+    lens, tables = int32(ROWS), int32(ROWS // queries, BLOCKS)
+    plan = plan_latents(lens, tables, (heads, width, values), dtype, not eager, queries)
+    q = torch.empty(ROWS, heads, width, dtype=dtype)
+    latent_decode(q, latent_layer(width, values, block_size, dtype), plan)
+
+
+def latent_prefill(
+    heads: int, block_size: int, width: int = 576, values: int = 512, tokens: int = 8 * TOKENS,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:  # fmt: skip
+    """With block size 0, no part of a sequence is in the cache."""
+    from nanovllm.kernels.triton.attention.latent_prefill import latent_prefill
+    from nanovllm.kernels.triton.attention.prefill_plan import plan_prefill
+
+    q, rows = (torch.empty(tokens, n, width, dtype=dtype) for n in (heads, 1))
+    ends, tables = int32(ROWS + 1), int32(ROWS, BLOCKS) if block_size else None
+    plan = plan_prefill(ends, ends, tables, tokens)
+    latent_prefill(q, rows, rows, latent_layer(width, values, block_size or 64, dtype), plan)
+
+
 def sample(race: bool, dtype: torch.dtype) -> None:
     from nanovllm.kernels.triton.sampling.sample import sample
 
@@ -774,6 +805,33 @@ CALLS: dict[str, Callable[[], object]] = {
         prefill_attention, GPT_OSS, 64, tokens=8 * TOKENS, sequences=2, sinks=True
     ),
     **{
+        f"latent_decode, DeepSeek, {heads} heads": partial(latent_decode, heads)
+        for heads in (16, 32, 128)
+    },
+    "latent_decode, DeepSeek, 16 heads, 3 queries": partial(latent_decode, 16, queries=3),
+    "latent_decode, DeepSeek, 16 heads, eager": partial(latent_decode, 16, eager=True),
+    "latent_decode, DeepSeek, 128 heads, eager": partial(latent_decode, 128, eager=True),
+    "latent_decode, MiniCPM3": partial(latent_decode, 40, 288, 256),
+    "latent_decode, rank 384, blocks of 16": partial(latent_decode, 16, 448, 384, block_size=16),
+    "latent_decode, DeepSeek, float32": partial(latent_decode, 16, dtype=torch.float32),
+    "latent_prefill, DeepSeek, float32": partial(latent_prefill, 16, 64, dtype=torch.float32),
+    "latent_decode, odd, float32": partial(latent_decode, 5, 48, 40, dtype=torch.float32),
+    **{
+        f"latent_prefill, {name}, {heads} heads, {kind}": partial(
+            latent_prefill, heads, *sizes, tokens=tokens
+        )
+        for name, heads, width in (
+            ("DeepSeek", 16, ()),
+            ("DeepSeek", 128, ()),
+            ("MiniCPM3", 40, (288, 256)),
+        )
+        for kind, sizes, tokens in (
+            ("block size 0", (0, *width), 8 * TOKENS),
+            ("block size 64", (64, *width), 8 * TOKENS),
+            ("few tokens", (64, *width), TOKENS),
+        )
+    },
+    **{
         f"sample, {name}, {dtype}": partial(sample, name == "race", dtype)
         for name in ("race", "greedy")
         for dtype in (torch.bfloat16, torch.float32)
@@ -856,6 +914,15 @@ SPILLS = {
     "decode_attention, Qwen3-0.6B, 5 queries": 16,
     "decode_attention, Qwen3-8B, 5 queries": 48,
     "decode_attention, G 7, 8 queries": 160,
+    # Outside of the loops over whole tiles: addresses of queries and of outputs. With sums of 32
+    # queries, also keys of a sequence's last tile, which pass through registers on Hopper GPUs, and
+    # addresses of the products with whole tiles.
+    "latent_decode": 208,
+    **{f"latent_decode, DeepSeek, {kind}": 1152 for kind in ("32", "128", "16 heads, 3")},
+    "latent_decode, MiniCPM3": 544,
+    "latent_prefill": 160,
+    "latent_prefill, DeepSeek": 1104,
+    **{f"latent_{kind}, DeepSeek, float32": 8192 for kind in ("decode", "prefill")},
     "draw": 32,
     **{f"decode_attention, {name}, codes": 16 for name in ("head_dim 256", "head_dim 512", "G 16")},
     # Where products are of one warp, prefill holds a tile of codes in registers, as float16.
@@ -894,6 +961,7 @@ def capabilities(name: str) -> tuple[int, ...]:
     )  # fmt: skip
     alone = any(part in name for part in parts)
     alone |= "attention" in name and not any(part in name for part in COMMON_ATTENTION)
+    alone |= name.startswith("latent") and name.endswith(("few tokens", "float32"))
     states = name.startswith(("gated_delta", "state_space"))
     alone |= states and "Qwen3-Next" not in name and "Mamba-2" not in name
     alone |= name.startswith("quantized_rows") and name.endswith(RARER_ROWS)

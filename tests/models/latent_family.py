@@ -42,7 +42,8 @@ class LatentConfig(ModelConfig):
             MatrixShape("self_attn.kv_b_proj", 2 * size, self.rank),
             MatrixShape("self_attn.o_proj", hidden, size), *gated_matrices(hidden, inner),
         )  # fmt: skip
-        cache, others = Latent(heads, width), 2 * hidden + self.rank
+        cache = Latent(heads, width, value_width=self.rank)
+        others = 2 * hidden + self.rank
         return LayerShape(cache, matrices, others, {"intermediate_size": inner})
 
 
@@ -55,7 +56,7 @@ class LatentAttention(Mixer):
         super().__init__()
         self.plain, self.rank, self.rotated = c.plain, c.rank, c.head_dim
         hidden, ranks, heads, of = c.hidden_size, make.ranks, c.num_attention_heads, make.formats.of
-        self.cache = Latent(heads, c.rank + c.head_dim).part(ranks.size)
+        self.cache = Latent(heads, c.rank + c.head_dim, value_width=c.rank).part(ranks.size)
         size = heads * (c.plain + c.head_dim)
         self.q_proj = MergedColumnParallelLinear(hidden, [size], False, ranks, of("q_proj"))
         self.kv_a_proj = ReplicatedLinear(hidden, self.cache.width, False, of("kv_a_proj"))
@@ -72,7 +73,7 @@ class LatentAttention(Mixer):
         plain, rotated = q.split([self.plain, self.rotated], -1)
         folded = torch.einsum("thd,hdr->thr", plain, to_keys), rotate(rotated, ropes[ROPE])
         rows = torch.cat([latent[:, None], key], -1)
-        sums = self.attn.attend_latent(torch.cat(folded, -1), rows)[..., : self.rank]
+        sums = self.attn.attend_latent(torch.cat(folded, -1), rows)
         return torch.einsum("thr,hdr->thd", sums, to_values).flatten(1)
 
     def project(self, mixed: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ The loop computes keys and values of all heads, and each sequence anew for every
 import json
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,10 @@ from strangers import loop_case, registered
 from test_strangers import SCENARIOS, Loop
 
 from nanovllm import SamplingParams
+from nanovllm.bench.roofline import prefill_flops
 from nanovllm.command.info import describe
+from nanovllm.layers.backend import AttentionSpec
+from nanovllm.layers.backends.choice import build_backend
 from nanovllm.models import model_size
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.parts import build_model
@@ -182,6 +186,13 @@ def test_a_token_takes_one_row_in_each_layer(case: Case) -> None:
     assert info["kv_bytes_per_token"] == 3 * 32 * 4
 
 
+def test_the_roofline_counts_no_product_with_columns_of_keys_alone(case: Case) -> None:
+    config = ModelConfig.from_dir(case.path)
+    flops = [prefill_flops(config, [n]) for n in (10, 11, 12)]
+    of_pair = 2 * 4 * (32 + 24)  # in one layer; in the last one, only the last token is a query
+    assert flops[0] - 2 * flops[1] + flops[2] == 2 * of_pair
+
+
 def test_prefix_hits_of_latents_keep_the_output(case: Case) -> None:
     check_hits(case, kvcache_block_size=4, max_num_batched_tokens=64)
 
@@ -219,6 +230,32 @@ def test_any_width_works_in_plain_pytorch(tmp_path: Path) -> None:
         assert_same(generate(llm, case), case.expected)
     with pytest.raises(ValueError, match=r"a head_dim that is a multiple of 8 .* got 29"):
         make_llm(tmp_path, attention_backend="cpu")
+
+
+@pytest.mark.usefixtures("compiler")
+def test_wide_rows_are_computed_by_the_cpus_kernels(tmp_path: Path) -> None:
+    """Rows of more than 512 numbers, as DeepSeek's, of which 512 are the value."""
+    case = make_case(tmp_path, make_prompts()[::8], kv_lora_rank=512, num_hidden_layers=1)
+    with make_llm(tmp_path) as llm:
+        assert llm.config.attention_backend == "cpu"
+        assert_same(generate(llm, case), case.expected)
+    with pytest.raises(ValueError, match=r"and at most 1024, got 1040"):
+        make_llm(write_model(tmp_path, kv_lora_rank=1032), attention_backend="cpu")
+
+
+def test_backends_that_cannot_read_latents_say_so(kernel_device: str) -> None:
+    options: dict[str, Any] = dict(
+        dtype=torch.bfloat16, num_heads=4, num_kv_heads=1, block_size=256, in_graphs=True,
+        kv_dtype=torch.bfloat16,
+    )  # fmt: skip
+    of_rows = partial(AttentionSpec, **options, value_width=512)
+    device, gpu = torch.device(kernel_device), torch.device("cuda")
+    with pytest.raises(ValueError, match="'flash_attn' cannot compute attention to latent rows"):
+        build_backend("flash_attn", of_rows(gpu, head_dim=128))
+    with pytest.raises(ValueError, match="latent rows of less than 1024 numbers, got 1024"):
+        build_backend("triton", of_rows(device, head_dim=1024))
+    with pytest.raises(ValueError, match="cannot read latent rows with sinks"):
+        build_backend("triton", of_rows(device, head_dim=576, needs=frozenset(["sinks"])))
 
 
 def test_codes_of_latents_are_refused(case: Case) -> None:

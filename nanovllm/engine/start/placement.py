@@ -103,17 +103,16 @@ def attention_specs(
     caches = [cache for layer in model_config.layers for cache in layer.cache.each]
     has_states = any(isinstance(cache, State) for cache in caches)
     kinds = [
-        (cache.part(num_ranks).heads, layer.needs)
-        for layer in model_config.layers
-        for cache in layer.cache.each
+        (cache.part(num_ranks).heads, layer.needs, cache.value_width)
+        for layer in model_config.layers for cache in layer.cache.each
         if isinstance(cache, TokenCache)
-    ]
+    ]  # fmt: skip
     return [
         AttentionSpec(
             device, dtype, *heads, config.kvcache_block_size, not config.enforce_eager, kv_dtype,
-            needs, config.enable_lora, model_config.quantization is not None, has_states,
+            needs, config.enable_lora, model_config.quantization is not None, has_states, values,
         )
-        for heads, needs in dict.fromkeys(kinds or [(UNUSED_HEADS, frozenset[str]())])
+        for heads, needs, values in dict.fromkeys(kinds or [(UNUSED_HEADS, frozenset[str](), None)])
     ]  # fmt: skip
 
 

@@ -12,9 +12,16 @@
 
 namespace {
 
+// The state of few rows or of a tile.
+union AnyState {
+    State few;
+    TileState tile;
+};
+
 // The inputs that all tasks share. Sequence s has the queries q_ends[s] .. q_ends[s + 1] - 1, which
-// are the last of its k_lens[s] tokens. Its rows are numbered query by query, G rows each.
-template <typename T, typename K>
+// are the last of its k_lens[s] tokens. Its rows are numbered query by query, G rows each. SHARED:
+// values are the first numbers of the keys.
+template <typename T, typename K, bool SHARED>
 struct Step {
     const T* q;  // [tokens, H, D]
     const K* k;  // [tokens, KVH, D], or the cache
@@ -26,10 +33,10 @@ struct Step {
     const int32_t* k_lens;
     const int32_t* tables;  // null: a sequence's keys are in the rows of its queries
     const int32_t* tasks;   // [num_tasks, 5]: sequence, first row, first key, end key, slot
-    const int32_t* merges;  // [num_merges, 3]: sequence, first slot, end slot
-    State* partial;         // [slots, KVH]: states to be merged
+    const int32_t* merges;  // [num_merges, 4]: sequence, first row, first slot, end slot
+    AnyState* partial;      // [slots, KVH]: states to be merged
     int64_t num_tasks, num_merges, q_stride, k_stride, v_stride, table_stride, block_size;
-    int64_t q_heads, kv_heads, head_dim, window, threads;
+    int64_t q_heads, kv_heads, head_dim, value_dim, window, threads;
     float scale;
     float soft_cap;      // on the scores; 0: no cap
     const float* sinks;  // [H]; null: no sinks
@@ -38,11 +45,26 @@ struct Step {
     int64_t num_queries(int64_t seq) const { return q_ends[seq + 1] - q_ends[seq]; }
     int64_t num_rows(int64_t seq) const { return num_queries(seq) * group(); }
 
-    // The offset of a row in [tokens, H, D], for a stride of tokens.
-    int64_t place(int64_t seq, int64_t row, int64_t kv_head, int64_t stride) const {
-        return (q_ends[seq] + row / group()) * stride
+    // Sequences of few rows need no tile. A tile converts shared keys to float32 once, not anew for
+    // every four rows and for each product.
+    bool is_few(int64_t seq) const {
+        return num_rows(seq) <= (SHARED ? 4 : FEW) && head_dim % LANES == 0;
+    }
+
+    // The query of a row.
+    const T* query(int64_t seq, int64_t row, int64_t kv_head) const {
+        return q + (q_ends[seq] + row / group()) * q_stride
             + (kv_head * group() + row % group()) * head_dim;
     }
+
+    // The output of a row.
+    T* output(int64_t seq, int64_t row, int64_t kv_head) const {
+        const int64_t head = kv_head * group() + row % group();
+        return out + ((q_ends[seq] + row / group()) * q_heads + head) * value_dim;
+    }
+
+    // The numbers of a value, and those after them that complete a vector or a block.
+    int64_t value_columns(int64_t step) const { return (value_dim + step - 1) / step * step; }
 
     // The end of the keys that a row sees: the last one is the query's own.
     int32_t limit(int64_t seq, int64_t row) const {
@@ -62,13 +84,26 @@ struct Step {
                 kv_heads * block_size};
     }
 
+    // The factor of a row's sums: zero without keys.
+    float share(float total, float top, int64_t row, int64_t kv_head) const {
+        if (sinks) total += exp2_of(std::min(sink(row, kv_head) - top, 128.0f));
+        return total != 0 ? 1 / total : 0;
+    }
+
     void write(const State& state, int64_t seq, int64_t kv_head) const {
         for (int64_t r = 0; r < num_rows(seq); r++) {
-            float total = state.total[r];
-            if (sinks) total += exp2_of(std::min(sink(r, kv_head) - state.top[r], 128.0f));
-            const float share = total != 0 ? load_factor<K> / total : 0;  // zeros without keys
-            T* to = out + place(seq, r, kv_head, q_heads * head_dim);
-            for (int64_t d = 0; d < head_dim; d++) to[d] = narrow<T>(state.sums[r][d] * share);
+            const float factor = share(state.total[r], state.top[r], r, kv_head) * load_factor<K>;
+            T* to = output(seq, r, kv_head);
+            for (int64_t d = 0; d < value_dim; d++) to[d] = narrow<T>(state.sums[r][d] * factor);
+        }
+    }
+
+    void write(const TileState& state, int64_t seq, int64_t first, int64_t kv_head) const {
+        const int64_t rows = std::min<int64_t>(TILE, num_rows(seq) - first);
+        for (int64_t r = 0; r < rows; r++) {
+            const float factor = share(state.total[r], state.top[r], first + r, kv_head);
+            T* to = output(seq, first + r, kv_head);
+            for (int64_t d = 0; d < value_dim; d++) to[d] = narrow<T>(state.sums[d][r] * factor);
         }
     }
 
@@ -78,63 +113,65 @@ struct Step {
         int32_t limits[FEW];
         for (int64_t r = 0; r < FEW; r++) {  // rows after the last one repeat it
             const int64_t row = std::min(r, rows - 1);
-            const T* from = q + place(seq, row, kv_head, q_stride);
+            const T* from = query(seq, row, kv_head);
             limits[r] = limit(seq, row);
             const float factor = scale * LOG2E * load_factor<K>;
             for (int64_t d = 0; d < head_dim; d++) queries[r][d] = widen(from[d]) * factor;
         }
         State own;
-        State& state = slot < 0 ? own : partial[slot * kv_heads + kv_head];
-        state.clear(head_dim);
+        State& state = slot < 0 ? own : partial[slot * kv_heads + kv_head].few;
+        const int64_t columns = value_columns(LANES);
+        state.clear(columns);
         (rows <= 2 ? attend_few<2, K> : attend_few<4, K>)(
-            state, queries, limits, window, rows, context(seq, kv_head), head_dim, task[2],
-            task[3], soft_cap * LOG2E);
+            state, queries, limits, window, rows, context(seq, kv_head), head_dim, columns,
+            task[2], task[3], soft_cap * LOG2E);
         if (slot < 0) write(state, seq, kv_head);
     }
 
     void run_tile(const int32_t* task, int64_t kv_head) const {
-        const int64_t seq = task[0], first = task[1];
+        const int64_t seq = task[0], first = task[1], slot = task[4];
         const int64_t rows = std::min<int64_t>(TILE, num_rows(seq) - first);
-        alignas(CACHE_LINE) float queries[MAX_HEAD_DIM][TILE], sums[MAX_HEAD_DIM][TILE];
+        alignas(CACHE_LINE) float queries[MAX_HEAD_DIM][TILE];
         int32_t limits[TILE];
-        float total[TILE] = {}, top[TILE];
-        std::fill(top, top + TILE, NO_SCORE);
-        std::fill(sums[0], sums[head_dim], 0.0f);
+        TileState own;
+        TileState& state = slot < 0 ? own : partial[slot * kv_heads + kv_head].tile;
+        const int64_t columns = value_columns(SHARED ? 2 * BLOCK : BLOCK);
+        state.clear(columns);
         for (int64_t r = 0; r < TILE; r++) {
             const int64_t row = first + std::min(r, rows - 1);
-            const T* from = q + place(seq, row, kv_head, q_stride);
+            const T* from = query(seq, row, kv_head);
             limits[r] = limit(seq, row);
-            if (sinks) {
-                top[r] = sink(row, kv_head);
-                total[r] = 1;
-            }
             for (int64_t d = 0; d < head_dim; d++) queries[d][r] = widen(from[d]) * (scale * LOG2E);
         }
-        attend_tile(sums, total, top, queries, limits, window, context(seq, kv_head), head_dim, task[2],
-                    task[3], soft_cap * LOG2E);
-        for (int64_t r = 0; r < rows; r++) {
-            const float share = total[r] != 0 ? 1 / total[r] : 0;
-            T* to = out + place(seq, first + r, kv_head, q_heads * head_dim);
-            for (int64_t d = 0; d < head_dim; d++) to[d] = narrow<T>(sums[d][r] * share);
+        const auto attend = SHARED && rows <= LANES ? attend_tile<K, SHARED, SHARED ? 1 : 2>
+                                                    : attend_tile<K, SHARED, 2>;
+        attend(state, queries, limits, window, context(seq, kv_head), head_dim, columns, task[2],
+               task[3], soft_cap * LOG2E);
+        if (slot < 0) write(state, seq, first, kv_head);
+    }
+
+    // Merge the states of a sequence's few rows, or of a tile.
+    void merge(const int32_t* part, int64_t kv_head) const {
+        const int64_t seq = part[0], row = part[1];
+        AnyState& state = partial[part[2] * kv_heads + kv_head];
+        for (int64_t slot = part[2] + 1; slot < part[3]; slot++) {
+            const AnyState& other = partial[slot * kv_heads + kv_head];
+            if (is_few(seq)) state.few.add(other.few, num_rows(seq), value_columns(LANES));
+            else state.tile.add(other.tile, value_dim);
         }
+        if (is_few(seq)) write(state.few, seq, kv_head);
+        else write(state.tile, seq, row, kv_head);
     }
 };
 
-template <typename T, typename K = T>
-void attention(const Step<T, K>& step) {
+template <typename T, typename K = T, bool SHARED = false>
+void attention(const Step<T, K, SHARED>& step) {
     for_each(step.num_tasks * step.kv_heads, step.threads, [&](int64_t i) {
         const int32_t* task = step.tasks + i / step.kv_heads * 5;
-        const bool few = step.num_rows(task[0]) <= FEW && step.head_dim % LANES == 0;
-        few ? step.run_few(task, i % step.kv_heads) : step.run_tile(task, i % step.kv_heads);
+        step.is_few(task[0]) ? step.run_few(task, i % step.kv_heads) : step.run_tile(task, i % step.kv_heads);
     });
     for_each(step.num_merges * step.kv_heads, step.threads, [&](int64_t i) {
-        const int32_t* part = step.merges + i / step.kv_heads * 3;
-        const int64_t kv_head = i % step.kv_heads;
-        State& state = step.partial[part[1] * step.kv_heads + kv_head];
-        for (int64_t slot = part[1] + 1; slot < part[2]; slot++)
-            state.add(step.partial[slot * step.kv_heads + kv_head], step.num_rows(part[0]),
-                      step.head_dim);
-        step.write(state, part[0], kv_head);
+        step.merge(step.merges + i / step.kv_heads * 4, i % step.kv_heads);
     });
 }
 

@@ -14,9 +14,10 @@ from nanovllm.kernels.cpu.library import address, constant, function
 from nanovllm.kernels.kv_layer import CODES, KVLayer
 
 HEAD_DIM_STEP = 8  # a head dimension is a multiple of it
-# Keys of a task if a sequence's queries fit one task: threads share the parts of a long context.
+# Keys of a task if a sequence has few queries: threads share the parts of a long context.
 # The splits depend only on its length, so that its sums are the same in any batch.
 SPLIT_KEYS = 1024
+SPLIT_QUERIES = 8  # tiles of a sequence with up to this many queries are split, too
 NO_WINDOW = 2**31 - 1  # longer than any context
 
 STEP_POINTERS = (
@@ -25,7 +26,7 @@ STEP_POINTERS = (
 )  # fmt: skip
 STEP_INTEGERS = (
     "num_tasks", "num_merges", "q_stride", "k_stride", "v_stride", "table_stride", "block_size",
-    "q_heads", "kv_heads", "head_dim", "window", "threads",
+    "q_heads", "kv_heads", "head_dim", "value_dim", "window", "threads",
 )  # fmt: skip
 
 
@@ -50,7 +51,7 @@ class Tasks:
     """
 
     tasks: torch.Tensor  # [tasks, 5], the largest first
-    merges: torch.Tensor  # [merges, 3]: a sequence, its first slot, and the end of its slots
+    merges: torch.Tensor  # [merges, 4]: a sequence, its first row, its first slot, their end
     num_slots: int
 
 
@@ -92,21 +93,24 @@ def _make_tasks(plan: AttentionPlan, window: int) -> Tasks:
     """Divide all sequences into tasks, which read only keys that some query sees."""
     ends, lens, group = plan.q_ends.tolist(), plan.k_lens.tolist(), plan.group
     tasks: list[tuple[int, int, int, int, int]] = []
-    merges: list[tuple[int, int, int]] = []
+    merges: list[tuple[int, int, int, int]] = []
     num_slots = 0
     for seq, num_keys in enumerate(lens):
         num_queries = ends[seq + 1] - ends[seq]
         first = max(0, num_keys - num_queries + 1 - window)
-        if num_queries * group > plan.few:
-            tasks += _tiles(seq, num_queries, num_keys, group, window)
-        elif num_keys - first <= SPLIT_KEYS:
-            tasks.append((seq, 0, first, num_keys, -1))
-        else:
-            starts = range(first, num_keys - num_queries + 1, SPLIT_KEYS)
-            ends_of = [*starts[1:], num_keys]
+        is_few = num_queries * group <= plan.few
+        whole = [(seq, 0, first, num_keys, -1)]
+        if not is_few:
+            whole = _tiles(seq, num_queries, num_keys, group, window)
+        if num_keys - first <= SPLIT_KEYS or not (is_few or num_queries <= SPLIT_QUERIES):
+            tasks += whole
+            continue
+        for _, row, start, end, _ in whole:
+            starts = range(start, max(start, end - num_queries) + 1, SPLIT_KEYS)
+            ends_of = [*starts[1:], end]
             slots = range(num_slots, num_slots + len(starts))
-            tasks += [(seq, 0, *part) for part in zip(starts, ends_of, slots, strict=True)]
-            merges.append((seq, slots.start, slots.stop))
+            tasks += [(seq, row, *part) for part in zip(starts, ends_of, slots, strict=True)]
+            merges.append((seq, row, slots.start, slots.stop))
             num_slots = slots.stop
     tasks.sort(key=lambda task: task[2] - task[3])
     return Tasks(
@@ -150,18 +154,19 @@ def attend(
     assert kv.sinks is None or kv.sinks.dtype == torch.float32
     tables, reach = plan.block_tables, NO_WINDOW if kv.window is None else kv.window
     work = plan.tasks_of(reach)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    partial = torch.empty(
-        work.num_slots * num_kv_heads * constant("state_bytes"), dtype=torch.uint8
-    )
+    values = head_dim if kv.value_width is None else kv.value_width
+    out = q.new_empty(*q.shape[:2], values)
+    of_slot = constant("state_bytes" if kv.value_width is None else "latent_state_bytes")
+    partial = torch.empty(work.num_slots * num_kv_heads * of_slot, dtype=torch.uint8)
     step = Step(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), address(kv.k_scales), address(kv.v_scales),
         out.data_ptr(), plan.q_ends.data_ptr(), plan.k_lens.data_ptr(), address(tables),
         work.tasks.data_ptr(), work.merges.data_ptr(), partial.data_ptr(), len(work.tasks),
         len(work.merges), q.stride(0), k.stride(0), v.stride(0),
         0 if tables is None else tables.stride(0), block_size, num_heads, num_kv_heads, head_dim,
-        reach, torch.get_num_threads(), kv.scale, kv.soft_cap or 0.0,
+        values, reach, torch.get_num_threads(), kv.scale, kv.soft_cap or 0.0,
         address(kv.sinks),
     )  # fmt: skip
-    function("attention_codes" if codes else "attention", q.dtype)(ctypes.addressof(step))
+    kind = "attention" if kv.value_width is None else "attention_latents"
+    function("attention_codes" if codes else kind, q.dtype)(ctypes.addressof(step))
     return out

@@ -71,13 +71,13 @@ inline void weigh(float (*sums)[MAX_HEAD_DIM], const float* shrink, const float 
         for (int v = 0; v < V; v++) vec(sums[r] + d + v * LANES) = held[r][v];
 }
 
-// Add the keys first .. end - 1 to the state of a few rows, R at a time. q includes the factors
-// scale and log2(e); row r sees the `window` keys before limits[r]. Scores have a soft `cap`,
+// Add the keys first .. end - 1 to the state of a few rows, R at a time. Values have `value_dim`
+// numbers, rounded up to a multiple of LANES. q includes the factors scale and log2(e); row r sees the `window` keys before limits[r]. Scores have a soft `cap`,
 // unless it is 0.
 template <int R, typename T>
 void attend_few(State& state, const float (*q)[MAX_HEAD_DIM], const int32_t* limits, int64_t window,
-                int64_t rows, const Context<T>& context, int64_t head_dim, int64_t first,
-                int64_t end, float cap) {
+                int64_t rows, const Context<T>& context, int64_t head_dim, int64_t value_dim,
+                int64_t first, int64_t end, float cap) {
     float scores[FEW][KEYS], shrink[FEW], key_scales[KEYS], value_scales[KEYS];
     context.go_through(first, end, [&](const Near<T>& near, int64_t start, int count) {
         if constexpr (is_codes<T>)
@@ -111,9 +111,9 @@ void attend_few(State& state, const float (*q)[MAX_HEAD_DIM], const int32_t* lim
                 state.total[i] = state.total[i] * shrink[i] + total;
             }
             int64_t d = 0;
-            for (; d + 4 * LANES <= head_dim; d += 4 * LANES)
+            for (; d + 4 * LANES <= value_dim; d += 4 * LANES)
                 weigh<R, 4>(state.sums + r, shrink + r, scores + r, near.values, count, d);
-            for (; d < head_dim; d += LANES)
+            for (; d < value_dim; d += LANES)
                 weigh<R, 1>(state.sums + r, shrink + r, scores + r, near.values, count, d);
         }
     });

@@ -1,8 +1,8 @@
 """The C++ library of this folder: its functions, which take tensors' addresses, and its constants.
 
 The first call compiles it, or raises a RuntimeError that says why this is not possible. Functions
-for a quantized KV cache, for linear layers, for weights in blocks, for adapters and for layers with
-states are in libraries of their own.
+for a quantized KV cache, for latent rows, for linear layers, for weights in blocks, for adapters
+and for layers with states are in libraries of their own.
 
 All libraries share a pool of threads if our kernels multiply all matrices. If oneDNN multiplies
 some, in PyTorch's threads, these threads do everything, because two pools would compete for the
@@ -29,6 +29,9 @@ OTHER_SOURCES = {
         SOURCE.with_name("kv_codes.cpp"),
     ),
     **dict.fromkeys(
+        ("attention_latents", "latent_state_bytes"), SOURCE.with_name("latents.cpp")
+    ),
+    **dict.fromkeys(
         ("tiled_linear", "tile_outputs", "step_inputs", "max_depth", "e4m3_unit"),
         SOURCE.with_name("tiled_linear.cpp"),
     ),
@@ -45,7 +48,7 @@ OTHER_SOURCES = {
         SOURCE.with_name("states.cpp"),
     ),
 }  # fmt: skip
-MAX_HEAD_DIM = 512  # MAX_HEAD_DIM of vector.h
+MAX_HEAD_DIM, MAX_LATENT = 512, 1024  # MAX_HEAD_DIM of vector.h, and in latents.cpp
 DTYPES = (torch.float32, torch.bfloat16)
 
 # Arguments of each function: pointers, 64-bit integers, floats.
@@ -61,6 +64,7 @@ ARGUMENTS = {
     "norm_rope_store_codes_wide": "pippippfpppppppffipiiiiii",
     "attention": "p",
     "attention_codes": "p",
+    "attention_latents": "p",
     "mask": "pipiiii",
     "sample": "pippppipppiii",
     "read_table": "ppppppppppiiii",

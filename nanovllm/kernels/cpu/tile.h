@@ -12,35 +12,70 @@
 
 namespace {
 
-// c [rows, TILE] = a [rows, depth] @ b [depth, TILE], or c * shrink + a @ b. `rows` is a multiple
-// of BLOCK; a's element (i, j) is at i * a_row + j * a_column.
-template <bool ADD>
+// c [rows, TILE] = a [rows, depth] @ b [depth, TILE], or c * shrink + a @ b, in the first V vectors
+// of each row. `rows` is a multiple of the rows of a block, which are more if V is 1; a's element
+// (i, j) is at i * a_row + j * a_column.
+template <int V>
+constexpr int block_rows = V == 1 ? 2 * BLOCK : BLOCK;
+
+template <bool ADD, int V>
 inline void multiply(float (*c)[TILE], const float* a, int64_t a_row, int64_t a_column,
                      const float (*b)[TILE], int rows, int depth, const float* shrink) {
-    for (int row = 0; row < rows; row += BLOCK) {
-        Vec sums[BLOCK][2];
-        for (int i = 0; i < BLOCK; i++)
-            for (int v = 0; v < 2; v++)
+    constexpr int ROWS = block_rows<V>;
+    for (int row = 0; row < rows; row += ROWS) {
+        Vec sums[ROWS][V];
+        for (int i = 0; i < ROWS; i++)
+            for (int v = 0; v < V; v++)
                 sums[i][v] = ADD ? load(c[row + i] + v * LANES) * load(shrink + v * LANES) : Vec{};
         const float* from = a + row * a_row;
         for (int j = 0; j < depth; j++)
-            for (int i = 0; i < BLOCK; i++)
-                for (int v = 0; v < 2; v++)
+            for (int i = 0; i < ROWS; i++)
+                for (int v = 0; v < V; v++)
                     sums[i][v] += from[i * a_row + j * a_column] * load(b[j] + v * LANES);
-        for (int i = 0; i < BLOCK; i++)
-            for (int v = 0; v < 2; v++) vec(c[row + i] + v * LANES) = sums[i][v];
+        for (int i = 0; i < ROWS; i++)
+            for (int v = 0; v < V; v++) vec(c[row + i] + v * LANES) = sums[i][v];
     }
 }
 
-// Attention of a tile to the keys first .. end - 1; row r sees the `window` keys before limits[r].
-// No operation crosses lanes. q [D, TILE] includes the factors scale and log2(e). Writes the sums
-// of weighted values [D, TILE] and of weights, in units of 2^top; they begin with the values that
-// `total` and `top` have. Scores have a soft `cap`, unless it is 0.
-template <typename T>
-void attend_tile(float (*sums)[TILE], float* total, float* top, const float (*q)[TILE],
-                 const int32_t* limits, int64_t window, const Context<T>& context,
-                 int64_t head_dim, int64_t first, int64_t end, float cap) {
-    alignas(CACHE_LINE) float keys[KEYS * MAX_HEAD_DIM], values[KEYS * MAX_HEAD_DIM];
+// The unfinished softmax of a tile, as `State`, with a row in each lane.
+struct alignas(CACHE_LINE) TileState {
+    float top[TILE], total[TILE];
+    float sums[MAX_HEAD_DIM][TILE];
+
+    void clear(int64_t value_dim) {
+        std::fill(top, top + TILE, NO_SCORE);
+        std::fill(total, total + TILE, 0.0f);
+        std::fill(sums[0], sums[value_dim], 0.0f);
+    }
+
+    void add(const TileState& other, int64_t value_dim) {
+        alignas(CACHE_LINE) float shrink[TILE], grow[TILE];
+        for (int r = 0; r < TILE; r++) {
+            const float highest = std::max(top[r], other.top[r]);
+            shrink[r] = exp2_of(top[r] - highest);
+            grow[r] = exp2_of(other.top[r] - highest);
+            top[r] = highest;
+            total[r] = total[r] * shrink[r] + other.total[r] * grow[r];
+        }
+        for (int64_t d = 0; d < value_dim; d++)
+            for (int r = 0; r < TILE; r++)
+                sums[d][r] = sums[d][r] * shrink[r] + other.sums[d][r] * grow[r];
+    }
+};
+
+// Add the keys first .. end - 1 to the state of a tile; row r sees the `window` keys before
+// limits[r]. No operation crosses lanes. q [D, TILE] includes the factors scale and log2(e). Values
+// have `value_dim` numbers, rounded up for blocks; if they are the first ones of the keys (SHARED),
+// they are converted once for both products. Only the first V vectors have rows. Scores have a soft
+// `cap`, unless it is 0.
+template <typename T, bool SHARED, int V>
+void attend_tile(TileState& state, const float (*q)[TILE], const int32_t* limits, int64_t window,
+                 const Context<T>& context, int64_t head_dim, int64_t value_dim, int64_t first,
+                 int64_t end, float cap) {
+    alignas(CACHE_LINE) float keys[KEYS * MAX_HEAD_DIM];
+    alignas(CACHE_LINE) float own_values[SHARED ? 1 : KEYS * MAX_HEAD_DIM];
+    float *top = state.top, *total = state.total;
+    float* values = SHARED ? keys : own_values;
     alignas(CACHE_LINE) float scores[KEYS][TILE], shrink[TILE];
     float key_scales[KEYS], value_scales[KEYS];
     int32_t lows[TILE];
@@ -48,23 +83,24 @@ void attend_tile(float (*sums)[TILE], float* total, float* top, const float (*q)
     const int32_t all_see = *std::min_element(limits, limits + TILE);
     const int32_t all_see_from = *std::max_element(lows, lows + TILE);
     context.go_through(first, end, [&](const Near<T>& near, int64_t start, int count) {
-        const int padded = (count + BLOCK - 1) / BLOCK * BLOCK;
+        const int padded = (count + block_rows<V> - 1) / block_rows<V> * block_rows<V>;
         if constexpr (is_codes<T>) context.read_scales(near, 1.0f, key_scales, value_scales);
         for (int j = 0; j < padded; j++) {
             for (int64_t d = 0; d < head_dim; d += BLOCK) {
                 fetch_next(near.keys + j, d);
-                fetch_next(near.values + j, d);
+                if (!SHARED) fetch_next(near.values + j, d);
             }
             for (int64_t d = 0; d < head_dim; d++) {
                 keys[j * head_dim + d] = widen(near.keys[j][d]);
+                if constexpr (is_codes<T>) keys[j * head_dim + d] *= key_scales[j];
+            }
+            if (SHARED) continue;
+            for (int64_t d = 0; d < head_dim; d++) {
                 values[j * head_dim + d] = widen(near.values[j][d]);
-                if constexpr (is_codes<T>) {
-                    keys[j * head_dim + d] *= key_scales[j];
-                    values[j * head_dim + d] *= value_scales[j];
-                }
+                if constexpr (is_codes<T>) values[j * head_dim + d] *= value_scales[j];
             }
         }
-        multiply<false>(scores, keys, head_dim, 1, q, padded, int(head_dim), nullptr);
+        multiply<false, V>(scores, keys, head_dim, 1, q, padded, int(head_dim), nullptr);
         if (cap != 0)
             for (int j = 0; j < count; j++)
                 for (int r = 0; r < TILE; r++) scores[j][r] = capped(scores[j][r], cap);
@@ -88,7 +124,7 @@ void attend_tile(float (*sums)[TILE], float* total, float* top, const float (*q)
                 scores[j][r] = exp2_of(scores[j][r] - top[r]);
                 total[r] += scores[j][r];
             }
-        multiply<true>(sums, values, 1, head_dim, scores, int(head_dim), count, shrink);
+        multiply<true, V>(state.sums, values, 1, head_dim, scores, int(value_dim), count, shrink);
     });
 }
 

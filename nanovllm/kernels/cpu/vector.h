@@ -6,6 +6,10 @@
 
 #include "scalar.h"
 
+#ifndef MOST_COLUMNS  // of a key: a library of larger keys defines it
+#define MOST_COLUMNS 512
+#endif
+
 namespace {
 
 #ifdef __AVX512F__
@@ -18,7 +22,7 @@ constexpr int BLOCK = 4;
 constexpr int KEYS = 32;  // keys that are computed together: in float32 they fit the L1 cache
 constexpr int FEW = 16;   // up to this many rows read the keys directly from memory
 constexpr int TILE = 2 * LANES;  // rows of a tile, for sequences of more rows
-constexpr int MAX_HEAD_DIM = 512;
+constexpr int MAX_HEAD_DIM = MOST_COLUMNS;
 constexpr int CACHE_LINE = 64;
 constexpr float NO_SCORE = -1e30f;  // the maximum over no keys: finite, as inf - inf is NaN
 

@@ -98,7 +98,7 @@ def decode_attention(
         out[group.rows] = attended.reshape(batch_size, num_heads, head_dim)
     if q.is_cpu and not hides_nan and not abs(float(out.sum())) < math.inf:
         return decode_attention(q, kv, plan, hides_nan=True)
-    return out
+    return out[..., : kv.value_width]
 
 
 def gather_blocks(
@@ -108,7 +108,7 @@ def gather_blocks(
     found: list[torch.Tensor] = []
     blocks = tables.flatten()
     for cache, scales in ((kv.k_cache, kv.k_scales), (kv.v_cache, kv.v_scales)):
-        if found and kv.is_shared and kv.k_scales is kv.v_scales:
+        if found and kv.value_width is not None and kv.k_scales is kv.v_scales:
             break
         rows = cache.flatten(1).index_select(0, blocks).view(-1, *cache.shape[1:])
         if scales is not None:

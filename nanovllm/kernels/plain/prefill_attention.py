@@ -122,4 +122,4 @@ def prefill_attention(
             starts = group.q_starts, k_starts, group.k_lens
             out = attend_in_slices(queries, keys, values, *starts, kv)
         outs.append(out.transpose(1, 2).flatten(0, 1))  # [B * Q, H, D]
-    return torch.cat(outs)[plan.out_rows]
+    return torch.cat(outs)[plan.out_rows][..., : kv.value_width]

@@ -22,6 +22,6 @@ def store_kvcache(
         return store_codes(key, value, kv, slot_mapping, kept)
     if not kv.is_empty:
         kv.k_cache.flatten(0, 1)[slot_mapping[kept]] = key[kept]
-        if not kv.is_shared:
+        if kv.value_width is None:
             kv.v_cache.flatten(0, 1)[slot_mapping[kept]] = value[kept]
     return key, value

@@ -32,6 +32,7 @@ CLASSES = {
     "triton": "triton.TritonBackend",
     "flash_attn": "flash_attn.FlashAttnBackend",
 }
+LATENT_CLASSES = {"triton": "triton_latents.TritonLatentBackend"}  # of latent rows, if others
 
 
 def fastest_first(device: torch.device) -> tuple[str, ...]:
@@ -72,16 +73,18 @@ def build_backend(name: str, *specs: AttentionSpec) -> Backend:
     return tried(name, build, specs[0].device)
 
 
-def attention_class(name: str) -> type[AttentionBackend]:
+def attention_class(name: str, of_latents: bool = False) -> type[AttentionBackend]:
     """The class of a backend, imported now."""
-    module, _, class_name = CLASSES[name].partition(".")
+    places = CLASSES | LATENT_CLASSES if of_latents else CLASSES
+    module, _, class_name = places[name].partition(".")
     found: type[AttentionBackend] = getattr(import_module(f"{__package__}.{module}"), class_name)
     return found
 
 
 def _build_attention(name: str, spec: AttentionSpec) -> AttentionBackend:
     """Build a backend, and prefill and decode one token with it."""
-    backend: AttentionBackend = attention_class(name)(spec)  # type: ignore[arg-type]
+    kind = attention_class(name, spec.value_width is not None)
+    backend: AttentionBackend = kind(spec)  # type: ignore[arg-type]
     _try_attention(backend, spec)
     return backend
 
@@ -112,7 +115,7 @@ def in_short(error: Exception) -> str:
 
 def _check_cpu(spec: AttentionSpec, refusal: str) -> None:
     from nanovllm.kernels.cpu.attention import HEAD_DIM_STEP
-    from nanovllm.kernels.cpu.library import DTYPES, MAX_HEAD_DIM
+    from nanovllm.kernels.cpu.library import DTYPES, MAX_HEAD_DIM, MAX_LATENT
 
     instead = "'torch' works everywhere"
     device, dtype = spec.device.type, str(spec.dtype).removeprefix("torch.")
@@ -120,10 +123,11 @@ def _check_cpu(spec: AttentionSpec, refusal: str) -> None:
         raise ValueError(f"{refusal} needs device='cpu', got {device!r}; {instead}")
     if spec.dtype not in DTYPES:
         raise ValueError(f"{refusal} needs dtype 'float32' or 'bfloat16', got {dtype!r}; {instead}")
-    if spec.head_dim % HEAD_DIM_STEP or spec.head_dim > MAX_HEAD_DIM:
+    most = MAX_HEAD_DIM if spec.value_width is None else MAX_LATENT
+    if spec.head_dim % HEAD_DIM_STEP or spec.head_dim > most:
         raise ValueError(
             f"{refusal} needs a head_dim that is a multiple of {HEAD_DIM_STEP} and at most"
-            f" {MAX_HEAD_DIM}, got {spec.head_dim}; {instead}"
+            f" {most}, got {spec.head_dim}; {instead}"
         )
 
 
@@ -138,6 +142,10 @@ def _check_triton(spec: AttentionSpec, refusal: str) -> None:
             " everywhere (and TRITON_INTERPRET=1, set before Python starts, interprets the kernels"
             " on the CPU, very slowly)"
         )
+    if spec.value_width is not None:
+        from nanovllm.layers.backends.triton_latents import check_latents
+
+        check_latents(spec, refusal)
     least = 16 if spec.kv_dtype == spec.dtype else 32  # pairs of codes fill a tile
     if spec.head_dim < least and not (INTERPRETED and spec.head_dim >= 16):
         raise ValueError(f"{refusal} needs a head_dim of {least} or more, got {spec.head_dim}")
@@ -149,7 +157,6 @@ def _check_triton(spec: AttentionSpec, refusal: str) -> None:
 
 
 def _check_flash_attn(spec: AttentionSpec, refusal: str) -> None:
-
     instead = "'triton' needs nothing more, 'torch' works everywhere"
     device, dtype = spec.device.type, str(spec.dtype).removeprefix("torch.")
     if device != "cuda":
@@ -162,6 +169,8 @@ def _check_flash_attn(spec: AttentionSpec, refusal: str) -> None:
         raise ValueError(f"{refusal} needs kv_cache_dtype='auto', it cannot read 'fp8'; {instead}")
     if "sinks" in spec.needs:
         raise ValueError(f"{refusal} cannot compute attention with sinks; {instead}")
+    if spec.value_width is not None:
+        raise ValueError(f"{refusal} cannot compute attention to latent rows; {instead}")
     if (
         spec.block_size is not None
         and spec.block_size % attention_class("flash_attn").preferred_block_size
@@ -199,6 +208,7 @@ def one_block(spec: AttentionSpec, block_size: int) -> KVLayer:
         cache, cache, 1.0, k_scales=scales, v_scales=scales,
         soft_cap=1.0 if "soft_cap" in spec.needs else None,
         sinks=torch.zeros(spec.num_heads, **options) if "sinks" in spec.needs else None,
+        value_width=spec.value_width,
     )  # fmt: skip
 
 
@@ -300,4 +310,8 @@ def _try_attention_inputs(kernels: Kernels, spec: AttentionSpec) -> None:
     angles = torch.zeros(1, 1, spec.head_dim // 2, device=spec.device)
     no_slot = torch.full((1,), -1, device=spec.device)
     kv = one_block(spec, 1)
+    if spec.value_width is not None:
+        rows = qkv[:, :1]
+        kernels.store_kvcache(rows, rows, kv, no_slot)
+        return
     kernels.norm_rope_store(qkv, spec.num_kv_heads, (angles, angles), None, 0.0, kv, no_slot)

@@ -135,7 +135,7 @@ def test_a_latent_layer_has_one_tensor() -> None:
     assert kinds(groups) == [(3, None, 1)] and (groups.num_slots, groups.slot_size) == (3, 40)
     assert (owners(groups)[:, 0] > 0).all(), "no memory is left over"
     for layer in groups.groups[0].layers:
-        assert layer.kv.is_shared and layer.kv.k_cache.shape[2:] == (1, 40)
+        assert layer.kv.value_width == 40 and layer.kv.k_cache.shape[2:] == (1, 40)
 
 
 def test_one_latent_layer_takes_one_slot() -> None:

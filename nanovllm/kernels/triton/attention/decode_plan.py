@@ -47,11 +47,14 @@ def _tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["batch_size"])
 def _plan_kernel(  # type: ignore[no-untyped-def]
-    lens_ptr, starts_ptr, arrivals_ptr, batch_size, num_kv_heads,
+    lens_ptr, starts_ptr, arrivals_ptr, begins_ptr, batch_size, num_kv_heads,
     BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, MIN_SHARE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Find the start of a program's share: its first row, and the tiles of the rows before it."""
+    """Find the start of a program's share: its first row, and the tiles of the rows before it.
+
+    The first program writes the tiles before each row, if they are asked for.
+    """
     program = tl.program_id(0)
     total = tl.zeros([], tl.int32)
     for first in range(0, batch_size, BLOCK_B):
@@ -65,6 +68,10 @@ def _plan_kernel(  # type: ignore[no-untyped-def]
         before = (seen + tl.cumsum(tiles, axis=0) <= program * share) & (tiles > 0)
         row += tl.sum(before.to(tl.int32), axis=0)
         row_begin += tl.sum(tl.where(before, tiles, 0), axis=0)
+        if begins_ptr is not None:
+            rows = first + tl.arange(0, BLOCK_B)
+            begins = seen + tl.cumsum(tiles, axis=0) - tiles
+            tl.store(begins_ptr + rows, begins, mask=(rows < batch_size) & (program == 0))
         seen += tl.sum(tiles, axis=0)
     tl.store(starts_ptr + program * 4, row)
     tl.store(starts_ptr + program * 4 + 1, row_begin)
@@ -96,13 +103,25 @@ def plan_decode(
     programs = num_multiprocessors(device) * PROGRAMS_PER_MULTIPROCESSOR // num_kv_heads
     if num_queries > 1 and num_queries * group > HALF:
         programs //= 2
-    programs = max(1, programs)
+    starts, arrivals = divide(context_lens, num_queries, max(1, programs), num_kv_heads)
+    copies_tiles = copies_tiles and can_copy_tiles(device)
+    return DecodePlan(context_lens, block_tables, starts, arrivals, copies_tiles, num_queries)
+
+
+def divide(
+    context_lens: torch.Tensor,
+    num_queries: int,
+    programs: int,
+    num_kv_heads: int,
+    begins: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `starts` and `arrivals` of a plan; writes the tiles before each sequence to `begins`."""
+    device = context_lens.device
     starts = torch.empty(programs, 4, dtype=torch.int32, device=device)
     arrivals = torch.empty(programs, num_kv_heads, dtype=torch.int32, device=device)
     _plan_kernel[(programs,)](
-        context_lens, starts, arrivals, len(context_lens) // num_queries, num_kv_heads,
+        context_lens, starts, arrivals, begins, len(context_lens) // num_queries, num_kv_heads,
         BLOCK_B=BLOCK_B, BLOCK_H=next_power_of_2(num_kv_heads), TILE=TILE,
         MIN_SHARE=MIN_SHARE, ROWS=num_queries,
     )  # fmt: skip
-    copies_tiles = copies_tiles and can_copy_tiles(device)
-    return DecodePlan(context_lens, block_tables, starts, arrivals, copies_tiles, num_queries)
+    return starts, arrivals

@@ -80,6 +80,6 @@ def store_kvcache(
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         num_heads, kv.k_cache.shape[1], HEAD_DIM=head_dim,
         BLOCK_D=next_power_of_2(head_dim), STORE=not kv.is_empty, QUANTIZED=quantized,
-        SHARED=kv.is_shared,
+        SHARED=kv.value_width is not None,
     )  # fmt: skip
     return k_out, v_out

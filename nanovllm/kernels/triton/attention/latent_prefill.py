@@ -1,0 +1,132 @@
+"""Causal attention of a prefill step to latent rows, from any position of a context on.
+
+T query tokens, S sequences, H heads, W numbers of a row, of which the first V are the value.
+
+A tile has up to M rows: pairs of a token and a head, all heads of several tokens, or, of more than
+M heads, a part of the heads of one token. Keys come from the paged cache if a part of any sequence
+was cached before the step, else from the step's own rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from nanovllm.kernels.integers import cdiv, next_power_of_2
+from nanovllm.kernels.kv_layer import KVLayer
+from nanovllm.kernels.triton.attention.latent_tiles import (
+    fold_keys,
+    latent_tiles,
+    load_queries,
+    no_sums,
+    store_sums,
+)
+from nanovllm.kernels.triton.attention.prefill_plan import TiledPrefillPlan
+from nanovllm.kernels.triton.attention.queries import NONE
+from nanovllm.kernels.triton.common import LOG2E, can_copy_tiles, tiles_of
+
+
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
+def _latent_prefill_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, tiles, rest_tiles, tables_ptr, cu_q_ptr, cu_k_ptr, tile_seqs_ptr, tile_ends_ptr,
+    out_ptr, scale_log2, q_row_stride, q_head_stride, k_row_stride, table_stride, num_seqs,
+    num_parts,
+    H: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, W: tl.constexpr, V: tl.constexpr,
+    COLUMNS: tl.constexpr, REST: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Compute HEADS heads of QUERIES tokens. BLOCK_SIZE 0: keys are the step's own rows."""
+    part = tl.program_id(0) % num_parts
+    number = tl.program_id(0) // num_parts
+    seq = tl.load(tile_seqs_ptr + number)
+    if seq < num_seqs:
+        # Tiles are counted from a sequence's end, so that those with the most keys start first.
+        tile = tl.load(tile_ends_ptr + seq) - 1 - number
+        first_row = tl.load(cu_q_ptr + seq)
+        num_queries = tl.load(cu_q_ptr + seq + 1) - first_row
+        num_keys = tl.load(cu_k_ptr + seq + 1) - tl.load(cu_k_ptr + seq)
+        m = tl.arange(0, BLOCK_M)
+        query = tile * QUERIES + m // HEADS
+        head = part * HEADS + m % HEADS
+        asked = (query < num_queries) & (m < QUERIES * HEADS) & (head < H)
+        row = (first_row + query).to(tl.int64)
+        q, q_rest = load_queries(
+            q_ptr + row * q_row_stride + head * q_head_stride, asked, W, COLUMNS, REST
+        )
+        top = tl.full([BLOCK_M], NONE, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc, acc_rest = no_sums(BLOCK_M, V, COLUMNS, REST)
+        first_position = num_keys - num_queries + tile * QUERIES
+        lens = num_keys - num_queries + query + 1
+        end = tl.minimum(first_position + QUERIES, num_keys)
+        begin = 0
+        start = 0
+        table = tables_ptr + seq.to(tl.int64) * table_stride
+        if WINDOW:  # any tile may be at the edge of some query's window
+            begin = tl.maximum(first_position + 1 - WINDOW, 0)
+            start = begin // BLOCK_N * BLOCK_N
+            seen_by_all = start
+        else:
+            seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
+            top, total, acc, acc_rest = fold_keys(
+                start, seen_by_all, q, q_rest, lens, begin, end, top, total, acc, acc_rest, k_ptr,
+                tiles, rest_tiles, table, first_row, k_row_stride, scale_log2, W, V, COLUMNS, REST,
+                BLOCK_SIZE, BLOCK_N, WINDOW, COPIED, True, STAGES, AHEAD,
+            )  # fmt: skip
+        top, total, acc, acc_rest = fold_keys(
+            seen_by_all, end, q, q_rest, lens, begin, end, top, total, acc, acc_rest, k_ptr, tiles,
+            rest_tiles, table, first_row, k_row_stride, scale_log2, W, V, COLUMNS, REST, BLOCK_SIZE,
+            BLOCK_N, WINDOW, COPIED, False, 1 if STAGES == 1 else 2, AHEAD,
+        )  # fmt: skip
+        total = tl.where(total == 0.0, 1.0, total)  # padding queries may see no key
+        acc = acc / total[None, :]
+        if V > COLUMNS:
+            acc_rest = acc_rest / total[None, :]
+        store_sums(out_ptr + (row * H + head) * V, acc, acc_rest, asked, V, COLUMNS, REST)
+
+
+def latent_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,  # noqa: ARG001
+    kv: KVLayer,
+    plan: TiledPrefillPlan,
+) -> torch.Tensor:
+    """Causal attention of q [T, H, W] to rows k [T, 1, W], or to the cache if a part is cached.
+
+    The result is [T, H, V]. v is k. A sequence's queries are its last tokens. q and k may be
+    strided, except in their last dimension. FLOPs: 2 * (W + V) for each head, query and key that
+    the query sees.
+    """
+    num_tokens, num_heads, width = q.shape
+    values, paged = kv.value_width, plan.block_tables is not None
+    assert values is not None and k.shape[1:] == (1, width) and not kv.needs
+    assert q.stride(2) == k.stride(2) == 1
+    block_size = 0
+    if paged:
+        assert kv.k_cache.is_contiguous()
+        k, block_size = kv.k_cache.view(-1, 1, width), kv.k_cache.shape[1]
+    tiles = latent_tiles(width, values, q.dtype, q.device, num_heads * num_tokens)
+    num_parts = cdiv(num_heads, tiles.queries)
+    heads = cdiv(num_heads, num_parts)
+    queries = max(1, tiles.queries // heads)
+    divided = plan.tiles(queries)
+    tables = plan.block_tables if plan.block_tables is not None else divided.seqs[None]
+    copied = (
+        plan.copies_tiles and can_copy_tiles(q.device) and k.stride(0) == width
+        and tiles.can_be_copied(k, block_size)
+    )  # fmt: skip
+    matrix = k.flatten(1)
+    out = q.new_empty(num_tokens, num_heads, values)
+    _latent_prefill_kernel[(num_parts * len(divided.seqs),)](
+        q, k, tiles_of(matrix, tiles.keys, tiles.columns) if copied else None,
+        tiles_of(matrix, tiles.keys, tiles.rest) if copied and tiles.rest else None,
+        tables, plan.cu_seqlens_q, plan.cu_seqlens_k, divided.seqs, divided.ends, out,
+        kv.scale * LOG2E, q.stride(0), q.stride(1), k.stride(0), tables.stride(0),
+        len(divided.ends), num_parts,
+        H=num_heads, HEADS=heads, QUERIES=queries, W=width, V=values, COLUMNS=tiles.columns,
+        REST=tiles.rest, BLOCK_SIZE=block_size, BLOCK_M=max(16, next_power_of_2(heads * queries)),
+        BLOCK_N=tiles.keys, WINDOW=kv.window or 0, COPIED=copied,
+        STAGES=tiles.stages if copied else 2, AHEAD=tiles.loads_ahead, num_warps=4,
+    )  # fmt: skip
+    return out
