@@ -9,13 +9,15 @@ from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 if TYPE_CHECKING:
     from nanovllm.engine.schedule.scheduler import Scheduler
 
+RUNNING = SequenceStatus.RUNNING  # looked up once: there may be hundreds of samples in a step
+
 
 class SampleLimit:
     """Gives the samples of one request at most a share of the places while others need them.
 
     A request that is alone has all places. Requests that all have such limits divide the places
-    evenly. Others of a higher priority number do not count: they come later in any case. There is
-    always one place at least, so that the first sample in order is never held back.
+    evenly. Requests with higher priority numbers do not count: they wait for this one in any case.
+    A request has one place at least, so its first sample in order never waits for the others.
 
     `most` is how many samples may have places in this step. It is found when the first of them asks
     for its share of the step: `admits`.
@@ -41,14 +43,12 @@ class SampleLimit:
         elif len(prompts) > self._num_counted:
             self._num_running += sum(map(self._is_own, prompts[self._num_counted :]))
             self._num_counted = len(prompts)
-        return seq.status is SequenceStatus.RUNNING or self._num_running < self.most
+        return self._num_running < self.most or seq.status is RUNNING
 
     def give_places(self, scheduler: "Scheduler") -> None:
         """Preempt the last samples above the limit if another request waits for a place."""
         running, waiting = scheduler.running, scheduler.waiting
-        if scheduler.admission.num_places_left(running) > 0:
-            return
-        if all(map(self._is_own, waiting)):
+        if all(map(self._is_own, waiting)) or scheduler.admission.num_places_left(running) > 0:
             return
         self._count(running, waiting)
         while self._num_running > self.most and self._is_own(running[-1]):
@@ -59,11 +59,10 @@ class SampleLimit:
         """Count the running samples, and find out how many may run."""
         staying = [seq for seq in running if not seq.ends_in_flight]
         self._num_running = sum(map(self._is_own, staying))
-        limits = {
-            seq.parts.samples for seq in (*staying, *waiting) if seq.order[0] <= self._priority
-        }
-        share = share_of(self._num_places)
-        self.most = share if None in limits else max(share, self._num_places // len(limits))
+        counted = (seq for seq in (*staying, *waiting) if seq.order[0] <= self._priority)
+        others = {seq.parts.samples for seq in counted} - {self}
+        divided = 1 if None in others else self._num_places // (1 + len(others))
+        self.most = max(share_of(self._num_places), divided)
 
     def _is_own(self, seq: Sequence) -> bool:
         return seq.parts.samples is self

@@ -65,7 +65,7 @@ class Admission:
 
         They are added to `prompts`, the sequences with prompts in this step. If another sequence
         is computing the next block of a waiting one, that one waits until the block is cached.
-        Places are kept for the siblings of running sequences.
+        Places are kept for the siblings of running sequences, as many as their requests may have.
         """
         if self.waiting[0] is self.refused:
             return

@@ -26,7 +26,8 @@ class Scheduler:
 
     `drafting` adds guessed tokens to steps, and says which tokens of a step count.
 
-    With an `admission_filter`, sequences may be admitted before others that may not run yet.
+    With an `admission_filter`, sequences may be admitted before others that may not run yet. The
+    same holds for parts of a request that bound its share of a step, or its places.
     """
 
     def __init__(

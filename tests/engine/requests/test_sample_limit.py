@@ -97,7 +97,7 @@ def test_blocks_are_reserved_only_for_samples_that_may_run() -> None:
     requests = Requests(num_blocks=60)
     requests.add(3, max_tokens=200)
     requests.step()
-    samples = requests.add(9, 3 * PLACES, max_tokens=10)
+    samples = requests.add(40, 3 * PLACES, max_tokens=30)
     requests.step()
     assert num_running(samples) == SHARE
     requests.drain()
