@@ -34,9 +34,10 @@ from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.cache.state_part import states_before_and_after
 from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.requests.intake import SHARE
 from nanovllm.engine.requests.logprobs import Logprobs
 from nanovllm.engine.requests.report_limit import ReportLimit, wants_reports
-from nanovllm.engine.requests.sample_limit import SampleLimit, limit_samples, share_of
+from nanovllm.engine.requests.sample_limit import SampleLimit, limit_samples
 from nanovllm.engine.run.reports import scheduled_of
 from nanovllm.engine.schedule.admission import MOST_PREFILLS, MOST_STARTS
 from nanovllm.engine.schedule.batch import Batch
@@ -125,6 +126,7 @@ class Simulation:
             "m", overlap=overlap, **{"max_num_batched_tokens": 16384, "max_num_seqs": 512} | options
         )
         self.config = EngineConfig.settle(config, num_blocks, self.num_slots)
+        self.share = max(1, self.config.max_num_running // SHARE)  # of the places, for a request
         drafting: Drafting | None = None
         self.forces = forces
         if draft_seed is not None:  # few tokens, so that many drafts are right
@@ -187,8 +189,8 @@ class Simulation:
             ), **options)
             for index in range(asked.n)
         ]  # fmt: skip
-        if asked.n > share_of(self.config.max_num_running):
-            limit_samples(seqs, self.config.max_num_running)
+        if asked.n > self.share:
+            limit_samples(seqs, self.config.max_num_running, self.share)
         seqs[0].siblings = seqs[1:]
         self.scheduler.add(seqs[0])
         for seq in seqs:
@@ -388,9 +390,9 @@ class Simulation:
             others = [s for s in queued if s.parts.samples is not limit]
             others = [s for s in others if s.params.priority <= priority]
             requests = {s.parts.samples for s in others}
-            most_of_it = share_of(most) if None in requests else most // (1 + len(requests))
+            most_of_it = self.share if None in requests else most // (1 + len(requests))
             number = sum(seq.parts.samples is limit for seq in staying)
-            assert number <= max(share_of(most), most_of_it), "other requests are held up"
+            assert number <= max(self.share, most_of_it), "other requests are held up"
 
     def check_waits(self, batch: Batch) -> None:
         """No sequence waits long for its decode step, whatever prompts there are."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.requests.parts import Constraint, Keeper, Wanted
     from nanovllm.lora_request import LoRARequest, LoRARequests
 
-SHARE = 4  # requests with more samples than 1 / SHARE of the places have a `SampleLimit`
+SHARE = 4  # a request has at most 1 / SHARE of the places while others run or wait
 LONG_TEXT = 100_000  # characters; the length of a longer text is checked before it is tokenized
 
 
@@ -178,10 +178,10 @@ class Intake:
                 default_seed=seed, parts=self._parts(accepted, index, streams),
             )  # fmt: skip
             seqs.append(seq)
-        if params.n > max(1, self._num_places // SHARE):
+        if params.n > (share := max(1, self._num_places // SHARE)):
             from nanovllm.engine.requests.sample_limit import limit_samples
 
-            limit_samples(seqs, self._num_places)
+            limit_samples(seqs, self._num_places, share)
         seqs[0].siblings = seqs[1:]
         return Request(seqs, accepted.text)
 

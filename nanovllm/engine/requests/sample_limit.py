@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.requests.intake import SHARE
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
@@ -13,7 +12,7 @@ RUNNING = SequenceStatus.RUNNING  # looked up once: there may be hundreds of sam
 
 
 class SampleLimit:
-    """Gives the samples of one request at most a share of the places while others need them.
+    """Gives the samples of one request at most `share` places while others run or wait.
 
     A request that is alone has all places. Requests that all have such limits divide the places
     evenly. Requests with higher priority numbers do not count: they wait for this one in any case.
@@ -23,8 +22,8 @@ class SampleLimit:
     for its share of the step: `admits`.
     """
 
-    def __init__(self, num_places: int, priority: int = 0) -> None:
-        self.most = share_of(num_places)
+    def __init__(self, num_places: int, share: int, priority: int = 0) -> None:
+        self.most = self._share = share
         self._num_places, self._priority = num_places, priority
         self._prompts: list[Sequence] = []  # of the step; each step has a list of its own
         self._num_counted = self._num_running = 0
@@ -62,19 +61,14 @@ class SampleLimit:
         counted = (seq for seq in (*staying, *waiting) if seq.order[0] <= self._priority)
         others = {seq.parts.samples for seq in counted} - {self}
         divided = 1 if None in others else self._num_places // (1 + len(others))
-        self.most = max(share_of(self._num_places), divided)
+        self.most = max(self._share, divided)
 
     def _is_own(self, seq: Sequence) -> bool:
         return seq.parts.samples is self
 
 
-def share_of(num_places: int) -> int:
-    """How many samples of a request run while others need the places."""
-    return max(1, num_places // SHARE)
-
-
-def limit_samples(seqs: list[Sequence], num_places: int) -> None:
-    """Bound the samples of a request together."""
-    limit = SampleLimit(num_places, seqs[0].order[0])
+def limit_samples(seqs: list[Sequence], num_places: int, share: int) -> None:
+    """Bound the samples of a request: see `SampleLimit`."""
+    limit = SampleLimit(num_places, share, seqs[0].order[0])
     for seq in seqs:
         seq.parts.samples = limit

@@ -33,7 +33,7 @@ class Requests:
         prompt = [next(self._fresh) for _ in range(num_tokens)]  # no shared blocks
         seqs = [Sequence(prompt, asked, index=index, max_model_len=400) for index in range(n)]
         if n > SHARE:
-            limit_samples(seqs, PLACES)
+            limit_samples(seqs, PLACES, SHARE)
         seqs[0].siblings = seqs[1:]
         self.scheduler.add(seqs[0])
         return seqs
