@@ -34,8 +34,10 @@ from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.cache.state_part import states_before_and_after
 from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.engine.requests.intake import SHARE
 from nanovllm.engine.requests.logprobs import Logprobs
 from nanovllm.engine.requests.report_limit import ReportLimit, wants_reports
+from nanovllm.engine.requests.sample_limit import SampleLimit, limit_samples
 from nanovllm.engine.run.reports import scheduled_of
 from nanovllm.engine.schedule.admission import MOST_PREFILLS, MOST_STARTS
 from nanovllm.engine.schedule.batch import Batch
@@ -124,6 +126,7 @@ class Simulation:
             "m", overlap=overlap, **{"max_num_batched_tokens": 16384, "max_num_seqs": 512} | options
         )
         self.config = EngineConfig.settle(config, num_blocks, self.num_slots)
+        self.share = max(1, self.config.max_num_running // SHARE)  # of the places, for a request
         drafting: Drafting | None = None
         self.forces = forces
         if draft_seed is not None:  # few tokens, so that many drafts are right
@@ -167,6 +170,7 @@ class Simulation:
         ] = {}  # (number of all but the last, last) -> number
         self.num_steps = 0
         self.waited: dict[Sequence, int] = {}  # steps since it could have decoded
+        self.ran: set[Sequence] = set()  # in the last step
 
     def add(self, prompt: list[int], max_model_len: int, **params: Any) -> None:
         """Queue a request that the pool can hold, as the engine sees to it."""
@@ -185,6 +189,8 @@ class Simulation:
             ), **options)
             for index in range(asked.n)
         ]  # fmt: skip
+        if asked.n > self.share:
+            limit_samples(seqs, self.config.max_num_running, self.share)
         seqs[0].siblings = seqs[1:]
         self.scheduler.add(seqs[0])
         for seq in seqs:
@@ -202,6 +208,7 @@ class Simulation:
 
     def restart(self) -> None:
         """Start over after an interrupt."""
+        self.ran = set()
         self.scheduler.restart(reversed(self.live))
 
     def step(self, tokens: list[int]) -> None:
@@ -343,6 +350,7 @@ class Simulation:
         if batch.num_decodes or any(not (s.is_prefilling or s.ends_in_flight) for s in others):
             prompts = filter(wants_reports, seqs[batch.num_decodes :])
             assert sum(seq.num_scheduled_tokens for seq in prompts) <= MOST_REPORTED
+        self.check_samples(staying)
         assert {*batch.drafts} <= {*seqs[: batch.num_decodes]}
         assert all(batch.drafts.values()) and not (batch.drafts and batch.num_drafts)
         for seq, drafts in batch.drafts.items():
@@ -370,6 +378,21 @@ class Simulation:
         self.check_forks(batch)
         self.check_writes(batch)
         self.check_waits(batch)
+
+    def check_samples(self, staying: list[Sequence]) -> None:
+        """Samples begin only while their request has fewer places than others leave to it."""
+        most, queued = self.config.max_num_running, [*staying, *self.scheduler.waiting]
+        begun = {s for s in staying if s not in self.ran and s.parts.samples is not None}
+        self.ran = {*self.scheduler.running}
+        limits: set[SampleLimit] = {seq.parts.samples for seq in begun}
+        for limit in limits:
+            priority = next(s for s in begun if s.parts.samples is limit).params.priority
+            others = [s for s in queued if s.parts.samples is not limit]
+            others = [s for s in others if s.params.priority <= priority]
+            requests = {s.parts.samples for s in others}
+            most_of_it = self.share if None in requests else most // (1 + len(requests))
+            number = sum(seq.parts.samples is limit for seq in staying)
+            assert number <= max(self.share, most_of_it), "other requests are held up"
 
     def check_waits(self, batch: Batch) -> None:
         """No sequence waits long for its decode step, whatever prompts there are."""
@@ -774,7 +797,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "max_tokens": st.integers(1, 60),
                 "ignore_eos": st.booleans(),
                 "stop_token_ids": st.sampled_from([None, [STOP]]),
-                "n": st.sampled_from([1, 1, 2, 4]),
+                "n": st.sampled_from([1, 1, 2, 4, 9]),
                 "priority": st.sampled_from([0, 0, 0, 1, -1]),
                 "presence_penalty": st.sampled_from([0.0, 0.0, 1.0]),  # waits for its tokens
             }
@@ -876,7 +899,7 @@ def walk(
     num_slots = simulation.longest
     prompts = first_prompts()
     arrivals, num_tokens = rng.choice([0.05, 0.2, 0.5]), rng.choice([2, 2, NUM_TOKENS])
-    samples, priorities = rng.choice([[1], [1, 3]]), rng.choice([[0], [0, 1, -1]])
+    samples, priorities = rng.choice([[1], [1, 3], [1, 9]]), rng.choice([[0], [0, 1, -1]])
     for _ in range(num_actions):
         action = rng.random()
         if not simulation.live or (action < arrivals and len(simulation.live) < 12):

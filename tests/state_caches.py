@@ -8,7 +8,7 @@ from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.cache.caches_with_states import CachesWithStates
 from nanovllm.engine.cache.state_slots import StateLayout
 from nanovllm.engine.schedule.batch import Batch
-from nanovllm.engine.schedule.scheduler import caches_for
+from nanovllm.engine.schedule.scheduler import class_of_caches
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
 
@@ -21,7 +21,8 @@ def make_caches(
 ) -> CachesWithStates:
     """Caches of 50 blocks for three sequences at a time."""
     states = StateLayout(slots_per_sequence, num_checkpoints, INTERVAL)
-    caches = caches_for(CacheLayout(windows, states), 50, SIZE, 3, num_checkpoints > 0)
+    layout = CacheLayout(windows, states)
+    caches = class_of_caches(layout)(layout, 50, SIZE, 3, num_checkpoints > 0)
     assert isinstance(caches, CachesWithStates)
     return caches
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.requests.parts import Constraint, Keeper, Wanted
     from nanovllm.lora_request import LoRARequest, LoRARequests
 
+SHARE = 4  # a request has at most 1 / SHARE of the places while others run or wait
 LONG_TEXT = 100_000  # characters; the length of a longer text is checked before it is tokenized
 
 
@@ -63,7 +64,7 @@ class Intake:
     ) -> None:
         self.tokenizer, self._features, self._adapters = tokenizer, features, adapters
         self.vocab_size = model_config.vocab_size
-        self.max_model_len = config.max_model_len
+        self.max_model_len, self._num_places = config.max_model_len, config.max_num_running
         self.seed = config.seed
         self.has_head = model_config.has_head
         eos_token_ids = set(model_config.eos_token_ids)
@@ -167,21 +168,20 @@ class Intake:
             from nanovllm.engine.requests.sample_tokens import shared
 
             prompt = shared(prompt)
-        number = self._num_requests.to_bytes(8, "little")
+        seed = xxhash.xxh64_intdigest(self._num_requests.to_bytes(8, "little"), seed=self.seed)
         self._num_requests += 1
         seqs: list[Sequence] = []
         for index in range(params.n):
             seq = Sequence(
-                prompt,
-                params,
-                index=index,
-                first=seqs[0] if seqs else None,
-                eos_token_ids=self.eos_token_ids,
-                max_model_len=self.max_model_len,
-                default_seed=xxhash.xxh64_intdigest(number, seed=self.seed),
-                parts=self._parts(accepted, index, streams),
-            )
+                prompt, params, index=index, first=seqs[0] if seqs else None,
+                eos_token_ids=self.eos_token_ids, max_model_len=self.max_model_len,
+                default_seed=seed, parts=self._parts(accepted, index, streams),
+            )  # fmt: skip
             seqs.append(seq)
+        if params.n > (share := max(1, self._num_places // SHARE)):
+            from nanovllm.engine.requests.sample_limit import limit_samples
+
+            limit_samples(seqs, self._num_places, share)
         seqs[0].siblings = seqs[1:]
         return Request(seqs, accepted.text)
 

@@ -65,30 +65,32 @@ class Admission:
 
         They are added to `prompts`, the sequences with prompts in this step. If another sequence
         is computing the next block of a waiting one, that one waits until the block is cached.
-        Places are kept for the siblings of running sequences.
+        Places are kept for the siblings of running sequences, as many as their requests may have.
         """
         if self.waiting[0] is self.refused:
             return
-        num_places = self.num_places_left(running) - sum(len(seq.siblings) for seq in running)
+        num_places = self.num_places_left(running)
+        num_places -= sum(seq.num_places - 1 for seq in running if seq.siblings)
         if num_places <= 0:
             return
-        caches, num_begun = self.caches, len(prompts)
-        caches.release_ended(running)
-        in_progress = {block for seq in prompts for block in caches.in_progress(seq)}
-        forecast = Forecast(self.lengths, running, caches.free_blocks())
-        candidates = self._candidates(running)
+        caches, num_begun, candidates = self.caches, len(prompts), self._candidates(running)
+        forecast: Forecast | None = None
         while budget and num_places > 0:
             seq = next(candidates, None)
             if seq is None or seq is self.refused:
                 break
-            if not (share := seq.parts.share(budget, prompts, running, self.waiting)):
+            if not (share := seq.share(budget, prompts, running, self.waiting)):
                 continue
+            if forecast is None:  # in most steps, all samples above a limit are left out
+                caches.release_ended(running)
+                in_progress = {block for seq in prompts for block in caches.in_progress(seq)}
+                forecast = Forecast(self.lengths, running, caches.free_blocks())
             if not caches.admit(seq, in_progress, forecast.admits, self.waiting):
                 self.refused = None if prompts else seq
                 break
             in_progress.update(caches.in_progress(seq))
             begin(seq, running)
-            num_places -= 1 + len(seq.siblings)
+            num_places -= seq.num_places
             budget -= schedule_tokens(seq, share, caches)
             prompts.append(seq)
         for admitted in prompts[num_begun:]:
@@ -114,8 +116,9 @@ class Admission:
         num_places = self.num_places_left(running)
         self.caches.release_ended(running)
         for seq in parents:
+            most = min(num_places, len(forks) + seq.num_places - 1)
             for sibling in seq.siblings:
-                if len(forks) < num_places and self.caches.fork(seq, sibling):
+                if len(forks) < most and self.caches.fork(seq, sibling):
                     sibling.num_scheduled_tokens = sibling.num_tokens
                     begin(sibling, running)
                     forks.append((seq, sibling))

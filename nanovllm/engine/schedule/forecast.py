@@ -98,7 +98,7 @@ class Forecast:
 
     def _add(self, seq: Sequence) -> None:
         num_tokens, steps = seq.num_tokens, self.lengths.steps_left(seq)
-        for _ in (seq, *seq.siblings):
+        for _ in range(seq.num_places if seq.siblings else 1):
             num_held = sum(map(len, seq.block_tables)) - sum(seq.num_passed_blocks)
             self.room += num_held or self._blocks(num_tokens)
             self.wanted += self._blocks(num_tokens + steps - 1)

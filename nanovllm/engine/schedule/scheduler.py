@@ -26,7 +26,8 @@ class Scheduler:
 
     `drafting` adds guessed tokens to steps, and says which tokens of a step count.
 
-    With an `admission_filter`, sequences may be admitted before others that may not run yet.
+    With an `admission_filter`, sequences may be admitted before others that may not run yet. The
+    same holds for parts of a request that bound its share of a step, or its places.
     """
 
     def __init__(
@@ -51,17 +52,14 @@ class Scheduler:
 
         For use after an interrupt, which may have left anything half done.
         """
-        num_places = self.config.max_num_running
-        self.caches = caches_for(
-            self.layout, self.num_blocks, self.block_size, num_places,
+        places = self.config.max_num_running
+        self.caches = class_of_caches(self.layout)(
+            self.layout, self.num_blocks, self.block_size, places,
             self.config.enable_prefix_caching,
         )  # fmt: skip
         self.drafting.reset()
-        # Steps since the last one with decodes, and the fewest sequences that waited for it.
         self.running: deque[Sequence] = deque()
-        self.admission = Admission(
-            seqs, self.caches, self.lengths, num_places, self.admission_filter
-        )
+        self.admission = Admission(seqs, self.caches, self.lengths, places, self.admission_filter)
         for seq in self.waiting:
             seq.start_over()
 
@@ -96,6 +94,8 @@ class Scheduler:
 
     def _next_batch(self) -> Batch | None:
         before = self.num_preemptions
+        if self.waiting and self.running and (limit := self.running[-1].parts.samples) is not None:
+            limit.give_places(self)
         are_due = self.mixes or self.admission.turns.are_due(self.running)
         decodes = self._schedule_decode() if are_due else []
         if decodes and not self.mixes:
@@ -164,17 +164,13 @@ class Scheduler:
         if not batch.ends:
             self.advance(batch)
         if not batch.num_drafts:  # else the tokens show how many were computed
-            self._publish(batch)
+            for seq, end in zip(batch.all_seqs, batch.ends, strict=True):
+                if end % self.block_size == 0 and seq.room:  # `advance` publishes those of prompts
+                    self.caches.publish(seq, end)
         finished = batch.append_tokens(self.drafting.collect(batch, token_ids, self.caches))
         if finished:
             self._remove_finished(finished)
         return finished
-
-    def _publish(self, batch: Batch) -> None:
-        block_size = self.block_size
-        for seq, end in zip(batch.all_seqs, batch.ends, strict=True):
-            if end % block_size == 0 and seq.room:  # `advance` publishes those of prompts
-                self.caches.publish(seq, end)
 
     def preempt(self) -> None:
         """Free the blocks of the last running sequence and move it back to `waiting`."""
@@ -211,7 +207,7 @@ class Scheduler:
         """
         seqs: list[Sequence] = []
         for seq in [seq for seq in self.running if seq.is_prefilling]:
-            share = seq.parts.share(budget, seqs, self.running, self.waiting)
+            share = seq.share(budget, seqs, self.running, self.waiting)
             if not share or seq.status is SequenceStatus.WAITING:  # it was preempted in this step
                 continue
             while not schedule_tokens(seq, share, self.caches):
@@ -266,17 +262,10 @@ class Scheduler:
         self.running = deque(s for s in self.running if s.status is SequenceStatus.RUNNING)
 
 
-def caches_for(
-    layout: CacheLayout,
-    num_blocks: int,
-    block_size: int,
-    num_running: int,
-    enable_prefix_caching: bool = True,
-) -> Caches:
-    """The caches for a model of this layout."""
-    kind = Caches
-    if layout.states is not None:
-        from nanovllm.engine.cache.caches_with_states import CachesWithStates
+def class_of_caches(layout: CacheLayout) -> type[Caches]:
+    """The class of the caches for a model of this layout."""
+    if layout.states is None:
+        return Caches
+    from nanovllm.engine.cache.caches_with_states import CachesWithStates
 
-        kind = CachesWithStates
-    return kind(layout, num_blocks, block_size, num_running, enable_prefix_caching)
+    return CachesWithStates

@@ -59,6 +59,7 @@ class SequenceParts:
     keeper: Any = None  # keeps results of the model, with `wanted`; says whether to generate
     adapter: Any = None  # changes the model's weights
     pace: Any = None  # how many guesses were right lately
+    samples: Any = None  # bounds how many samples of the request run
     salt: int = 0  # separates the cached prefixes of requests, as an adapter does
 
     @property
@@ -86,10 +87,6 @@ class SequenceParts:
     def first_wanted(self) -> list[int]:
         """The first prompt token that each waiting part waits for."""
         return [p.wanted.start for p in (self.logprobs, self.keeper) if p is not None and p.wanted]
-
-    def share(self, budget: int, *queues: Any) -> int:
-        """How many tokens of a step's budget it may get: see `Logprobs.share`."""
-        return budget if self.logprobs is None else int(self.logprobs.share(budget, *queues))
 
 
 class Sequence:
@@ -224,6 +221,19 @@ class Sequence:
         No later step computes the sequence: another may get its place and its table row.
         """
         return len(self.token_ids) >= self.max_num_tokens and not self.is_prefilling
+
+    def share(self, budget: int, *queues: Any) -> int:
+        """How many tokens of a step's budget it may get, as far as its request's parts allow."""
+        samples, logprobs = self.parts.samples, self.parts.logprobs
+        if samples is not None and not samples.admits(self, *queues):
+            return 0
+        return budget if logprobs is None else int(logprobs.share(budget, *queues))
+
+    @property
+    def num_places(self) -> int:
+        """How many places it and its siblings may have. Known once `share` is asked in a step."""
+        number, samples = 1 + len(self.siblings), self.parts.samples
+        return number if samples is None else min(number, samples.most)
 
     @property
     def block_table(self) -> list[int]:
