@@ -10,7 +10,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.requests.sample_limit import limit_samples
+from nanovllm.engine.requests.sample_limit import PATIENCE, limit_samples
 from nanovllm.engine.schedule.scheduler import Scheduler
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 
@@ -142,21 +142,36 @@ def test_samples_give_places_to_a_request_that_comes_later() -> None:
         requests.step()
         assert num_running(samples) == SHARE or chat[0].finish_reason
     assert requests.scheduler.num_preemptions == PLACES - SHARE
-    requests.step()
+    for _ in range(PATIENCE + 1):
+        requests.step()
     assert num_running(samples) == PLACES
     requests.drain()
     assert [len(seq.output_token_ids) for seq in samples] == [100] * PLACES
 
 
-def test_samples_go_on_while_places_are_free() -> None:
+def test_samples_also_give_up_places_that_nobody_needs() -> None:
+    """Each of them makes the steps of the other request longer."""
     requests = Requests()
-    samples = requests.add(9, PLACES - 1, max_tokens=20)
+    samples = requests.add(9, PLACES - 3, max_tokens=20)
     requests.step()
-    chat = requests.add(3, max_tokens=10)
+    requests.add(3, max_tokens=10)
     requests.step()
-    assert (num_running(samples), num_running(chat)) == (PLACES - 1, 1)
+    assert num_running(samples) == SHARE
     requests.drain()
-    assert requests.scheduler.num_preemptions == 0
+
+
+def test_a_moment_without_others_gives_no_places() -> None:
+    """Clients that send their next requests together leave a request alone for a few steps."""
+    requests = Requests()
+    requests.add(3, max_tokens=10)
+    requests.step()
+    samples = requests.add(9, 3 * PLACES, max_tokens=200)
+    for _ in range(5):
+        for _ in range(20):
+            requests.step()
+            assert num_running(samples) <= SHARE
+        requests.add(3, max_tokens=10)
+    requests.drain()
 
 
 def test_samples_do_not_depend_on_other_requests() -> None:
