@@ -167,7 +167,7 @@ class Intake:
         if params.n > 1:
             from nanovllm.engine.requests.sample_tokens import shared
 
-            prompt = shared(prompt)
+            prompt = shared(prompt, params.n)
         seed = xxhash.xxh64_intdigest(self._num_requests.to_bytes(8, "little"), seed=self.seed)
         self._num_requests += 1
         seqs: list[Sequence] = []

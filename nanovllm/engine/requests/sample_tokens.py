@@ -6,11 +6,14 @@ from typing import Any, cast
 # From this many tokens on, samples share a prompt. A list is faster, and a copy of a shorter prompt
 # takes at most 32 KB.
 LONG = 4096
+MANY = 1_000_000  # tokens of all samples' prompts, from which on they share them: 8 MB of copies
 
 
-def shared(prompt: list[int]) -> list[int]:
+def shared(prompt: list[int], num_samples: int) -> list[int]:
     """The prompt for the samples of a request: a copy of it copies no long prompt."""
-    return prompt if len(prompt) < LONG else cast("list[int]", SampleTokens(prompt, []))
+    if len(prompt) < LONG and len(prompt) * num_samples < MANY:
+        return prompt
+    return cast("list[int]", SampleTokens(prompt, []))
 
 
 class SampleTokens(MutableSequence[int]):

@@ -67,7 +67,7 @@ def test_the_prompt_cannot_change() -> None:
 def test_samples_copy_no_long_prompt_and_no_set_of_stops() -> None:
     """1,000 samples of 100,000 tokens took 0.8 GB, and again in the caller's process."""
     params = SamplingParams(n=300, stop_token_ids=range(50_000))
-    prompt = shared([7] * 100_000)
+    prompt = shared([7] * 100_000, 2)
     first = Sequence(prompt, params)
     tracemalloc.start()
     try:
@@ -84,4 +84,5 @@ def test_samples_copy_no_long_prompt_and_no_set_of_stops() -> None:
 
 def test_short_prompts_stay_lists() -> None:
     """Lists are faster."""
-    assert type(shared([1] * (LONG - 1))) is list and type(shared([1] * LONG)) is SampleTokens
+    assert type(shared([1] * (LONG - 1), 9)) is list and type(shared([1] * LONG, 2)) is SampleTokens
+    assert type(shared([1] * 1000, 999)) is list and type(shared([1] * 1000, 1000)) is SampleTokens
