@@ -64,7 +64,7 @@ def decode_calls(
     q = normal(rows * queries, heads, WIDTH)
     lens = torch.arange(context - queries + 1, context + 1, dtype=torch.int32).repeat(rows)
     lens = lens.to(DEVICE)
-    plan = plan_latents(lens, tables, (heads, WIDTH, RANK), DTYPE, True, queries)
+    plan = plan_latents(lens, tables, (heads, WIDTH, RANK), DTYPE, queries)
 
     def twin() -> torch.Tensor:
         groups = plain_decode.plan_decode(lens, tables, BLOCK_SIZE, queries)

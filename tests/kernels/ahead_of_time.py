@@ -427,13 +427,13 @@ def latent_layer(width: int, values: int, block_size: int, dtype: torch.dtype) -
 
 
 def latent_decode(
-    heads: int, width: int = 576, values: int = 512, queries: int = 1, eager: bool = False,
-    block_size: int = 64, dtype: torch.dtype = torch.bfloat16,
+    heads: int, width: int = 576, values: int = 512, queries: int = 1, block_size: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:  # fmt: skip
     from nanovllm.kernels.triton.attention.latent_decode import latent_decode, plan_latents
 
     lens, tables = int32(ROWS), int32(ROWS // queries, BLOCKS)
-    plan = plan_latents(lens, tables, (heads, width, values), dtype, not eager, queries)
+    plan = plan_latents(lens, tables, (heads, width, values), dtype, queries)
     q = torch.empty(ROWS, heads, width, dtype=dtype)
     latent_decode(q, latent_layer(width, values, block_size, dtype), plan)
 
@@ -809,8 +809,6 @@ CALLS: dict[str, Callable[[], object]] = {
         for heads in (16, 32, 128)
     },
     "latent_decode, DeepSeek, 16 heads, 3 queries": partial(latent_decode, 16, queries=3),
-    "latent_decode, DeepSeek, 16 heads, eager": partial(latent_decode, 16, eager=True),
-    "latent_decode, DeepSeek, 128 heads, eager": partial(latent_decode, 128, eager=True),
     "latent_decode, MiniCPM3": partial(latent_decode, 40, 288, 256),
     "latent_decode, rank 384, blocks of 16": partial(latent_decode, 16, 448, 384, block_size=16),
     "latent_decode, DeepSeek, float32": partial(latent_decode, 16, dtype=torch.float32),

@@ -31,7 +31,6 @@ class Shape:
     used: list[int] | None = None  # all, or as many as the context has tokens
     programs: int = 7
     window: int | None = None
-    copies_tiles: bool = True
     all_values: bool = False  # a whole row is the value
 
     @property

@@ -27,21 +27,18 @@ def uninitialized_memory_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def decoded(shape: Shape, device: str, wide_shared: bool = False) -> torch.Tensor:
-    """By Triton, in two layers with one plan; maybe with the tiles of GPUs with more memory."""
-    from nanovllm.kernels.triton.attention import latent_decode, latent_tiles
+def decoded(shape: Shape, device: str) -> torch.Tensor:
+    """By Triton, in two layers with one plan."""
+    from nanovllm.kernels.triton.attention import latent_decode
 
     latents = Latents(shape, device)
     with pytest.MonkeyPatch.context() as patch:
         parts = -(-shape.num_queries * shape.heads // 64)  # at most, without tensor cores more
         patch.setattr(latent_decode, "num_multiprocessors", lambda device: shape.programs * parts)
         patch.setattr(latent_decode, "MANY_ROWS", 40)
-        if wide_shared:
-            patch.setattr(latent_tiles, "shared_bytes", lambda device: 210 << 10)
         plan = latent_decode.plan_latents(
-            latents.lens, latents.tables, shape.sizes, shape.dtype, shape.copies_tiles,
-            shape.num_queries,
-        )  # fmt: skip
+            latents.lens, latents.tables, shape.sizes, shape.dtype, shape.num_queries
+        )
         first, out = (latent_decode.latent_decode(latents.q, latents.layer(), plan) for _ in "12")
     assert torch.equal(first, out)
     latents.q[latents.lens == 0] = 0
@@ -50,9 +47,8 @@ def decoded(shape: Shape, device: str, wide_shared: bool = False) -> torch.Tenso
     return out
 
 
-def prefilled(shape: Shape, device: str, wide_shared: bool = False) -> None:
+def prefilled(shape: Shape, device: str) -> None:
     """By Triton: from the cache, and if nothing was cached from the step's own rows."""
-    from nanovllm.kernels.triton.attention import latent_tiles
     from nanovllm.kernels.triton.attention.latent_prefill import latent_prefill
     from nanovllm.kernels.triton.attention.prefill_plan import plan_prefill
 
@@ -61,18 +57,14 @@ def prefilled(shape: Shape, device: str, wide_shared: bool = False) -> None:
     for cached in (True, False)[: 1 + (shape.queries == shape.contexts)]:
         tables, own = (latents.tables, latents.own * torch.nan) if cached else (None, latents.own)
         plan = plan_prefill(latents.cu_q, latents.cu_k, tables, len(latents.q))
-        plan.copies_tiles = shape.copies_tiles
-        with pytest.MonkeyPatch.context() as patch:
-            if wide_shared:
-                patch.setattr(latent_tiles, "shared_bytes", lambda device: 210 << 10)
-            latents.check(latent_prefill(latents.q, own, own, latents.layer(cached), plan))
+        latents.check(latent_prefill(latents.q, own, own, latents.layer(cached), plan))
 
 
 BATCHES = [
     Shape([0, 1, 63, 64, 65, 300], heads=1),
     Shape([130, 0, 5, 700], heads=17, rank=96, rotated=24, dtype=BF16, programs=13),
     Shape([130, 0, 500, 64], heads=4, rank=64, rotated=16, dtype=BF16, block_size=64),
-    Shape([130, 0, 500, 64], heads=4, rank=64, rotated=16, block_size=64, copies_tiles=False),
+    Shape([130, 0, 500, 64], heads=4, rank=64, rotated=16, block_size=64),
     Shape([200, 3], heads=5, rank=33, rotated=3, block_size=7),
     Shape([200, 3, 129], heads=2, rank=32, rotated=0, dtype=FP16),
     Shape([200, 3, 129], heads=2, rank=24, rotated=8, all_values=True, programs=2),
@@ -94,27 +86,6 @@ def test_decode_in_triton_equals_its_definition(kernel_device: str, shape: Shape
 
 
 @pytest.mark.sampled(share=0.25)
-@pytest.mark.parametrize("heads", [16, 20])
-@pytest.mark.parametrize("num_queries", [1, 2])
-def test_tiles_that_are_loaded_ahead_have_the_same_result(
-    kernel_device: str, heads: int, num_queries: int
-) -> None:
-    """Three tiles in shared memory, or one tile and two programs; the rest in registers."""
-    from nanovllm.kernels.triton.attention import latent_tiles
-
-    shape = Shape([200, 65], heads=heads, num_queries=num_queries, programs=2, **DEEPSEEK)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latent_tiles, "shared_bytes", lambda device: 210 << 10)
-        rows = heads * num_queries
-        tiles = latent_tiles.latent_tiles(576, 512, BF16, torch.device("cuda"), rows)
-    assert tiles.loads_ahead and (tiles.stages, tiles.programs) == ((3, 1) if rows < 17 else (1, 2))
-    decoded(shape, kernel_device, wide_shared=True)
-    if num_queries == 1:
-        prefill = Shape([140, 67], [3, 67], heads=heads, **DEEPSEEK)
-        prefilled(prefill, kernel_device, wide_shared=True)
-
-
-@pytest.mark.sampled(share=0.25)
 @pytest.mark.parametrize("programs", [1, 2, 5, 40])
 def test_any_division_of_the_contexts_has_the_same_result(
     kernel_device: str, programs: int
@@ -128,7 +99,7 @@ PREFILLS = [
     Shape([1, 70, 130, 5], [1, 70, 130, 5]),
     Shape([130, 64, 3], [130, 64, 3], rank=64, rotated=16, dtype=BF16, block_size=64, heads=17),
     Shape([300, 64, 66], [100, 1, 66], heads=16, rank=96, rotated=24, dtype=BF16),
-    Shape([150, 70], [20, 70], heads=4, block_size=64, rank=64, rotated=16, copies_tiles=False),
+    Shape([150, 70], [20, 70], heads=4, block_size=64, rank=64, rotated=16),
     Shape([40, 33], [7, 1], heads=128, rank=32, rotated=8, block_size=7),
     Shape([200, 100], [100, 100], rank=33, rotated=3, window=40, all_values=True),
     Shape([140, 9], [6, 9], heads=16, **DEEPSEEK),
@@ -213,11 +184,9 @@ def large_batches() -> list[Shape]:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("copied", [True, False])
 @pytest.mark.parametrize("shape", large_batches(), ids=str)
-def test_large_batches_equal_their_definition(shape: Shape, copied: bool) -> None:
+def test_large_batches_equal_their_definition(shape: Shape) -> None:
     """Decode, and the same contexts as a prefill of their last tokens."""
-    shape = replace(shape, copies_tiles=copied)
     decoded(shape, "cuda")
     contexts = [n for n in shape.contexts if n]
     queries = [min(n, 1 + 70 * (i % 2)) for i, n in enumerate(contexts)]
@@ -236,7 +205,7 @@ def test_a_graph_computes_other_lengths_than_it_was_captured_with() -> None:
     lens, wanted = torch.ones_like(latents.lens), latents.lens.clone()
 
     def run() -> torch.Tensor:
-        plan = latent_decode.plan_latents(lens, latents.tables, shape.sizes, shape.dtype, True)
+        plan = latent_decode.plan_latents(lens, latents.tables, shape.sizes, shape.dtype)
         torch.zeros(1, device="cuda")
         return latent_decode.latent_decode(latents.q, latents.layer(), plan)
 

@@ -27,9 +27,7 @@ class TritonLatentBackend(TritonBackend):
         self, context_lens: torch.Tensor, block_tables: torch.Tensor, num_queries: int
     ) -> Any:
         """Divide a layer's work among its programs, on the device."""
-        return self._plan_latents(
-            context_lens, block_tables, self.sizes, self.dtype, self.copies_tiles, num_queries
-        )
+        return self._plan_latents(context_lens, block_tables, self.sizes, self.dtype, num_queries)
 
 
 def check_latents(spec: AttentionSpec, refusal: str) -> None:

@@ -32,11 +32,9 @@ from nanovllm.kernels.triton.common import (
     LOG2E,
     TILE,
     await_inputs,
-    can_copy_tiles,
     early,
     let_next_begin,
     num_multiprocessors,
-    tiles_of,
 )
 
 MERGED_NUMBERS = 8192  # of the parts that a program of the merge reads at a time
@@ -51,7 +49,6 @@ class LatentPlan:
     block_tables: torch.Tensor  # [B, blocks], int32
     starts: torch.Tensor  # [P, 4], as in `DecodePlan`
     begins: torch.Tensor  # [B], int32: tiles of the sequences before each one
-    copies_tiles: bool  # copy tiles of keys, if their shape allows it
     num_queries: int  # Q
     tiles: LatentTiles
 
@@ -61,7 +58,6 @@ def plan_latents(
     block_tables: torch.Tensor,
     heads: tuple[int, int, int],
     dtype: torch.dtype,
-    copies_tiles: bool,
     num_queries: int = 1,
 ) -> LatentPlan:
     """Divide a batch's contexts among programs, on the device; as `plan_decode`.
@@ -70,24 +66,19 @@ def plan_latents(
     """
     device, rows = context_lens.device, num_queries * heads[0]
     tiles = latent_tiles(*heads[1:], dtype, device, rows)
-    programs = num_multiprocessors(device) * (tiles.programs if copies_tiles else 1)
-    programs = max(1, programs // cdiv(rows, tiles.queries))
+    programs = max(1, num_multiprocessors(device) // cdiv(rows, tiles.queries))
     begins = torch.empty_like(context_lens[::num_queries])
     starts, _ = divide(context_lens, num_queries, programs, 1, begins)
-    copies_tiles = copies_tiles and can_copy_tiles(device)
-    return LatentPlan(
-        context_lens, block_tables, starts, begins, copies_tiles, num_queries, tiles
-    )  # fmt: skip
+    return LatentPlan(context_lens, block_tables, starts, begins, num_queries, tiles)
 
 
 @triton.jit(do_not_specialize=["batch_size", "table_stride"])
 def _latent_decode_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, tiles, rest_tiles, tables_ptr, lens_ptr, starts_ptr, out_ptr, partial_ptr,
+    q_ptr, k_ptr, tables_ptr, lens_ptr, starts_ptr, out_ptr, partial_ptr,
     lse_ptr, scale_log2, q_row_stride, q_head_stride, table_stride, batch_size,
     Q: tl.constexpr, H: tl.constexpr, W: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr,
     REST: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute a share of one part's rows: the end of a sequence, whole ones, the start of one."""
     part = tl.program_id(0)
@@ -126,13 +117,11 @@ def _latent_decode_kernel(  # type: ignore[no-untyped-def]
             read_from = begin
             top, total, acc, acc_rest = fold_keys(
                 begin, whole, q, q_rest, lens, read_from, end, top, total, acc, acc_rest, k_ptr,
-                tiles, rest_tiles, table, 0, W, scale_log2, W, V, COLUMNS, REST, BLOCK_SIZE,
-                BLOCK_N, WINDOW, COPIED, True, STAGES, AHEAD,
+                table, 0, W, scale_log2, W, V, COLUMNS, REST, BLOCK_SIZE, BLOCK_N, WINDOW, True,
             )  # fmt: skip
         top, total, acc, acc_rest = fold_keys(
-            whole, end, q, q_rest, lens, read_from, end, top, total, acc, acc_rest, k_ptr, tiles,
-            rest_tiles, table, 0, W, scale_log2, W, V, COLUMNS, REST, BLOCK_SIZE, BLOCK_N, WINDOW,
-            COPIED, False, 1 if STAGES == 1 else 2, AHEAD,
+            whole, end, q, q_rest, lens, read_from, end, top, total, acc, acc_rest, k_ptr, table, 0,
+            W, scale_log2, W, V, COLUMNS, REST, BLOCK_SIZE, BLOCK_N, WINDOW, False,
         )  # fmt: skip
         safe_total = tl.where(total == 0.0, 1.0, total)
         factor = tl.where(lens > 0, 1.0 / safe_total, 0.0)  # a row without keys gives zeros
@@ -218,17 +207,14 @@ def latent_decode(q: torch.Tensor, kv: KVLayer, plan: LatentPlan) -> torch.Tenso
     slots = len(plan.starts) * num_parts * 2 * tiles.queries
     partial = q.new_empty(slots, values, dtype=torch.float32)
     lse = q.new_empty(slots, dtype=torch.float32)
-    copied = plan.copies_tiles and tiles.can_be_copied(kv.k_cache, block_size)
-    matrix, launch = kv.k_cache.view(-1, width), early(q.device)
+    launch = early(q.device)
     _latent_decode_kernel[(num_parts, len(plan.starts))](
-        q, kv.k_cache, tiles_of(matrix, keys, tiles.columns) if copied else None,
-        tiles_of(matrix, keys, tiles.rest) if copied and tiles.rest else None,
-        plan.block_tables, plan.context_lens, plan.starts, out, partial, lse, kv.scale * LOG2E,
+        q, kv.k_cache, plan.block_tables, plan.context_lens, plan.starts, out, partial, lse,
+        kv.scale * LOG2E,
         q.stride(0), q.stride(1), plan.block_tables.stride(0), batch_size,
         Q=plan.num_queries, H=num_heads, W=width, V=values, COLUMNS=tiles.columns, REST=tiles.rest,
         BLOCK_SIZE=block_size, BLOCK_M=tiles.queries, BLOCK_N=keys, TILE=TILE,
-        WINDOW=kv.window or 0, COPIED=copied, STAGES=tiles.stages if copied else 2,
-        AHEAD=tiles.loads_ahead, num_warps=4, **launch,
+        WINDOW=kv.window or 0, num_warps=4, **launch,
     )  # fmt: skip
     block_r = 1 if num_rows * num_heads < MANY_ROWS else 4
     block_v = next_power_of_2(values)

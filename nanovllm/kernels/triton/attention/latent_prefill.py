@@ -22,18 +22,17 @@ from nanovllm.kernels.triton.attention.latent_tiles import (
 )
 from nanovllm.kernels.triton.attention.prefill_plan import TiledPrefillPlan
 from nanovllm.kernels.triton.attention.queries import NONE
-from nanovllm.kernels.triton.common import LOG2E, can_copy_tiles, tiles_of
+from nanovllm.kernels.triton.common import LOG2E
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _latent_prefill_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, tiles, rest_tiles, tables_ptr, cu_q_ptr, cu_k_ptr, tile_seqs_ptr, tile_ends_ptr,
+    q_ptr, k_ptr, tables_ptr, cu_q_ptr, cu_k_ptr, tile_seqs_ptr, tile_ends_ptr,
     out_ptr, scale_log2, q_row_stride, q_head_stride, k_row_stride, table_stride, num_seqs,
     num_parts,
     H: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, W: tl.constexpr, V: tl.constexpr,
     COLUMNS: tl.constexpr, REST: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, COPIED: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Compute HEADS heads of QUERIES tokens. BLOCK_SIZE 0: keys are the step's own rows."""
     part = tl.program_id(0) % num_parts
@@ -70,13 +69,13 @@ def _latent_prefill_kernel(  # type: ignore[no-untyped-def]
             seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
             top, total, acc, acc_rest = fold_keys(
                 start, seen_by_all, q, q_rest, lens, begin, end, top, total, acc, acc_rest, k_ptr,
-                tiles, rest_tiles, table, first_row, k_row_stride, scale_log2, W, V, COLUMNS, REST,
-                BLOCK_SIZE, BLOCK_N, WINDOW, COPIED, True, STAGES, AHEAD,
+                table, first_row, k_row_stride, scale_log2, W, V, COLUMNS, REST, BLOCK_SIZE,
+                BLOCK_N, WINDOW, True,
             )  # fmt: skip
         top, total, acc, acc_rest = fold_keys(
-            seen_by_all, end, q, q_rest, lens, begin, end, top, total, acc, acc_rest, k_ptr, tiles,
-            rest_tiles, table, first_row, k_row_stride, scale_log2, W, V, COLUMNS, REST, BLOCK_SIZE,
-            BLOCK_N, WINDOW, COPIED, False, 1 if STAGES == 1 else 2, AHEAD,
+            seen_by_all, end, q, q_rest, lens, begin, end, top, total, acc, acc_rest, k_ptr, table,
+            first_row, k_row_stride, scale_log2, W, V, COLUMNS, REST, BLOCK_SIZE, BLOCK_N, WINDOW,
+            False,
         )  # fmt: skip
         total = tl.where(total == 0.0, 1.0, total)  # padding queries may see no key
         acc = acc / total[None, :]
@@ -112,21 +111,13 @@ def latent_prefill(
     queries = max(1, tiles.queries // heads)
     divided = plan.tiles(queries)
     tables = plan.block_tables if plan.block_tables is not None else divided.seqs[None]
-    copied = (
-        plan.copies_tiles and can_copy_tiles(q.device) and k.stride(0) == width
-        and tiles.can_be_copied(k, block_size)
-    )  # fmt: skip
-    matrix = k.flatten(1)
     out = q.new_empty(num_tokens, num_heads, values)
     _latent_prefill_kernel[(num_parts * len(divided.seqs),)](
-        q, k, tiles_of(matrix, tiles.keys, tiles.columns) if copied else None,
-        tiles_of(matrix, tiles.keys, tiles.rest) if copied and tiles.rest else None,
-        tables, plan.cu_seqlens_q, plan.cu_seqlens_k, divided.seqs, divided.ends, out,
+        q, k, tables, plan.cu_seqlens_q, plan.cu_seqlens_k, divided.seqs, divided.ends, out,
         kv.scale * LOG2E, q.stride(0), q.stride(1), k.stride(0), tables.stride(0),
         len(divided.ends), num_parts,
         H=num_heads, HEADS=heads, QUERIES=queries, W=width, V=values, COLUMNS=tiles.columns,
         REST=tiles.rest, BLOCK_SIZE=block_size, BLOCK_M=max(16, next_power_of_2(heads * queries)),
-        BLOCK_N=tiles.keys, WINDOW=kv.window or 0, COPIED=copied,
-        STAGES=tiles.stages if copied else 2, AHEAD=tiles.loads_ahead, num_warps=4,
+        BLOCK_N=tiles.keys, WINDOW=kv.window or 0, num_warps=4,
     )  # fmt: skip
     return out
