@@ -76,9 +76,9 @@ class JoinedMatrix(Matrix):
         self.matrices, self.sizes = matrices, sizes
 
     def rounding(self, x: torch.Tensor) -> Rounding | None:
-        """As all of them round, if they do in the same way."""
+        """As all of them round, if the same kernels do it."""
         first, *others = (matrix.rounding(x) for matrix in self.matrices)
-        return first if all(first == other for other in others) else None
+        return first if all(other is first for other in others) else None
 
     def linear(
         self, x: Any, bias: torch.Tensor | None = None, out: torch.Tensor | None = None

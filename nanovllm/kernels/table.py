@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Rounding(Protocol):
     """Kernels like those of `Kernels` that round their results to the codes of a weight's type.
 
-    `arranged_linear` takes such rows.
+    `arranged_linear` or `block_linear` takes such rows.
     """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, /) -> Any: ...
@@ -52,11 +52,11 @@ class Kernels:
     stack, else as a list of matrices.
 
     Some operations exist only for some implementations: PLAIN returns None for them. `rounding`
-    returns kernels that round a number of rows for a quantized weight; `arranged_linear` accepts
-    rounded rows and plain rows. `few_rows` returns kernels that fuse several operations of a layer,
-    for types with which they are faster. `router` returns a kernel for a router's weight, rows of
-    a type, and a bias. `write_table` writes words from the host's memory. `peers` exchange few rows
-    between GPUs.
+    returns kernels that round a number of rows for a quantized weight; `arranged_linear` and
+    `block_linear` accept rounded rows and plain rows. `few_rows` returns kernels that fuse several
+    operations of a layer, for types with which they are faster. `router` returns a kernel for a
+    router's weight, rows of a type, and a bias. `write_table` writes words from the host's memory.
+    `peers` exchange few rows between GPUs.
 
     The first call of an operation imports its module, and replaces the attribute by the function.
     """
@@ -87,7 +87,7 @@ class Kernels:
     arrange_plain: Callable[[Tensor], Any | None]
     plain_of: Callable[[Any], Tensor | None]
     arranged_linear: Callable[[Any, Any, Tensor | None], Tensor]
-    block_linear: Callable[[Tensor, Any, Tensor | None], Tensor]
+    block_linear: Callable[[Any, Any, Tensor | None], Tensor]
     block_rows: Callable[[Any, Tensor, dtype], Tensor]
     group_rows: Callable[[Tensor, int], Any]
     lora_down: Callable[[Tensor, "LowRank", Any], Tensor]

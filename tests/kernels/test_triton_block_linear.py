@@ -156,6 +156,20 @@ def test_rows_are_rounded_by_the_kernels_before_the_product(kernel_device: str) 
         )
 
 
+@every_type
+def test_integer_sums_of_a_thread_fit_32_bits(name: str) -> None:
+    """For the largest codes, inputs and scales; fails if inputs get another bit."""
+    from nanovllm.kernels.triton.linear.block_parts import parts_of
+    from nanovllm.kernels.triton.linear.rounded_rows import MOST
+
+    parts = parts_of(random_blocks(name, 1, 256).codes, BLOCK_TYPES[name])
+    most_scale = {"bytes": parts.scale_center or 63, "nibbles": 15}.get(parts.scale_type, 1)
+    bits = 8 if parts.numbers == "iq4" else parts.bits
+    most_code = max((1 << bits) - parts.center, parts.center)
+    inputs = 32 if parts.scale_type in ("bytes", "nibbles") else parts.group // 4
+    assert inputs * most_code * MOST.value * most_scale < 1 << 31
+
+
 @pytest.mark.filterwarnings("ignore:invalid value")  # of the interpreter
 def test_a_row_that_is_not_finite_stays_so(kernel_device: str) -> None:
     """Integers have no NaN: the scale of its run does."""
@@ -195,6 +209,30 @@ def test_tiles_of_all_sizes(outputs: int, kernel_device: str) -> None:
     out = x.new_empty(20, 150)
     launch(RowOperands(x, None, out), arrange_blocks(weight), RowTiles(16, outputs, 2, 1))
     assert_near(out, x.float() @ values(weight).T, 2**-9)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_gates_by_gelu_of_several_parts(rows: int, kernel_device: str) -> None:
+    from nanovllm.kernels.triton.linear.block_planes import arrange_blocks
+    from nanovllm.kernels.triton.linear.few_rows import FewRows
+
+    gate_up = blocks("Q8_0", 2 * 32, 1024, kernel_device)
+    x = torch.randn(rows, 1056, device=kernel_device).to(bf16)
+    scaled = Scaled(x, x.float().square().view(rows, 2, -1).sum(-1), EPS)
+    expected = scaled_gated(scaled, values(gate_up).to(bf16), None, "gelu")
+    out = FewRows(64).gated(scaled, arrange_blocks(gate_up), None, "gelu")
+    assert_near(out, expected, 2**-5)
+
+
+@pytest.mark.parametrize("two", [0, 1, 2])
+def test_parts_take_as_much_memory_as_they_have_tiles(two: int, kernel_device: str) -> None:
+    """Kernels pass the number of a gate's activation: 2 is not a third tile."""
+    from part_tiles import leave_second_part
+
+    parts = torch.zeros(8, 16, device=kernel_device)
+    leave_second_part(parts, two)
+    written = (2, 3) if two else (1,)
+    assert [i for i, row in enumerate(parts) if row.any()] == [*written]
 
 
 def test_products_fused_with_the_operations_around_them(kernel_device: str) -> None:

@@ -151,12 +151,13 @@ def leave_parts(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Store this program's part of a tile that SPLIT programs share; return whether it is the last.
 
-    TWO: a part has two tiles, acc and up. `at` are the places of a tile's elements in a matrix of
-    `size` elements.
+    If TWO is not 0, a part has two tiles, acc and up. `at` are the places of a tile's elements in a
+    matrix of `size` elements.
     """
     if SPLIT == 1:
         return True
-    parts_at = parts_ptr + split * (1 + TWO) * size + at
+    TENSORS: tl.constexpr = 2 if TWO else 1  # noqa: N806
+    parts_at = parts_ptr + split * TENSORS * size + at
     tl.store(parts_at, acc.to(tl.float32), mask=real)
     if TWO:
         tl.store(parts_at + size, up.to(tl.float32), mask=real)
@@ -180,8 +181,9 @@ def sum_parts(  # type: ignore[no-untyped-def]
         tl.store(arrivals_ptr + tile, 0)  # reset for the next call
         acc = tl.zeros_like(acc)
         up = acc
+        TENSORS: tl.constexpr = 2 if TWO else 1  # noqa: N806
         for part in tl.range(0, SPLIT, loop_unroll_factor=SPLIT if UNROLLED else 1):
-            parts_at = parts_ptr + part * (1 + TWO) * size + at
+            parts_at = parts_ptr + part * TENSORS * size + at
             acc += tl.load(parts_at, mask=real, other=0.0, cache_modifier=".cg")
             if TWO:
                 up += tl.load(parts_at + size, mask=real, other=0.0, cache_modifier=".cg")

@@ -88,7 +88,7 @@ def _mx_few_kernel(  # type: ignore[no-untyped-def]
 
 def takes_few(x: torch.Tensor, num_pairs: int) -> bool:
     """Whether this is faster than to group the pairs: on Hopper GPUs, where it was measured."""
-    return num_pairs <= MOST_PAIRS and x.dtype.itemsize == 2 and can_copy_tiles(x.device)
+    return 0 < num_pairs <= MOST_PAIRS and x.dtype.itemsize == 2 and can_copy_tiles(x.device)
 
 
 def few_parts(

@@ -243,8 +243,12 @@ def _block_dots_kernel(  # type: ignore[no-untyped-def]
 
 
 def can_dot(num_rows: int, weight: BlockPlanes) -> bool:
-    """Whether the kernel takes this many rows, which must have 16 bits, and the weight's type."""
-    return num_rows <= MOST_ROWS and weight.parts.numbers != "fp4"
+    """Whether the kernel takes this many rows, which must have 16 bits, and the weight's type.
+
+    MXFP4 has no integers, and scales in bfloat16. A thread's sums of a run fit 32 bits for the
+    other types: those of Q6_K and IQ4_XS are at most half as large.
+    """
+    return num_rows <= MOST_ROWS and weight.parts.scale_type != "bfloat16"
 
 
 def launch(rows: RowOperands, weight: BlockPlanes, words: RowWords | None = None) -> torch.Tensor:
