@@ -7,17 +7,19 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from conftest import make_model
+from conftest import byte_tokenizer, make_model
 from families import SAMPLES
 from families.describe import write
 from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from saved_checkpoints import PROMPTS, TEXT, outputs, quantized, stands_for
+from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
 from nanovllm.command.main import main
 from nanovllm.quantize import files
 from nanovllm.quantize.options import QuantizeOptions
+from nanovllm.quantize.text import read_samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -107,6 +109,42 @@ def test_bad_files(tmp_path: Path) -> None:
     refusal(ValueError, "the files lack model.layers.1.mlp.up_proj.weight", model)
     save_file(stored | {"model.layers.1.x": torch.zeros(1)}, model / "model.safetensors")
     refusal(ValueError, "unexpected tensor 'model.layers.1.x'", model)
+
+
+def test_no_parents_are_left_after_an_error(tmp_path: Path) -> None:
+    """Only what was there before, and what others have put there."""
+    out = tmp_path / "there" / "a" / "b" / "out"
+    (tmp_path / "there").mkdir()
+
+    def interrupt(other: Path) -> None:
+        with files.new_directory(out) as folder:
+            (folder / "file").touch()
+            other.touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(tmp_path / "other")
+    assert {*tmp_path.rglob("*")} == {tmp_path / "there", tmp_path / "other"}
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(out.parents[1] / "other")
+    assert [*(tmp_path / "there").rglob("*")] == [out.parents[1], out.parents[1] / "other"]
+    with files.new_directory(out) as folder:
+        (folder / "file").touch()
+    assert (out / "file").exists()
+
+
+def test_parts_of_a_text_end_without_the_tokens_behind_prompts(tmp_path: Path) -> None:
+    """Each begins with those before a prompt; some tokenizers also put tokens after it."""
+    tokenizer, text = byte_tokenizer(), tmp_path / "text.txt"
+    text.write_text("abcdef")
+    first, last = tokenizer.pad_token, tokenizer.eos_token
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A {last}",
+        special_tokens=[(first, tokenizer.pad_token_id), (last, tokenizer.eos_token_id)],
+    )
+    ids = tokenizer.encode("abcdef", add_special_tokens=False)
+    expected = [[tokenizer.pad_token_id, *ids[i : i + 3]] for i in (0, 3)]
+    assert read_samples(tokenizer, [text], 4, 4) == expected
 
 
 def test_what_exists_already(tmp_path: Path) -> None:
