@@ -1,6 +1,7 @@
 """The files of quantized checkpoints, other readers of them, what is refused, and the command."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,83 @@ def test_bad_files(tmp_path: Path) -> None:
     refusal(ValueError, "the files lack model.layers.1.mlp.up_proj.weight", model)
     save_file(stored | {"model.layers.1.x": torch.zeros(1)}, model / "model.safetensors")
     refusal(ValueError, "unexpected tensor 'model.layers.1.x'", model)
+
+
+NORM, MATRIX = "model.layers.1.input_layernorm.weight", "model.layers.1.mlp.up_proj.weight"
+RTN: dict[str, Any] = dict(method="rtn", text=[])
+
+
+def with_value(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    changed = tensor.clone()
+    changed.view(-1)[3] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (MATRIX, lambda tensor: tensor.char(), "has type I8, a model needs one of F64"),
+        (MATRIX, lambda tensor: tensor[:, 1:], r"has shape \(\d+, \d+\), the model needs"),
+        (NORM, lambda tensor: tensor[1:], r"has shape \(\d+,\), the model needs"),
+        (NORM, lambda tensor: with_value(tensor, torch.nan), "has values that are NaN"),
+    ],
+    ids=["type", "shape of a matrix", "shape of a norm", "NaN"],
+)
+def test_tensors_that_the_loader_refuses(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor], words: str, tmp_path: Path
+) -> None:
+    """Without a text, the model itself is not filled."""
+    model = make_model(tmp_path / "model")
+    stored = load_file(model / "model.safetensors")
+    stored[name] = change(stored[name]).contiguous()
+    save_file(stored, model / "model.safetensors", {"format": "pt"})
+    refusal(ValueError, f"tensor '{name}' {words}", model, **RTN)
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    """Not the inputs of a layer that reads what they give."""
+    model, name = make_model(tmp_path / "model"), "model.layers.1.self_attn.v_proj.weight"
+    stored = load_file(model / "model.safetensors")
+    stored[name] = with_value(stored[name], torch.inf)
+    save_file(stored, model / "model.safetensors", {"format": "pt"})
+    refusal(ValueError, f"tensor '{name}' has values that are NaN or infinite", model)
+
+
+def test_tensors_both_fused_and_in_parts(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    stored = load_file(model / "model.safetensors")
+    parts = [stored[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    fused = {"model.layers.0.mlp.gate_up_proj.weight": torch.cat(parts)}
+    save_file(stored | fused, model / "model.safetensors", {"format": "pt"})
+    refusal(ValueError, "is in two files, or both fused and in parts", model, **RTN)
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    stored = load_file(model / "model.safetensors")
+    for number, tensors in enumerate((stored, {NORM: stored[NORM]})):
+        save_file(tensors, model / f"{number}.safetensors", {"format": "pt"})
+    (model / "model.safetensors").unlink()
+    refusal(ValueError, f"tensor '{NORM}' is in two files", model, **RTN)
+
+
+def test_errors_have_the_names_of_files(tmp_path: Path) -> None:
+    """Not the model's own."""
+    model = write(tmp_path / "model", SAMPLES["Phi-3.5-MoE"])
+    stored = load_file(model / "model.safetensors")
+    name = next(name for name in stored if "block_sparse_moe" in name)
+    save_file({name: stored[name]}, model / "0.safetensors", {"format": "pt"})
+    (model / "model.safetensors").rename(model / "1.safetensors")
+    refusal(ValueError, f"tensor '{name}' is in two files", model, **RTN)
+
+
+def test_a_tied_head_may_have_both_names(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", tie_word_embeddings=True)
+    stored = load_file(model / "model.safetensors")
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, model / "model.safetensors", {"format": "pt"})
+    path, _ = quantized(model)
+    assert outputs(path) == outputs(stands_for(path))
 
 
 def test_no_parents_are_left_after_an_error(tmp_path: Path) -> None:
