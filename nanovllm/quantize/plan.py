@@ -11,6 +11,7 @@ from torch import nn
 from nanovllm.formats.format import Dense
 from nanovllm.formats.names import HEAD, Names, usual_name
 from nanovllm.formats.stored import check_shape
+from nanovllm.layers.biased_experts import BiasedExperts
 from nanovllm.layers.experts import MATRICES, Experts
 from nanovllm.layers.file_order import Ordered
 from nanovllm.layers.linear import LinearBase
@@ -110,6 +111,8 @@ def _is_quantized(module: str, layer: nn.Module, target: Target, tensor: InFile)
     leaf = target.param.rpartition(".")[2]
     if not BLOCK.match(target.param) or ROUTER.search(module) or tensor.shape[-1] < LEAST:
         return False
+    if isinstance(layer, BiasedExperts):
+        return False  # they take plain weights and MXFP4, no other codes
     if isinstance(layer, Experts):
         return leaf in MATRICES and all(
             type(layer.formats[name]) is Dense and layer.rank_parts[name].in_features >= LEAST
@@ -131,7 +134,8 @@ def plain_layers(sources: Iterable[Source], model: CausalLM) -> list[str]:
             found |= dict.fromkeys([source.name.removesuffix(WEIGHT)])
         elif source.target is not None and not source.is_quantized:
             layer = model.get_submodule(source.module)
-            if isinstance(layer, Experts):
+            is_matrix = source.target.param.rpartition(".")[2] in MATRICES
+            if isinstance(layer, Experts) and is_matrix:
                 found |= dict.fromkeys(_of_experts(source.module, layer, model.names))
     return [*found]
 
