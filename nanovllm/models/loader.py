@@ -117,7 +117,7 @@ def load_model(
         name, tensor = item
         target = targets[name]
         try:
-            _check_type(tensor.dtype, model.get_parameter(target.param).dtype)
+            check_type(tensor.dtype, model.get_parameter(target.param).dtype)
             if name in second:
                 from nanovllm.models.tied import check_equal
 
@@ -143,7 +143,7 @@ def load_model(
 
                 second = {n: used.pop(n) for n in second_names(model.tied_weights, used, found)}
             found |= tensors.keys()
-            _mark_found(used, targets, missing)
+            mark_found(used, targets, missing)
             is_fused |= any(len(targets[name].parts) > 1 for name in used)
             for num_parts in pool.map(fill, used.items()):  # in order; stops at the first error
                 bar.update(num_parts)
@@ -179,14 +179,14 @@ def is_left_out(name: str, tensor: InFile, targets: Mapping[str, Target]) -> boo
     return name.endswith("rotary_emb.inv_freq")
 
 
-def _check_type(found: str, needed: torch.dtype) -> None:
+def check_type(found: str, needed: torch.dtype) -> None:
     """Raise unless values of the type `found` can fill a parameter: floats are converted."""
     allowed = FLOATS if needed not in TYPES else (TYPES[needed],)
     if found not in allowed and needed != torch.uint8:  # blocks: their type chose the format
         raise ValueError(f"type {found}, a model needs one of {', '.join(allowed)}")
 
 
-def _mark_found(
+def mark_found(
     names: Iterable[str], targets: Mapping[str, Target], missing: dict[str, str]
 ) -> None:
     """Remove the tensors `names` from `missing`. An unknown or repeated one is a ValueError."""

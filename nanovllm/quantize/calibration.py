@@ -13,6 +13,7 @@ from nanovllm.layers.layer import Layer
 from nanovllm.layers.linear import LinearBase
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.loader import fill_param
+from nanovllm.models.not_finite import are_all_finite
 from nanovllm.quantize.plan import Source
 from nanovllm.quantize.walk import BACKEND, Walk, give_states
 
@@ -66,10 +67,14 @@ class Calibration:
 
 
 def fill(model: CausalLM, sources: Iterable[Source]) -> None:
-    """Fill the model's parameters from tensors of the checkpoint."""
-    for source in sources:
-        if source.target is not None:
-            fill_param(model, source.target.param, source.target.shard_id, source.tensor)
+    """Fill the model's parameters from tensors of the checkpoint, which must be finite."""
+    used = [(source, source.target) for source in sources if source.target is not None]
+    for source, target in used:
+        fill_param(model, target.param, target.shard_id, source.tensor)
+    names = dict.fromkeys(target.param for _, target in used)
+    if not all(are_all_finite(model.get_parameter(name)) for name in names):
+        for source, _ in used:
+            source.values()  # names the tensor
 
 
 @contextmanager

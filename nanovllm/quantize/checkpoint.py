@@ -36,10 +36,12 @@ def quantize_checkpoint(options: QuantizeOptions) -> Summary:
     device = resolve_device(options.device)
     samples = calibration_samples(options, path, config) if options.is_calibrated else []
     dtype = resolve_dtype("auto", config.dtype, device)
-    with new_directory(out) as folder, computing_on(device), errors_name(path), defaulting(dtype):
-        model = build_model(config, max(map(len, samples), default=1))
-        job = Job(model, options, device, config.dtype)
-        return job.run(path, samples, OutputDirectory(folder))
+    with new_directory(out) as folder, computing_on(device), defaulting(dtype):
+        with errors_name(path):
+            model = build_model(config, max(map(len, samples), default=1))
+        with errors_name(path, model):
+            job = Job(model, options, device, config.dtype)
+            return job.run(path, samples, OutputDirectory(folder))
 
 
 def calibration_samples(

@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +72,23 @@ class OutputDirectory:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A folder to write to, which gets the name `path` at the end; after an error it is removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    try:
+    """A folder to write to, which gets the name `path` at the end.
+
+    After an error it is removed, with the parents that were made for it.
+    """
+    made = [each for each in path.parents if not each.exists()]  # the innermost comes first
+    with ExitStack() as undo:
+        for parent in reversed(made):
+            parent.mkdir(exist_ok=True)  # a path with .. may have made it
+            undo.callback(_remove_empty, parent)
+        folder = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
         yield folder
         folder.chmod(0o755)
         folder.rename(path)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        undo.pop_all()
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # something else has been put there
+        folder.rmdir()

@@ -10,6 +10,7 @@ from nanovllm.quantize.codes import Codes, best_scales, nearest
 
 BLOCK = 128  # inputs whose errors reach the inputs after the block in one product
 DAMPING = 0.01  # of the mean square of inputs, added to each
+NOT_FINITE = "the inputs of a layer are not finite, or too large, for this text"
 
 
 def gptq(
@@ -17,8 +18,9 @@ def gptq(
 ) -> Codes:
     """Codes of a float32 matrix [N, K] whose outputs err the least for the text's inputs.
 
-    `products` [K, K] are the mean products of pairs of inputs. Scales of `dtype` weigh errors by
-    the inputs' squares. Peak memory: four float32 matrices of each of the two sizes.
+    `products` [K, K] are sums of the products of pairs of inputs, or their means: a common factor
+    changes nothing. Scales of `dtype` weigh errors by the inputs' squares. Peak memory: four
+    float32 matrices of each of the two sizes.
     """
     squares = products.diagonal()
     scales = best_scales(weight, squares, bits, group, dtype)
@@ -60,7 +62,9 @@ def _factors(products: torch.Tensor) -> torch.Tensor:
     is more damping if rounding makes the products no squares.
     """
     mean, damping = products.diagonal().mean(), DAMPING
-    if not bool(mean > 0):
+    if not bool(mean.isfinite()):
+        raise ValueError(NOT_FINITE)
+    if not bool(mean):
         return torch.eye(len(products), device=products.device)
     for _ in range(4):
         damped = products.clone()
@@ -73,4 +77,4 @@ def _factors(products: torch.Tensor) -> torch.Tensor:
             if not failed:
                 return upper
         damping *= 10
-    raise ValueError("the inputs of a layer are not finite, or too large, for this text")
+    raise ValueError(NOT_FINITE)

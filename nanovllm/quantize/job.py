@@ -25,7 +25,7 @@ BITS = {"int4": 4, "int8": 8}
 
 @dataclass
 class Summary:
-    """What was done: the numbers of matrices by method, of tokens, and of bytes before and after.
+    """What was done: the numbers of matrices by method, of tokens, and of bytes written.
 
     `uneven` are layers with inputs that the groups do not divide.
     """
@@ -66,7 +66,7 @@ class Job:
         if calibration:
             calibration.fill_outside(outside)
         for source in outside:
-            out.add(source.name, source.tensor[...])
+            out.add(source.name, source.values())
         del outside
         with make_bar(total=len(of_block), desc="Quantizing", unit="layer", disable=None) as bar:
             for index in sorted(each for each in of_block if each is not None):
@@ -86,7 +86,7 @@ class Job:
             if source.is_quantized:
                 modules[source.module].append(source)
             else:
-                out.add(source.name, source.tensor[...])
+                out.add(source.name, source.values())
         products = {}
         if calibration:
             linear = [m for m in modules if not isinstance(self.model.get_submodule(m), Experts)]
@@ -106,7 +106,7 @@ class Job:
         refills: bool,
     ) -> None:  # fmt: skip
         """Quantize a layer's matrix, which files have in parts, and write the parts."""
-        matrices = [source.tensor[...].to(self.device).float() for source in parts]
+        matrices = [source.values().to(self.device).float() for source in parts]
         tensors, values = self._quantized(torch.cat(matrices), products)
         if products is None:
             self.summary.rounded += len(parts)

@@ -10,13 +10,26 @@ from torch import nn
 
 from nanovllm.formats.format import Dense
 from nanovllm.formats.names import HEAD, Names, usual_name
+from nanovllm.formats.stored import check_shape
+from nanovllm.layers.biased_experts import BiasedExperts
 from nanovllm.layers.experts import MATRICES, Experts
 from nanovllm.layers.file_order import Ordered
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.sparse_mlp import ExpertRouter
 from nanovllm.models.decoder import CausalLM
-from nanovllm.models.file_errors import missing_tensors, unexpected_tensor
-from nanovllm.models.loader import InFile, Target, checkpoint_targets, is_left_out, read_weights
+from nanovllm.models.file_errors import missing_tensors
+from nanovllm.models.loader import (
+    InFile,
+    Target,
+    check_type,
+    checkpoint_targets,
+    is_left_out,
+    layer_of,
+    mark_found,
+    read_weights,
+)
+from nanovllm.models.not_finite import WRONG, are_all_finite
+from nanovllm.models.tied import second_names
 
 BLOCK = re.compile(r"model\.layers\.(\d+)\.")
 ROUTER = re.compile(r"(gate|router)(\.|$)")  # small layers that choose: rounding may change much
@@ -45,12 +58,22 @@ class Source:
         match = BLOCK.match(self.target.param) if self.target else None
         return int(match[1]) if match else None
 
+    def values(self) -> torch.Tensor:
+        """All values. Those that the model uses must be finite."""
+        tensor = self.tensor[...]
+        if self.target is not None and not are_all_finite(tensor):
+            raise ValueError(f"tensor {self.name!r} has {WRONG}")
+        return tensor
+
 
 def read_sources(model: CausalLM, path: Path) -> list[Source]:
-    """All tensors of the checkpoint, which must have all of the model's. Reads no weights."""
+    """All tensors of the checkpoint, which must have each of the model's once. Reads no weights.
+
+    Types and shapes must be those that the loader takes.
+    """
     targets, names = checkpoint_targets(model), model.names
-    missing = dict.fromkeys(part for target in targets.values() for part in target.parts)
-    found = []
+    missing = {part: target.param for target in targets.values() for part in target.parts}
+    found, used = [], set[str]()
     for tensors in read_weights(path):
         for name, tensor in tensors.items():
             usual = usual_name(name, names, targets)
@@ -58,13 +81,13 @@ def read_sources(model: CausalLM, path: Path) -> list[Source]:
             if names.is_skipped(name) or is_left_out(usual, tensor, targets):
                 found.append(Source(name, tensor, is_linear=is_matrix))
                 continue
-            if usual not in targets:
-                raise unexpected_tensor(name)
+            if not second_names(model.tied_weights, [usual], used):
+                mark_found([usual], targets, missing)
+            used.add(usual)
             target = targets[usual]
-            for part in target.parts:
-                missing.pop(part, None)
             module = target.param.rpartition(".")[0]
-            layer = model.get_submodule(module)
+            layer, param = layer_of(model, module), model.get_parameter(target.param)
+            _check(name, tensor, param.dtype, layer.whole_shape(param, target.shard_id))
             quantized = _is_quantized(module, layer, target, tensor)
             is_linear = is_matrix and isinstance(layer, LinearBase)
             found.append(Source(name, tensor, target, module, quantized, is_linear))
@@ -73,11 +96,23 @@ def read_sources(model: CausalLM, path: Path) -> list[Source]:
     return found
 
 
+def _check(name: str, tensor: InFile, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raise unless a tensor has this shape, and a type that the loader takes for `dtype`."""
+    try:
+        check_type(tensor.dtype, dtype)
+        if shape or tensor.shape != (1,):  # some files store scalars like that
+            check_shape(tensor, shape)
+    except ValueError as error:
+        raise ValueError(f"tensor {name!r} has {error}") from None
+
+
 def _is_quantized(module: str, layer: nn.Module, target: Target, tensor: InFile) -> bool:
     """Whether a tensor has weights that are quantized: of a fused layer, all parts or none."""
     leaf = target.param.rpartition(".")[2]
     if not BLOCK.match(target.param) or ROUTER.search(module) or tensor.shape[-1] < LEAST:
         return False
+    if isinstance(layer, BiasedExperts):
+        return False  # they take plain weights and MXFP4, no other codes
     if isinstance(layer, Experts):
         return leaf in MATRICES and all(
             type(layer.formats[name]) is Dense and layer.rank_parts[name].in_features >= LEAST
@@ -99,7 +134,8 @@ def plain_layers(sources: Iterable[Source], model: CausalLM) -> list[str]:
             found |= dict.fromkeys([source.name.removesuffix(WEIGHT)])
         elif source.target is not None and not source.is_quantized:
             layer = model.get_submodule(source.module)
-            if isinstance(layer, Experts):
+            is_matrix = source.target.param.rpartition(".")[2] in MATRICES
+            if isinstance(layer, Experts) and is_matrix:
                 found |= dict.fromkeys(_of_experts(source.module, layer, model.names))
     return [*found]
 
@@ -119,7 +155,7 @@ def matrices_of(source: Source, names: Names) -> Iterator[tuple[str, torch.Tenso
     assert source.target is not None
     tensor, parts = source.tensor, source.target.parts
     if len(tensor.shape) == 2:
-        yield source.name.removesuffix(WEIGHT), tensor[:]
+        yield source.name.removesuffix(WEIGHT), source.values()
         return
     per_expert = len(parts) // tensor.shape[0]
     for index, name in enumerate(parts):

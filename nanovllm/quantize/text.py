@@ -6,6 +6,8 @@ from typing import Any
 
 from nanovllm.utils.checks import shorten
 
+WORD = "word"
+
 
 def read_samples(
     tokenizer: Any, files: Sequence[Path], num_samples: int, max_length: int
@@ -14,7 +16,7 @@ def read_samples(
 
     Each begins with the tokens that the tokenizer puts before a prompt. A part is in one file.
     """
-    first = list(tokenizer.encode(""))
+    first = _before_prompts(tokenizer)
     size = max_length - len(first)
     if size < 1:
         raise ValueError(f"max_length must be > {len(first)}, the tokens before each prompt")
@@ -27,6 +29,16 @@ def read_samples(
     whole = [part for part in parts if len(part) == max_length] or parts
     chosen = min(num_samples, len(whole))
     return [whole[i * len(whole) // chosen] for i in range(chosen)]
+
+
+def _before_prompts(tokenizer: Any) -> list[int]:
+    """The tokens that the tokenizer puts before a prompt. It may put others after it."""
+    word = list(tokenizer.encode(WORD, add_special_tokens=False))
+    whole = list(tokenizer.encode(WORD))
+    for start in range(len(whole)):
+        if word and whole[start : start + len(word)] == word:
+            return whole[:start]
+    raise ValueError(f"the tokenizer does not find the tokens of {WORD!r} in a prompt")
 
 
 def _text_of(file: Path) -> str:

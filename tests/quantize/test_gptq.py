@@ -82,6 +82,15 @@ def test_inputs_that_the_text_never_uses_keep_their_weights() -> None:
     assert torch.equal(nothing.codes, rounded(weight, 4, GROUP, BF16).codes)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_inputs_that_are_not_finite_are_refused(value: float) -> None:
+    """They are not taken for inputs that the text never uses."""
+    products = torch.eye(64)
+    products[3, 3] = value
+    with pytest.raises(ValueError, match="inputs of a layer are not finite"):
+        gptq(torch.randn(16, 64), products, 4, GROUP, BF16)
+
+
 def test_equal_inputs_have_factors() -> None:
     """Their products have no inverse, without damping."""
     weight, rows = torch.randn(16, 64), inputs(64, 64)

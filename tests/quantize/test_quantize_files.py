@@ -1,23 +1,26 @@
 """The files of quantized checkpoints, other readers of them, what is refused, and the command."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from conftest import make_model
+from conftest import byte_tokenizer, make_model
 from families import SAMPLES
 from families.describe import write
 from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from saved_checkpoints import PROMPTS, TEXT, outputs, quantized, stands_for
+from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
 from nanovllm.command.main import main
 from nanovllm.quantize import files
 from nanovllm.quantize.options import QuantizeOptions
+from nanovllm.quantize.text import read_samples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -107,6 +110,119 @@ def test_bad_files(tmp_path: Path) -> None:
     refusal(ValueError, "the files lack model.layers.1.mlp.up_proj.weight", model)
     save_file(stored | {"model.layers.1.x": torch.zeros(1)}, model / "model.safetensors")
     refusal(ValueError, "unexpected tensor 'model.layers.1.x'", model)
+
+
+NORM, MATRIX = "model.layers.1.input_layernorm.weight", "model.layers.1.mlp.up_proj.weight"
+RTN: dict[str, Any] = dict(method="rtn", text=[])
+
+
+def with_value(tensor: torch.Tensor, value: float) -> torch.Tensor:
+    changed = tensor.clone()
+    changed.view(-1)[3] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        (MATRIX, lambda tensor: tensor.char(), "has type I8, a model needs one of F64"),
+        (MATRIX, lambda tensor: tensor[:, 1:], r"has shape \(\d+, \d+\), the model needs"),
+        (NORM, lambda tensor: tensor[1:], r"has shape \(\d+,\), the model needs"),
+        (NORM, lambda tensor: with_value(tensor, torch.nan), "has values that are NaN"),
+    ],
+    ids=["type", "shape of a matrix", "shape of a norm", "NaN"],
+)
+def test_tensors_that_the_loader_refuses(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor], words: str, tmp_path: Path
+) -> None:
+    """Without a text, the model itself is not filled."""
+    model = make_model(tmp_path / "model")
+    stored = load_file(model / "model.safetensors")
+    stored[name] = change(stored[name]).contiguous()
+    save_file(stored, model / "model.safetensors", {"format": "pt"})
+    refusal(ValueError, f"tensor '{name}' {words}", model, **RTN)
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    """Not the inputs of a layer that reads what they give."""
+    model, name = make_model(tmp_path / "model"), "model.layers.1.self_attn.v_proj.weight"
+    stored = load_file(model / "model.safetensors")
+    stored[name] = with_value(stored[name], torch.inf)
+    save_file(stored, model / "model.safetensors", {"format": "pt"})
+    refusal(ValueError, f"tensor '{name}' has values that are NaN or infinite", model)
+
+
+def test_tensors_both_fused_and_in_parts(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    stored = load_file(model / "model.safetensors")
+    parts = [stored[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    fused = {"model.layers.0.mlp.gate_up_proj.weight": torch.cat(parts)}
+    save_file(stored | fused, model / "model.safetensors", {"format": "pt"})
+    refusal(ValueError, "is in two files, or both fused and in parts", model, **RTN)
+
+
+def test_a_tensor_in_two_files(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    stored = load_file(model / "model.safetensors")
+    for number, tensors in enumerate((stored, {NORM: stored[NORM]})):
+        save_file(tensors, model / f"{number}.safetensors", {"format": "pt"})
+    (model / "model.safetensors").unlink()
+    refusal(ValueError, f"tensor '{NORM}' is in two files", model, **RTN)
+
+
+def test_errors_have_the_names_of_files(tmp_path: Path) -> None:
+    """Not the model's own."""
+    model = write(tmp_path / "model", SAMPLES["Phi-3.5-MoE"])
+    stored = load_file(model / "model.safetensors")
+    name = next(name for name in stored if "block_sparse_moe" in name)
+    save_file({name: stored[name]}, model / "0.safetensors", {"format": "pt"})
+    (model / "model.safetensors").rename(model / "1.safetensors")
+    refusal(ValueError, f"tensor '{name}' is in two files", model, **RTN)
+
+
+def test_a_tied_head_may_have_both_names(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", tie_word_embeddings=True)
+    stored = load_file(model / "model.safetensors")
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, model / "model.safetensors", {"format": "pt"})
+    path, _ = quantized(model)
+    assert outputs(path) == outputs(stands_for(path))
+
+
+def test_no_parents_are_left_after_an_error(tmp_path: Path) -> None:
+    """Only what was there before, and what others have put there."""
+    out = tmp_path / "there" / "a" / "b" / "out"
+    (tmp_path / "there").mkdir()
+
+    def interrupt(other: Path) -> None:
+        with files.new_directory(out) as folder:
+            (folder / "file").touch()
+            other.touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(tmp_path / "other")
+    assert {*tmp_path.rglob("*")} == {tmp_path / "there", tmp_path / "other"}
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(out.parents[1] / "other")
+    assert [*(tmp_path / "there").rglob("*")] == [out.parents[1], out.parents[1] / "other"]
+    with files.new_directory(out) as folder:
+        (folder / "file").touch()
+    assert (out / "file").exists()
+
+
+def test_parts_of_a_text_end_without_the_tokens_behind_prompts(tmp_path: Path) -> None:
+    """Each begins with those before a prompt; some tokenizers also put tokens after it."""
+    tokenizer, text = byte_tokenizer(), tmp_path / "text.txt"
+    text.write_text("abcdef")
+    first, last = tokenizer.pad_token, tokenizer.eos_token
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A {last}",
+        special_tokens=[(first, tokenizer.pad_token_id), (last, tokenizer.eos_token_id)],
+    )
+    ids = tokenizer.encode("abcdef", add_special_tokens=False)
+    expected = [[tokenizer.pad_token_id, *ids[i : i + 3]] for i in (0, 3)]
+    assert read_samples(tokenizer, [text], 4, 4) == expected
 
 
 def test_what_exists_already(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType
 from gguf_files import TOP, add_metadata, model_metadata, tokenizer_metadata
 from reference import Case, check_logits, make_case, make_prompts
 from safetensors.torch import load_file, save_file
+from saved_checkpoints import outputs, quantized, stands_for
 
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.gguf.directory import gguf_directory
@@ -129,6 +130,18 @@ def test_a_file_without_scaling_has_none(case: Case, tmp_path: Path) -> None:
 )
 def test_a_file_equals_transformers(case: Case, options: dict[str, Any]) -> None:
     check_logits(replace(case, path=case.path / "model.gguf"), **options)
+
+
+@pytest.mark.usefixtures("cache")
+def test_quantized_again_its_experts_stay_plain(case: Case, tmp_path: Path) -> None:
+    """Gate and up are stacks of their own in the file, like those of experts without biases."""
+    file = tmp_path / "model.gguf"
+    shutil.copyfile(case.path / "model.gguf", file)
+    path, summary = quantized(file, dequantize=True)
+    assert summary.by_gptq == 8
+    assert summary.of_experts == 0
+    assert not [name for name in summary.plain if "bias" in name]
+    assert outputs(path) == outputs(stands_for(path))
 
 
 def test_the_end_of_a_message_does_not_end_an_answer() -> None:
