@@ -47,6 +47,7 @@ struct Step {
 
     // Sequences of few rows need no tile. A tile converts shared keys to float32 once, not anew for
     // every four rows and for each product.
+    static_assert(!SHARED || TILE >= FEW, "a task of few rows must fit into one tile");
     bool is_few(int64_t seq) const {
         return num_rows(seq) <= (SHARED ? 4 : FEW) && head_dim % LANES == 0;
     }
