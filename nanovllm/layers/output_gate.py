@@ -19,9 +19,12 @@ class OutputGate(SelfAttention):
     """
 
     def __init__(
-        self, make: Build, hidden_size: int, heads: KeysAndValues, *, gates: int, **options: Any
-    ) -> None:
+        self, make: Build, hidden_size: int, heads: KeysAndValues, *,
+        gates: int, qkv_bias: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
         """`gates`: how many there are for each head, one or `head_dim`."""
+        if qkv_bias:
+            raise ValueError("biases of queries, keys and values next to gates are not supported")
         super().__init__(make, hidden_size, heads, **options)
         stored = make.formats.of("qkv_proj")
         self.qkv_proj = HeadsLinear(

@@ -67,7 +67,10 @@ def read(file: Mapping[str, Any]) -> AfmoeConfig:
     """Layers without a window do not rotate. Without `layer_types`, they are every Nth."""
     check_assumed(file, ASSUMED)
     name = "global_attn_every_n_layers"
-    interval = check_int(name, {**DEFAULTS, **file}[name], 1)
+    interval = file.get(name, DEFAULTS[name])
+    if interval is None and file.get("layer_types") is not None:
+        interval = DEFAULTS[name]  # not used next to `layer_types`
+    interval = check_int(name, interval, 1)
     fields = Fields(with_layer_types(file, DEFAULTS, interval), DEFAULTS, FIXED)
     check_activation(fields)
     decoder = decoder_fields(fields)

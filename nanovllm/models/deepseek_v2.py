@@ -16,6 +16,7 @@ from nanovllm.models.latents import (
     latent_fields,
     routed,
 )
+from nanovllm.models.spellings import errors_spell, respelt
 from nanovllm.utils.checks import check_choice
 
 if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
@@ -30,6 +31,7 @@ DEFAULTS: Mapping[str, Any] = {
     "first_k_dense_replace": 0, "norm_topk_prob": False, "max_position_embeddings": 2048,
     "eos_token_id": 2,
 }  # fmt: skip
+SPELLING = {"num_experts": "n_routed_experts"}  # transformers reads both
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
 # What is not computed, or what published files say that transformers does not read.
 ONLY: Mapping[str, Any] = {
@@ -37,9 +39,10 @@ ONLY: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+@errors_spell(SPELLING)
 def read(file: Mapping[str, Any]) -> SparseLatentConfig:
     """Every layer after the first dense ones has experts."""
-    fields = latent_fields(file, DEFAULTS)
+    fields = latent_fields(respelt(file, SPELLING, both=True), DEFAULTS)
     check_only(fields, ONLY)
     num_experts, per_token = routed(fields)
     routing = Routing(
@@ -58,6 +61,8 @@ def _groups(fields: Fields, num_experts: int) -> ExpertGroups | None:
     """The groups that limit the choice, by the best expert of each; "greedy" has none."""
     if check_choice("topk_method", fields["topk_method"], [GREEDY, LIMITED]) == GREEDY:
         return None
+    for name in ("n_group", "topk_group"):
+        fields.size(name)  # null is no number of groups, which this method needs
     return expert_groups(fields, num_experts, best=1)
 
 

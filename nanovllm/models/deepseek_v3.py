@@ -11,12 +11,15 @@ from nanovllm.models.latents import (
     SIZES,
     SparseLatentConfig,
     check_only,
+    is_interleaved,
     latent_decoder,
     latent_experts,
     latent_fields,
-    number_of_drafts,
     routed,
 )
+from nanovllm.models.later_layers import OTHER_NAME, number_of_later
+from nanovllm.models.sigmoid_experts import SPELLING
+from nanovllm.models.spellings import errors_spell, respelt
 
 if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
     from nanovllm.layers.layer import Build
@@ -36,13 +39,14 @@ ROUTER: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+@errors_spell({**SPELLING, **OTHER_NAME})
 def read(file: Mapping[str, Any]) -> SparseLatentConfig:
     """Every layer after the first dense ones has experts."""
-    given = latent_fields(file, DEFAULTS)
+    given = latent_fields(respelt(file, SPELLING, both=True), DEFAULTS)
     return SparseLatentConfig(
-        **latent_decoder(given, interleaved=given.flag("rope_interleave")),
+        **latent_decoder(given, interleaved=is_interleaved(given)),
         experts=latent_experts(given, routing(given), layers_after_dense(given)),
-        num_drafts=number_of_drafts(given, 1),
+        num_drafts=number_of_later(file),
     )
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.formats.names import Names
 from nanovllm.kernels.operands.routing import Routing
+from nanovllm.models.assumed import check_assumed
 from nanovllm.models.experts import (
     ExpertsConfig,
     SharedExpert,
@@ -26,7 +27,7 @@ DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 103_424, "hidden_size": 2560, "intermediate_size": 12_288,
     "num_hidden_layers": 28, "num_attention_heads": 20, "num_key_value_heads": 4,
     "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072, "rope_theta": 500_000.0,
-    "tie_word_embeddings": True, "eos_token_id": 2, "use_bias": False,
+    "tie_word_embeddings": True, "eos_token_id": 2,
     "moe_intermediate_size": 1536, "moe_k": 6, "moe_num_experts": 64,
     "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
     "moe_layer_interval": 1, "moe_norm_min": 1e-12,
@@ -48,8 +49,7 @@ def read(file: Mapping[str, Any]) -> SparseConfig:
     """The shares of a token's experts are divided by their sum, or by `moe_norm_min`."""
     fields = Fields(respelt(file, SPELLING, both=True), respelt(DEFAULTS, SPELLING), NO_WINDOW)
     check_activation(fields)
-    if fields.flag("use_bias"):
-        raise ValueError("use_bias must be false: biases next to experts are not supported")
+    check_assumed(file, {"use_bias": False})  # biases next to experts are not supported
     num_experts, inner = fields.size("num_experts"), fields.size("moe_intermediate_size")
     routing = Routing(
         per_token=experts_per_token(fields, num_experts),

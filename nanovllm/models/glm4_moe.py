@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.models.experts import SparseConfig, layers_after_dense, sparse_model
 from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, check_activation, decoder_fields
-from nanovllm.models.later_layers import LaterLayersConfig, without_later
+from nanovllm.models.later_layers import (
+    OTHER_NAME,
+    LaterLayersConfig,
+    number_of_later,
+    without_later,
+)
 from nanovllm.models.sigmoid_experts import SPELLING, sigmoid_experts
 from nanovllm.models.spellings import errors_spell, partly_rotated, respelt
-from nanovllm.utils.checks import check_int
 
 if TYPE_CHECKING:
     from nanovllm.layers.layer import Build
@@ -22,9 +26,8 @@ DEFAULTS: Mapping[str, Any] = {
     "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "moe_intermediate_size": 1408,
     "num_experts_per_tok": 8, "n_shared_experts": 1, "n_routed_experts": 128,
     "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-    "norm_topk_prob": True, "use_qk_norm": False, "num_mtp_layers": 1,
+    "norm_topk_prob": True, "use_qk_norm": False,
 }  # fmt: skip
-SPELT = {**SPELLING, "num_mtp_layers": "num_nextn_predict_layers"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +35,18 @@ class Glm4MoeConfig(LaterLayersConfig, SparseConfig):
     """With experts, and layers behind those of the model."""
 
 
-@errors_spell(SPELT)
+@errors_spell({**SPELLING, **OTHER_NAME})
 def read(file: Mapping[str, Any]) -> Glm4MoeConfig:
     """Half of each head is rotated, if the file does not say otherwise."""
-    file = partly_rotated(respelt(file, SPELT, both=True), 0.5)
-    fields = Fields(file, respelt(DEFAULTS, SPELT, both=True), NO_WINDOW)
+    file = partly_rotated(respelt(file, SPELLING, both=True), 0.5)
+    fields = Fields(file, DEFAULTS, NO_WINDOW)
     check_activation(fields)
     return Glm4MoeConfig(
         **decoder_fields(fields, partial_rotary=True),
         qk_norm=fields.flag("use_qk_norm"),
         qkv_bias=fields.flag("attention_bias"),
         experts=sigmoid_experts(fields, layers_after_dense(fields)),
-        num_later=check_int("num_nextn_predict_layers", fields["num_nextn_predict_layers"], 0),
+        num_later=number_of_later(file),
     )
 
 

@@ -6,15 +6,17 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.models import deepseek_v3
 from nanovllm.models.experts import layers_after_dense
 from nanovllm.models.family import Family
-from nanovllm.models.fields import Fields
+from nanovllm.models.fields import MAX_LAYERS
 from nanovllm.models.latents import (
     SparseLatentConfig,
     latent_decoder,
     latent_experts,
     latent_fields,
-    number_of_drafts,
 )
-from nanovllm.models.layer_kinds import checked_kinds
+from nanovllm.models.later_layers import OTHER_NAME, number_of_later
+from nanovllm.models.sigmoid_experts import SPELLING
+from nanovllm.models.sparse_kinds import sparse_layers
+from nanovllm.models.spellings import errors_spell, respelt
 
 if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
     from nanovllm.layers.layer import Build
@@ -29,32 +31,20 @@ DEFAULTS: Mapping[str, Any] = {
     "mlp_layer_types": None, "norm_topk_prob": True, "max_position_embeddings": 202_752,
     "rms_norm_eps": 1e-5, "rope_interleave": True, "eos_token_id": 1,
 }  # fmt: skip
-DENSE, SPARSE = "dense", "sparse"
 
 
+@errors_spell({**SPELLING, **OTHER_NAME})
 def read(file: Mapping[str, Any]) -> SparseLatentConfig:
     """Without a list, every layer but the first has experts."""
-    fields = latent_fields(file, DEFAULTS)
-    layers = _layers(fields)
-    first = file.get("first_k_dense_replace")
-    if first is not None and layers_after_dense(fields) != layers:
-        raise ValueError(
-            f"first_k_dense_replace={first} and mlp_layer_types differ; without a list, it is 1"
-        )
+    fields = latent_fields(respelt(file, SPELLING, both=True), DEFAULTS)
+    name, number = "first_k_dense_replace", fields.size("num_hidden_layers", MAX_LAYERS)
+    by_first = () if fields.get(name) is None else layers_after_dense(fields)
+    layers = sparse_layers(fields, number, name, by_first)
     return SparseLatentConfig(
         **latent_decoder(fields, interleaved=fields.flag("rope_interleave")),
         experts=latent_experts(fields, deepseek_v3.routing(fields), layers),
-        num_drafts=number_of_drafts(fields, 1),
+        num_drafts=number_of_later(file),
     )
-
-
-def _layers(fields: Fields) -> frozenset[int]:
-    """The layers with experts."""
-    number, kinds = fields.size("num_hidden_layers"), fields["mlp_layer_types"]
-    if kinds is None:
-        return frozenset(range(1, number))
-    checked = checked_kinds("mlp_layer_types", kinds, (DENSE, SPARSE), number)
-    return frozenset(index for index, kind in enumerate(checked) if kind == SPARSE)
 
 
 def build(config: SparseLatentConfig, make: "Build") -> "CausalLM":

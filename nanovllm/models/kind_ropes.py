@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
 Parameters = Mapping[str, Any]
+PART = "partial_rotary_factor"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +34,7 @@ class KindRopesConfig(ModelConfig):
 def without_ropes(file: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a file, without those of ropes."""
     return {
-        name: value
-        for name, value in file.items()
-        if not name.startswith("rope_") and name != "partial_rotary_factor"
+        name: value for name, value in file.items() if not name.startswith("rope_") and name != PART
     }
 
 
@@ -45,14 +44,16 @@ def kind_ropes(
     head_dim: int,
     kinds: Collection[str],
     defaults: Mapping[str, Parameters],
+    part: float,
 ) -> dict[str, Parameters]:
     """The fields of the ropes. Of types that are not among `kinds`, a file may have none.
 
-    `defaults` has the parameters of each type for files without `rope_parameters`. `raw` has the
+    `defaults` has the parameters of each type for files without `rope_parameters`; in files with
+    them, a rope without `partial_rotary_factor` rotates the `part` of each head. `raw` has the
     file's other fields, with defaults.
     """
-    given, old = file.get("rope_parameters"), file.get("rope_scaling")
-    if old is not None:
+    given, old, top = (file.get(name) for name in ("rope_parameters", "rope_scaling", PART))
+    if old is not None and not _is_default(old):
         raise ValueError(f"rope_scaling must be null, got {shorten(old)}; use rope_parameters")
     given = defaults if given is None else given
     if not isinstance(given, Mapping) or given.keys() - {*LAYER_TYPES}:
@@ -60,17 +61,29 @@ def kind_ropes(
             f"rope_parameters must have the parameters of {' and '.join(LAYER_TYPES)} layers, got"
             f" {shorten(given)}"
         )
-    found = {kind: _of_kind(raw, head_dim, kind, given.get(kind)) for kind in kinds}
+    found = {kind: _of_kind(raw, head_dim, kind, given.get(kind), part) for kind in kinds}
+    if top is not None and all(top != rope[PART] for rope in found.values()):
+        raise ValueError(f"{PART}={shorten(top)} is that of no rope in rope_parameters")
     full, sliding = (found.get(kind, next(iter(found.values()))) for kind in LAYER_TYPES)
     return dict(rope_parameters=full, sliding_rope_parameters=sliding)
 
 
-def _of_kind(raw: Mapping[str, Any], head_dim: int, kind: str, own: object) -> dict[str, Any]:
+def _is_default(old: object) -> bool:
+    """Whether a `rope_scaling` says no more than the default type."""
+    return isinstance(old, Mapping) and all(
+        name in ("type", "rope_type") and value == "default" for name, value in old.items()
+    )
+
+
+def _of_kind(
+    raw: Mapping[str, Any], head_dim: int, kind: str, own: object, part: float
+) -> dict[str, Any]:
     """The parameters of one rope, checked."""
     if not isinstance(own, Mapping) or "rope_theta" not in own:
         raise ValueError(f"rope_parameters of {kind} must have a rope_theta, got {shorten(own)}")
+    own = {**own, PART: part} if own.get(PART) is None else {**own}
     try:
-        return rope_parameters(raw, {"rope_parameters": {**own}}, head_dim, True, {})
+        return rope_parameters(raw, {"rope_parameters": own}, head_dim, True, {})
     except (TypeError, ValueError) as error:
         raise type(error)(f"rope_parameters of {kind}: {error}") from None
 

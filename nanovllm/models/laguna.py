@@ -28,6 +28,7 @@ from nanovllm.models.fields import (
     ids,
 )
 from nanovllm.models.kind_ropes import KindRopesConfig, kind_ropes, ropes_of, without_ropes
+from nanovllm.models.layer_kinds import checked_kinds
 from nanovllm.models.shapes import LayerShape, MatrixShape
 from nanovllm.models.sparse_kinds import sparse_layers
 from nanovllm.models.window_pattern import FIXED
@@ -57,6 +58,7 @@ ASSUMED: Mapping[str, Any] = {
 SOFT_CAP = "moe_router_logit_softcapping"
 SHARED_SIZE = "shared_expert_intermediate_size"
 PER_HEAD, PER_ELEMENT = "per-head", "per-element"
+GATING_TYPES = {"per_head": PER_HEAD, "per_element": PER_ELEMENT}  # in lists of each layer's
 NAMES = Names(
     fused={**FUSED, "qkv_proj": (*FUSED["qkv_proj"], "g_proj")},
     pieces={
@@ -93,20 +95,25 @@ def read(file: Mapping[str, Any]) -> LagunaConfig:
     if fields["layer_types"] is None:
         fields["layer_types"] = [FULL] * num_layers
     decoder = decoder_fields(fields)
-    ropes = kind_ropes(file, fields, decoder["head_dim"], {*fields["layer_types"]}, ROPES)
+    ropes = kind_ropes(file, fields, decoder["head_dim"], {*fields["layer_types"]}, ROPES, 1.0)
     return LagunaConfig(
         **decoder | ropes,
         qk_norm=True,
         query_heads=_query_heads(fields, num_layers),
-        gates=_gates(fields, decoder["head_dim"]),
+        gates=_gates(fields, decoder["head_dim"], num_layers),
         experts=_experts(fields, num_layers),
     )
 
 
 def _experts(fields: Fields, num_layers: int) -> ExpertsConfig:
-    """The layers of `mlp_only_layers`, if the file has it, are those without experts."""
-    num_experts, dense = number_of_experts(fields), fields.get("mlp_only_layers")
-    by_dense = {*range(num_layers)} - ids("mlp_only_layers", dense)
+    """The layers of `mlp_only_layers`, if the file has it, are those without experts.
+
+    An empty list says nothing if the file has no `mlp_layer_types`.
+    """
+    num_experts, name = number_of_experts(fields), "mlp_only_layers"
+    dense = fields.get(name)
+    says = dense != [] or fields["mlp_layer_types"] is not None
+    by_dense = {*range(num_layers)} - ids(name, dense)
     cap = check_float(SOFT_CAP, fields[SOFT_CAP], 0.0)
     routing = Routing(
         per_token=experts_per_token(fields, num_experts), normalized=True, scores="sigmoid",
@@ -114,7 +121,7 @@ def _experts(fields: Fields, num_layers: int) -> ExpertsConfig:
     )  # fmt: skip
     return ExpertsConfig(
         num_experts, fields.size("moe_intermediate_size"), routing,
-        sparse_layers(fields, num_layers, "mlp_only_layers", by_dense),
+        sparse_layers(fields, num_layers, name if says else "", by_dense),
         SharedExpert(fields.size(SHARED_SIZE), size_name=SHARED_SIZE),
     )  # fmt: skip
 
@@ -135,14 +142,15 @@ def _query_heads(fields: Fields, num_layers: int) -> tuple[int, ...]:
     return found
 
 
-def _gates(fields: Fields, head_dim: int) -> int:
+def _gates(fields: Fields, head_dim: int, num_layers: int) -> int:
     """The number of gates of each head. `gating_types` of the file must agree for all layers."""
     gating = PER_HEAD if fields["gating"] is True else fields["gating"]
     if gating not in (PER_HEAD, PER_ELEMENT):
-        allowed = f"true, {PER_HEAD!r} or {PER_ELEMENT!r}"
-        raise ValueError(f"gating must be {allowed}, got {shorten(gating)}")
-    types = fields.get("gating_types")
-    if any(str(kind).replace("_", "-") != gating for kind in types or ()):
+        choices = f"true, {PER_HEAD!r} or {PER_ELEMENT!r}"
+        raise ValueError(f"gating must be {choices}, got {shorten(gating)}")
+    types, allowed = fields.get("gating_types"), (*GATING_TYPES, PER_HEAD, PER_ELEMENT)
+    kinds = () if types is None else checked_kinds("gating_types", types, allowed, num_layers)
+    if any(GATING_TYPES.get(kind, kind) != gating for kind in kinds):
         raise ValueError(f"gating_types={shorten(types)} contradict gating={gating!r}")
     return 1 if gating == PER_HEAD else head_dim
 

@@ -16,14 +16,13 @@ from nanovllm.models.experts import (
 )
 from nanovllm.models.fields import NO_WINDOW, Fields, check_activation, decoder_fields
 from nanovllm.models.shapes import LayerShape, MatrixShape
-from nanovllm.utils.checks import check_int, shorten
+from nanovllm.utils.checks import shorten
 
 # The sizes that transformers' classes give to fields that a file leaves out.
 SIZES: Mapping[str, Any] = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }  # fmt: skip
-DRAFTS = "num_nextn_predict_layers", "num_mtp_layers"  # names of one field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +128,9 @@ def check_only(fields: Fields, only: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must be {value!r}, got {shorten(fields[name])}")
 
 
-def number_of_drafts(fields: Fields, default: int) -> int:
-    """The number of layers behind the last one that predict later tokens."""
-    given = [fields.file[name] for name in DRAFTS if fields.file.get(name) is not None]
-    return check_int(DRAFTS[0], given[0] if given else default, 0)
+def is_interleaved(fields: Fields) -> bool:
+    """Whether the two numbers of a rotated pair are neighbours; null is false."""
+    return fields["rope_interleave"] is not None and fields.flag("rope_interleave")
 
 
 def latent_experts(fields: Fields, routing: Routing, layers: frozenset[int]) -> ExpertsConfig:

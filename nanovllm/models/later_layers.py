@@ -5,9 +5,11 @@ It has the form of Qwen3-Next's draft head, under other names.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.spellings import respelt
+from nanovllm.utils.checks import check_int
 
 if TYPE_CHECKING:
     from nanovllm.models.decoder import CausalLM
@@ -18,6 +20,8 @@ PARTS = {
     "eh_proj.": "fc.", "enorm.": "pre_fc_norm_embedding.", "hnorm.": "pre_fc_norm_hidden.",
     "shared_head.norm.": "norm.", "": "layers.0.",
 }  # fmt: skip
+NUMBER = "num_nextn_predict_layers"
+OTHER_NAME = {"num_mtp_layers": NUMBER}
 COPIES = ("embed_tokens.", "shared_head.head.")  # of the model's own tables
 
 
@@ -32,6 +36,12 @@ class LaterLayersConfig(ModelConfig):
         """The beginning of the names of each of these layers' tensors."""
         first = self.num_hidden_layers
         return tuple(f"model.layers.{index}." for index in range(first, first + self.num_later))
+
+
+def number_of_later(file: Mapping[str, Any]) -> int:
+    """The number of layers behind those of the model: one, if the file does not say it."""
+    given = {n: file[n] for n in (NUMBER, *OTHER_NAME) if file.get(n) is not None}
+    return check_int(NUMBER, respelt(given, OTHER_NAME, both=True).get(NUMBER, 1), 0)
 
 
 def head_prefixes(layer: str, above: str = PREFIX) -> Mapping[str, str]:

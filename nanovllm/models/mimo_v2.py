@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.formats.names import Names
 from nanovllm.kernels.operands.routing import Routing
 from nanovllm.layers.cache_spec import KeysAndValues
+from nanovllm.models import sigmoid_experts
 from nanovllm.models.assumed import check_assumed
 from nanovllm.models.experts import (
     ExpertsConfig,
@@ -49,7 +50,7 @@ EQUAL = {
     "swa_num_attention_heads": "num_attention_heads", "swa_head_dim": "head_dim",
     "swa_v_head_dim": "v_head_dim",
 }  # fmt: skip
-SPELLING = {"layernorm_epsilon": "rms_norm_eps"}
+SPELLING = {"layernorm_epsilon": "rms_norm_eps", **sigmoid_experts.SPELLING}
 THETAS = {FULL: ("rope_theta", 5_000_000.0), SLIDING: ("swa_rope_theta", 10_000.0)}
 ROTATED = 0.334  # of each head
 NAMES = Names(
@@ -105,7 +106,7 @@ def read(file: Mapping[str, Any]) -> MiMoV2Config:
     fields["sliding_window"] = _window(fields)
     decoder = decoder_fields(fields)
     head_dim, scale = decoder["head_dim"], fields["attention_value_scale"]
-    ropes = kind_ropes(file, fields, head_dim, {*fields["layer_types"]}, _old_ropes(file))
+    ropes = kind_ropes(file, fields, head_dim, {*fields["layer_types"]}, _old_ropes(file), ROTATED)
     return MiMoV2Config(
         **decoder | ropes,
         qkv_bias=fields.flag("attention_bias"),

@@ -8,7 +8,13 @@ from nanovllm.kernels.operands.routing import Routing
 from nanovllm.models.assumed import check_assumed
 from nanovllm.models.experts import ExpertsConfig, all_layers, experts_per_token, number_of_experts
 from nanovllm.models.family import Family
-from nanovllm.models.fields import NO_WINDOW, Fields, check_activation, decoder_fields
+from nanovllm.models.fields import (
+    MAX_LAYERS,
+    NO_WINDOW,
+    Fields,
+    check_activation,
+    decoder_fields,
+)
 from nanovllm.models.mixtral import EXPERTS
 from nanovllm.models.olmoe import OlmoeConfig, build
 from nanovllm.utils.checks import check_int, shorten
@@ -35,11 +41,11 @@ NAMES = Names(
 def read(file: Mapping[str, Any]) -> OlmoeConfig:
     """The intermediate size is that of each expert, and all layers have full attention."""
     check_assumed(file, ASSUMED)
-    kinds = file.get("attn_type_list") or []
-    if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
-        raise ValueError(f"attn_type_list must be a list of 1, got {shorten(kinds)}")
     fields = Fields(_with_rotated_part(file), DEFAULTS, NO_WINDOW)
     check_activation(fields)
+    kinds, num_layers = fields.get("attn_type_list"), fields.size("num_hidden_layers", MAX_LAYERS)
+    if kinds not in (None, [], [1] * num_layers):
+        raise ValueError(f"attn_type_list must be {num_layers} times 1, got {shorten(kinds)}")
     num_experts = number_of_experts(fields)
     per_token = experts_per_token(fields, num_experts)
     routing = Routing(per_token=per_token, normalized=True, scores="sigmoid", has_bias=True)

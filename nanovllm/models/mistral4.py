@@ -9,12 +9,15 @@ from nanovllm.models.experts import expert_groups, layers_after_dense
 from nanovllm.models.family import Family
 from nanovllm.models.latents import (
     SparseLatentConfig,
+    is_interleaved,
     latent_decoder,
     latent_experts,
     latent_fields,
     routed,
 )
 from nanovllm.models.ministral3 import SPELLINGS, without_growth
+from nanovllm.models.sigmoid_experts import SPELLING
+from nanovllm.models.spellings import errors_spell, respelt
 from nanovllm.utils.checks import check_float, check_int, shorten
 
 if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
@@ -52,10 +55,12 @@ class Mistral4Config(SparseLatentConfig):
         return int(length or self.max_position_embeddings)
 
 
+@errors_spell(SPELLING)
 def read(file: Mapping[str, Any]) -> Mistral4Config:
     """Every layer after the first dense ones has experts."""
     file, growth = without_growth(file, YARN, DEFAULTS)
-    fields = latent_fields(_with_whole_rotation(file), DEFAULTS)
+    file = respelt(_with_whole_rotation(file), SPELLING, both=True)
+    fields = latent_fields(file, DEFAULTS)
     num_experts, per_token = routed(fields)
     routing = Routing(
         per_token=per_token,
@@ -64,30 +69,32 @@ def read(file: Mapping[str, Any]) -> Mistral4Config:
         scale=fields.number("routed_scaling_factor"),
     )
     return Mistral4Config(
-        **latent_decoder(fields, interleaved=fields.flag("rope_interleave")),
+        **latent_decoder(fields, interleaved=is_interleaved(fields)),
         experts=latent_experts(fields, routing, layers_after_dense(fields)),
         query_growth=growth,
     )
 
 
 def _with_whole_rotation(file: Mapping[str, Any]) -> dict[str, Any]:
-    """The file without the rotated part of a head in its rope: the sizes of the parts say it."""
+    """The file without the rotated part of a head: the sizes of the parts say it.
+
+    At the top level it may also be 1, for the rotated part alone.
+    """
     sizes = {**DEFAULTS, **file}
     rotated, plain = (
         check_int(f"qk_{kind}_head_dim", sizes[f"qk_{kind}_head_dim"], 1)
         for kind in ("rope", "nope")
     )
     given = {name: {**file[name]} for name in SPELLINGS if isinstance(file.get(name), Mapping)}
-    for rope in given.values():
-        part = rope.pop(PART, None)
-        if part is None:
-            continue
+    top = None if file.get(PART) == 1.0 else file.get(PART)
+    parts = (top, *(rope.pop(PART, None) for rope in given.values()))
+    for part in (each for each in parts if each is not None):
         if int((rotated + plain) * check_float(PART, part, 0.0, 1.0)) != rotated:
             raise ValueError(
                 f"{PART}={shorten(part)} of qk_nope_head_dim={plain} and qk_rope_head_dim={rotated}"
                 " together is not the latter"
             )
-    return {**file, **given}
+    return {n: value for n, value in file.items() if n != PART} | given
 
 
 def build(config: Mistral4Config, make: "Build") -> "CausalLM":

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nanovllm.models.assumed import check_assumed
 from nanovllm.models.experts import SparseConfig, all_layers, sparse_model
 from nanovllm.models.family import Family
 from nanovllm.models.fields import NO_WINDOW, Fields, check_activation, decoder_fields
 from nanovllm.models.sigmoid_experts import SPELLING, sigmoid_experts
 from nanovllm.models.spellings import errors_spell, respelt
-from nanovllm.utils.checks import shorten
 
 INNER = "moe_intermediate_size"
 DEFAULTS: Mapping[str, Any] = {
@@ -25,9 +25,7 @@ UNREAD: Mapping[str, Any] = {"first_k_dense_replace": 0, "use_qk_norm": False}
 @errors_spell(SPELLING)
 def read(file: Mapping[str, Any]) -> SparseConfig:
     """No layer is dense, whatever the `intermediate_size` of the file."""
-    for name, needed in UNREAD.items():
-        if file.get(name, needed) != needed:
-            raise ValueError(f"{name} must be {needed}, got {shorten(file[name])}")
+    check_assumed(file, UNREAD)
     spelt = respelt(file, SPELLING, both=True)
     inner = spelt.get(INNER, DEFAULTS[INNER])
     fields = Fields(spelt, DEFAULTS, {**NO_WINDOW, "intermediate_size": inner})

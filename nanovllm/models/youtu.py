@@ -4,7 +4,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.models.family import Family
-from nanovllm.models.latents import SIZES, LatentConfig, latent_decoder, latent_fields
+from nanovllm.models.latents import (
+    SIZES,
+    LatentConfig,
+    is_interleaved,
+    latent_decoder,
+    latent_fields,
+)
 
 if TYPE_CHECKING:  # they need PyTorch, which reading a config does not
     from nanovllm.layers.layer import Build
@@ -20,7 +26,7 @@ DEFAULTS: Mapping[str, Any] = {
 def read(file: Mapping[str, Any]) -> LatentConfig:
     """Dense layers alone."""
     fields = latent_fields(file, DEFAULTS)
-    return LatentConfig(**latent_decoder(fields, interleaved=fields.flag("rope_interleave")))
+    return LatentConfig(**latent_decoder(fields, interleaved=is_interleaved(fields)))
 
 
 def build(config: LatentConfig, make: "Build") -> "CausalLM":

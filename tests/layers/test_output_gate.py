@@ -12,6 +12,7 @@ from nanovllm.kernels.operands.routing import Routing
 from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.heads_linear import HeadsLinear
 from nanovllm.layers.layer import Build
+from nanovllm.layers.output_gate import OutputGate
 from nanovllm.layers.ranks import Ranks
 from nanovllm.layers.sparse_mlp import ExpertRouter
 
@@ -38,6 +39,13 @@ def test_ranks_have_the_rows_of_their_heads(size: int) -> None:
     for index, matrix in enumerate(matrices):
         ranks = keys if index in (1, 2) else range(size)
         assert torch.equal(torch.cat([found[rank][index] for rank in ranks]), matrix)
+
+
+def test_biases_next_to_gates_are_refused() -> None:
+    """They would be made, and then dropped with the projections without gates."""
+    make = Build(Ranks(0, 1), PLAIN_FORMATS, 16)
+    with pytest.raises(ValueError, match="biases of queries, keys and values next to gates"):
+        OutputGate(make, HIDDEN, HEADS, gates=1, qkv_bias=True)
 
 
 @torch.inference_mode()

@@ -180,7 +180,15 @@ def test_published_models_have_their_scales_and_groups() -> None:
         ("DeepSeek-V2", dict(norm_topk_prob=True), "norm_topk_prob must be False, got True"),
         ("DeepSeek-V2", dict(topk_method="noaux_tc"), "topk_method must be one of 'greedy'"),
         ("DeepSeek-V2", dict(mlp_bias=True), "mlp_bias must be False"),
-        ("GLM-4.7-Flash", dict(first_k_dense_replace=2), "mlp_layer_types differ"),
+        ("GLM-4.7-Flash", dict(first_k_dense_replace=2), "first_k_dense_replace=2 contradicts"),
+        ("GLM-4.7-Flash", dict(num_local_experts=9), "num_local_experts=9 and n_routed_experts=8"),
+        (V3, dict(num_mtp_layers=3, num_nextn_predict_layers=1), "num_mtp_layers=3 and num_nextn"),
+        (V3, dict(num_local_experts=9), "num_local_experts=9 and n_routed_experts=8 differ"),
+        ("DeepSeek-V2", dict(num_experts=9), "num_experts=9 and n_routed_experts=8 differ"),
+        ("DeepSeek-V2", dict(n_group=None), "n_group must be an int >= 1, got None"),
+        ("DeepSeek-V2", dict(topk_group=None), "topk_group must be an int"),
+        ("Mistral 4", dict(partial_rotary_factor=0.9), "partial_rotary_factor=0.9 of qk_nope"),
+        ("Mistral 4", dict(num_local_experts=9), "num_local_experts=9 and n_routed_experts"),
         ("GLM-4.7-Flash", dict(mlp_layer_types=["dense"]), "mlp_layer_types has 1 entries"),
         ("Mistral 4", dict(qk_nope_head_dim=20), "partial_rotary_factor"),
         ("MiniCPM3", dict(scale_depth=-1.0), "scale_depth"),
@@ -192,5 +200,35 @@ def test_values_that_are_not_computed_are_refused(
 ) -> None:
     path = write(tmp_path, replace(SAMPLES[name], adjust=None))
     edit_config(path, **changes)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         ModelConfig.from_dir(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("DeepSeek-V3", "num_local_experts"), ("DeepSeek-V2", "num_experts"),
+        ("GLM-4.7-Flash", "num_local_experts"), ("Mistral-Small-4-119B", "num_local_experts"),
+    ],
+)  # fmt: skip
+def test_the_number_of_experts_has_another_name(name: str, theirs: str) -> None:
+    file = {**PUBLISHED[name].file}
+    assert file.pop("n_routed_experts") != 96
+    found = ModelConfig.parse({**file, theirs: 96})
+    assert isinstance(found, SparseLatentConfig) and found.experts.num_experts == 96
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "Mistral-Small-4-119B"])
+def test_a_null_of_neighbours_is_false(name: str) -> None:
+    """As in transformers; an absent one is true."""
+    file = {n: v for n, v in PUBLISHED[name].file.items() if n != "rope_interleave"}
+    for changes, expected in (({}, True), ({"rope_interleave": None}, False)):
+        found = ModelConfig.parse(file | changes)
+        assert isinstance(found, SparseLatentConfig) and found.latent.interleaved is expected
+
+
+@pytest.mark.parametrize("part", [0.5, 1.0])
+def test_a_part_at_the_top_level_changes_nothing(part: float) -> None:
+    """The sizes say the same, or that the rotated part is rotated whole."""
+    file = PUBLISHED["Mistral-Small-4-119B"].file
+    assert ModelConfig.parse(file | {"partial_rotary_factor": part}) == ModelConfig.parse(file)

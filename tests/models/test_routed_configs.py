@@ -41,7 +41,7 @@ def test_the_layers_with_experts_of_ernie(changes: dict[str, Any], expected: Any
 @pytest.mark.parametrize(
     ("name", "changes", "says"),
     [
-        ("ERNIE-4.5-21B-A3B", dict(use_bias=True), "use_bias must be false"),
+        ("ERNIE-4.5-21B-A3B", dict(use_bias=True), "use_bias must be False, got True"),
         ("ERNIE-4.5-21B-A3B", dict(moe_k=65), "moe_k must be in [1, 64], got 65"),
         ("ERNIE-4.5-21B-A3B", dict(num_experts=3), "moe_num_experts=64 and num_experts=3 differ"),
         ("ERNIE-4.5-21B-A3B", dict(moe_num_shared_experts=-1), "moe_num_shared_experts"),
@@ -52,6 +52,7 @@ def test_the_layers_with_experts_of_ernie(changes: dict[str, Any], expected: Any
         ("Hunyuan-A13B", dict(use_cla=True), "use_cla must be False, got True"),
         ("GLM-4.5", dict(num_local_experts=9), "num_local_experts=9 and n_routed_experts=160"),
         ("GLM-4.5", dict(num_nextn_predict_layers=-1), "num_nextn_predict_layers"),
+        ("GLM-4.5", dict(num_mtp_layers=3), "num_mtp_layers=3 and num_nextn_predict_layers=1"),
         ("GLM-4.5", dict(n_shared_experts=0), "n_shared_experts"),
         ("Solar-Open-100B", dict(use_qk_norm=True), "use_qk_norm must be False, got True"),
         ("Solar-Open-100B", dict(first_k_dense_replace=1), "first_k_dense_replace must be 0"),
@@ -61,6 +62,17 @@ def test_the_layers_with_experts_of_ernie(changes: dict[str, Any], expected: Any
 def test_what_is_not_supported_is_refused(name: str, changes: dict[str, Any], says: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(says)):
         read(name, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("GLM-4.5", "num_nextn_predict_layers"), ("Solar-Open-100B", "first_k_dense_replace"),
+        ("Solar-Open-100B", "use_qk_norm"), ("ERNIE-4.5-21B-A3B", "use_bias"),
+    ],
+)  # fmt: skip
+def test_null_is_as_absent(name: str, field: str) -> None:
+    assert read(name, **{field: None}) == read(name)
 
 
 def test_windows_of_dots_are_in_late_layers() -> None:

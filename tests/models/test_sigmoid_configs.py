@@ -37,6 +37,35 @@ def test_every_spelling_of_a_published_file_is_one_model() -> None:
     assert ModelConfig.parse(theirs) == read(MIMO)
 
 
+@pytest.mark.parametrize(
+    ("name", "parts"), [(MIMO, (0.334, 0.334)), (LAGUNA, (1.0, 1.0))], ids=["MiMo", "Laguna"]
+)
+def test_a_rope_without_a_part_rotates_that_of_transformers(
+    name: str, parts: tuple[float, float]
+) -> None:
+    ropes = {FULL: dict(rope_theta=5e6), SLIDING: dict(rope_theta=1e4)}
+    config = read(name, rope_parameters=ropes, partial_rotary_factor=None)
+    both = config.rope_parameters, config.sliding_rope_parameters
+    assert tuple(rope["partial_rotary_factor"] for rope in both) == parts
+
+
+@pytest.mark.parametrize("name", [LAGUNA, MIMO])
+@pytest.mark.parametrize("old", [{}, {"type": "default"}, {"rope_type": "default"}], ids=str)
+def test_a_default_scaling_is_none(name: str, old: dict[str, str]) -> None:
+    assert read(name, rope_scaling=old) == read(name)
+
+
+def test_what_says_nothing_is_as_absent() -> None:
+    """No list of dense layers, and an interval that nothing uses next to a list of types."""
+    plain = dict(mlp_layer_types=None, mlp_only_layers=None)
+    assert read(LAGUNA, **plain | {"mlp_only_layers": []}) == read(LAGUNA, **plain)
+    assert read(MINI, global_attn_every_n_layers=None) == read(MINI)
+
+
+def test_experts_of_mimo_have_another_name() -> None:
+    assert read(MIMO, n_routed_experts="left out", num_local_experts=256) == read(MIMO)
+
+
 def test_layers_of_mimo_have_heads_windows_and_ropes_of_their_own() -> None:
     config = read(MIMO)
     assert isinstance(config, MiMoV2Config)
@@ -75,7 +104,8 @@ def test_only_layers_of_trinity_with_a_window_rotate() -> None:
     [
         (MINIMAX, dict(use_qk_norm=False), "use_qk_norm must be True"),
         (MINIMAX, dict(scoring_func="softmax"), "scoring_func must be 'sigmoid'"),
-        (MINIMAX, dict(attn_type_list=[1, 0]), "attn_type_list must be a list of 1"),
+        (MINIMAX, dict(attn_type_list=[1, 0] * 31), "attn_type_list must be 62 times 1"),
+        (MINIMAX, dict(attn_type_list=[1]), "attn_type_list must be 62 times 1"),
         (MINIMAX, dict(rotary_dim=0), "rotary_dim must be"),
         (MINIMAX, dict(partial_rotary_factor=0.25), "partial_rotary_factor=0.25 and rotary_dim=64"),
         (MINIMAX, dict(rope_parameters=HALF | {"rope_theta": 1e4}), "differ"),
@@ -85,10 +115,15 @@ def test_only_layers_of_trinity_with_a_window_rotate() -> None:
         (NANO, dict(attention_bias=True), "attention_bias must be False"),
         (NANO, dict(sliding_window=None), "sliding_window is not set"),
         (NANO, dict(global_attn_every_n_layers=0), "global_attn_every_n_layers must be"),
+        (NANO, dict(global_attn_every_n_layers=None), "global_attn_every_n_layers must be"),
         (NANO, dict(num_shared_experts=0), "num_shared_experts must be"),
         (NANO, dict(mup_enabled=1), "mup_enabled must be"),
         (LAGUNA, dict(gating=False), "gating must be true, 'per-head' or 'per-element'"),
         (LAGUNA, dict(gating="per-element"), "gating_types="),
+        (LAGUNA, dict(gating_types="per_head"), "gating_types must be a list"),
+        (LAGUNA, dict(gating_types=["per_head"]), "gating_types has 1 entries"),
+        (LAGUNA, dict(gating_types=["other"] * 48), "gating_types ['other', 'other',"),
+        (LAGUNA, dict(mlp_only_layers=[]), "mlp_only_layers=[] contradicts mlp_layer_types"),
         (LAGUNA, dict(mlp_only_layers=[1]), "mlp_only_layers=[1] contradicts mlp_layer_types"),
         (LAGUNA, dict(mlp_layer_types=["moe"] * 48), "mlp_layer_types"),
         (LAGUNA, dict(num_attention_heads_per_layer=[48]), "must be a list of 48 numbers"),
@@ -96,6 +131,8 @@ def test_only_layers_of_trinity_with_a_window_rotate() -> None:
         (LAGUNA, dict(rope_parameters=HALF), "rope_parameters must have the parameters of"),
         (LAGUNA, dict(rope_parameters={FULL: HALF}), "of sliding_attention must have a rope_theta"),
         (LAGUNA, dict(rope_scaling=HALF), "rope_scaling must be null"),
+        (MIMO, dict(rope_scaling={"type": "linear"}), "rope_scaling must be null"),
+        (LAGUNA, dict(partial_rotary_factor=0.25), "partial_rotary_factor=0.25 is that of no rope"),
         (
             LAGUNA,
             dict(rope_parameters={FULL: HALF, SLIDING: HALF | {"partial_rotary_factor": 0.26}}),
@@ -113,6 +150,7 @@ def test_only_layers_of_trinity_with_a_window_rotate() -> None:
         (MIMO, dict(rms_norm_eps=1e-6), "layernorm_epsilon=1e-05 and rms_norm_eps=1e-06 differ"),
         (MIMO, dict(layernorm_epsilon=0), "layernorm_epsilon must be"),
         (MIMO, dict(sliding_window_size=0), "sliding_window_size must be"),
+        (MIMO, dict(num_local_experts=8), "num_local_experts=8 and n_routed_experts=256 differ"),
         (MIMO, dict(n_group=3), "n_group=3 must divide"),
         (MIMO, dict(n_shared_experts=1), "n_shared_experts must be 0"),
     ],

@@ -45,6 +45,8 @@ struct Step {
     int64_t num_queries(int64_t seq) const { return q_ends[seq + 1] - q_ends[seq]; }
     int64_t num_rows(int64_t seq) const { return num_queries(seq) * group(); }
 
+    static_assert(!SHARED || TILE >= FEW, "a task of few rows must fit into one tile");
+
     // Sequences of few rows need no tile. A tile converts shared keys to float32 once, not anew for
     // every four rows and for each product.
     bool is_few(int64_t seq) const {

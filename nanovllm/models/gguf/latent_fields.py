@@ -9,7 +9,8 @@ from nanovllm.models.gguf.metadata import Metadata
 from nanovllm.models.gguf.usual_fields import Config
 
 SOFTMAX, SIGMOID = 1, 2  # gating functions
-LOG_MULTIPLIER = 0.1  # of yarn's `mscale_all_dim` in the files
+# Of DeepSeek V3 and R1. Files may leave out the number of groups, and how many are chosen.
+V3_EXPERTS, V3_GROUPS = 256, (8, 4)
 
 
 def latent_heads(metadata: Metadata) -> Config:
@@ -42,16 +43,20 @@ def _deepseek2(metadata: Metadata) -> Config:
         return {"architectures": ["YoutuForCausalLM"], "model_type": "youtu"}
     kind = metadata.get("expert_gating_func", SOFTMAX)
     metadata.only("expert_gating_func", (SOFTMAX, SIGMOID))
-    groups = metadata.size("expert_group_count", 1)
+    experts = metadata.size("expert_count")
+    says_groups = metadata.get("expert_group_count", None) is not None
+    is_v3 = (kind, experts) == (SIGMOID, V3_EXPERTS)
+    usual = V3_GROUPS if is_v3 and not says_groups else (1, 1)
+    groups = metadata.size("expert_group_count", usual[0])
     config = {
-        "n_routed_experts": metadata.size("expert_count"),
+        "n_routed_experts": experts,
         "num_experts_per_tok": metadata.size("expert_used_count"),
         "n_shared_experts": metadata.size("expert_shared_count"),
         "moe_intermediate_size": metadata.size("expert_feed_forward_length"),
         "first_k_dense_replace": metadata.get("leading_dense_block_count", 0),
         "routed_scaling_factor": metadata.number("expert_weights_scale", 1.0),
         "norm_topk_prob": metadata.get("expert_weights_norm", False),
-        "n_group": groups, "topk_group": metadata.size("expert_group_used_count", 1),
+        "n_group": groups, "topk_group": metadata.size("expert_group_used_count", usual[1]),
         "num_nextn_predict_layers": 0,
     }  # fmt: skip
     if kind == SIGMOID:

@@ -85,7 +85,9 @@ def _scale_weights(metadata: Metadata) -> dict[str, float]:
     if metadata.architecture != "deepseek2":
         metadata.only(key, (0.0,))
         return {}
-    weight = round(10 * metadata.number(key, 0.0), 6)
+    if not metadata.get(key, 0.0):
+        return {}
+    weight = round(10 * metadata.number(key), 6)
     return {"mscale": weight, "mscale_all_dim": weight}
 
 

@@ -8,6 +8,9 @@ from conftest import edit_config
 from converted_files import File, check_outputs, output, write_file
 
 from nanovllm import LLM
+from nanovllm.kernels.operands.routing import ExpertGroups
+from nanovllm.models.config import ModelConfig
+from nanovllm.models.gguf.directory import gguf_directory
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")
 
@@ -51,6 +54,29 @@ def test_what_is_not_computed_is_refused(changes: dict[str, Any], tmp_path: Path
     path = write_file(FILES[0].write_model(tmp_path), "deepseek2", **changes)
     with pytest.raises(ValueError, match=next(iter(changes))):
         LLM(str(path), device="cpu")
+
+
+def config_of(path: Path) -> Any:
+    return ModelConfig.from_dir(gguf_directory(path))
+
+
+@pytest.mark.parametrize(("experts", "groups"), [(256, ExpertGroups(8, 4, best=2)), (64, None)])
+def test_files_of_v3_may_leave_out_the_groups(
+    experts: int, groups: ExpertGroups | None, tmp_path: Path
+) -> None:
+    """Sigmoids of 256 experts are those of V3; Moonlight has 64, in one group."""
+    few = dict(num_hidden_layers=2, moe_intermediate_size=8, n_group=1, topk_group=1)
+    file = File("deepseek2", "DeepSeek-V3", WIDE | few | dict(n_routed_experts=experts))
+    left_out = dict(expert_group_count=None, expert_group_used_count=None)
+    path = write_file(file.write_model(tmp_path), "deepseek2", **left_out)
+    assert config_of(path).experts.routing.groups == groups
+
+
+def test_a_multiplier_of_zero_is_as_absent(tmp_path: Path) -> None:
+    """Converters write a tenth of `mscale_all_dim`, which may be 0."""
+    model, key = FILES[1].write_model(tmp_path), "rope.scaling.yarn_log_multiplier"
+    zero, none = (config_of(write_file(model, "deepseek2", **{key: v})) for v in (0.0, None))
+    assert zero == none and "mscale" not in zero.rope_parameters
 
 
 def test_old_files_have_keys_and_values_together(tmp_path: Path) -> None:
