@@ -126,7 +126,7 @@ class Simulation:
             "m", overlap=overlap, **{"max_num_batched_tokens": 16384, "max_num_seqs": 512} | options
         )
         self.config = EngineConfig.settle(config, num_blocks, self.num_slots)
-        self.share = max(1, self.config.max_num_running // SHARE)  # of the places, for a request
+        self.share = max(2, self.config.max_num_running // SHARE)  # of the places, for a request
         drafting: Drafting | None = None
         self.forces = forces
         if draft_seed is not None:  # few tokens, so that many drafts are right

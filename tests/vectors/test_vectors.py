@@ -400,7 +400,7 @@ def test_random_walks_beside_requests_that_generate(
             if len(scheduler.running) > 1 and rng.random() < 0.15:
                 if decodes and decodes[-1] is scheduler.running[-1]:
                     decodes.pop()
-                scheduler.preempt()
+                scheduler.preempt(scheduler.running[-1])
             return schedule_prefill(budget, decodes)
 
         monkeypatch.setattr(scheduler, "_schedule_prefill", preempting)

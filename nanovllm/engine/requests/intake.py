@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.requests.parts import Constraint, Keeper, Wanted
     from nanovllm.lora_request import LoRARequest, LoRARequests
 
-SHARE = 4  # a request has at most 1 / SHARE of the places while others run or wait
+SHARE = 4  # while others run or wait, a request has at most 1 / SHARE of the places, or two
 LONG_TEXT = 100_000  # characters; the length of a longer text is checked before it is tokenized
 
 
@@ -178,7 +178,7 @@ class Intake:
                 default_seed=seed, parts=self._parts(accepted, index, streams),
             )  # fmt: skip
             seqs.append(seq)
-        if params.n > (share := max(1, self._num_places // SHARE)):
+        if params.n > (share := max(2, self._num_places // SHARE)):
             from nanovllm.engine.requests.sample_limit import limit_samples
 
             limit_samples(seqs, self._num_places, share)

@@ -1,79 +1,109 @@
 """SampleLimit: bounds how many samples of a request run while other requests run or wait."""
 
-from collections.abc import Iterable
+import bisect
+from collections import deque
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from nanovllm.engine.schedule.admission import order
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from nanovllm.engine.schedule.scheduler import Scheduler
 
 PATIENCE = 64  # steps until a request counts as alone: clients may send their next requests soon
-RUNNING = SequenceStatus.RUNNING  # looked up once: there may be hundreds of samples in a step
 
 
 class SampleLimit:
     """Gives the samples of one request at most `share` places while others run or wait.
 
-    A request that is alone has all places; after others have ended, only `PATIENCE` steps later.
-    Requests that all have such limits divide the places evenly. Requests with higher priority
-    numbers do not count: they wait for this one in any case. A request has one place at least, so
-    its first sample in order never waits for the others.
+    If all others have such limits too, they divide the places evenly, where this gives each more.
+    Others with higher priority numbers do not count: they wait for this request in any case. A
+    request that is alone has all places; after others have ended, only `PATIENCE` steps later.
 
-    `most` is how many samples may have places in this step. It is found when the first of them asks
-    for its share of the step: `admits`.
+    `begin_step` counts, and preempts the youngest samples above the limits. Then `most` samples
+    may have places in the step, so `num_left` may begin in it. The first sample in order never
+    waits for the others. In a queue, the samples of a request follow each other.
     """
 
-    def __init__(self, num_places: int, share: int, priority: int = 0) -> None:
-        self.most = self._share = share
-        self._num_places, self._priority = num_places, priority
-        self._prompts: list[Sequence] = []  # of the step; each step has a list of its own
-        self._num_counted = self._num_running = 0
+    def __init__(self, seqs: list[Sequence], num_places: int, share: int) -> None:
+        self.most = self.num_left = self._share = share
+        self._num_places = num_places
+        self._first, self._last = seqs[0].order, seqs[-1].order
         self._num_alone = PATIENCE  # steps in a row
 
-    def admits(
-        self,
-        seq: Sequence,
-        prompts: list[Sequence],
-        running: Iterable[Sequence],
-        waiting: Iterable[Sequence],
-    ) -> bool:
-        """Whether a sample may compute tokens in the step: it runs already, or may begin."""
-        if prompts is not self._prompts:
-            self._prompts, self._num_counted = prompts, len(prompts)
-            self._count(running, waiting)
-        elif len(prompts) > self._num_counted:
-            self._num_running += sum(map(self._is_own, prompts[self._num_counted :]))
-            self._num_counted = len(prompts)
-        return self._num_running < self.most or seq.status is RUNNING
+    @staticmethod
+    def begin_step(scheduler: "Scheduler") -> None:
+        """Find how many samples of each request may run in the next step; drop ended requests."""
+        waiting, limits = scheduler.waiting, scheduler.admission.limits
+        own: dict[SampleLimit, list[Sequence]] = {limit: [] for limit in limits}
+        ordinary = []  # priorities of requests without a limit
+        for seq in scheduler.running:
+            if (limit := seq.parts.samples) is None:
+                ordinary.append(seq.order[0])
+            else:
+                own[limit].append(seq)
+        limits[:] = [limit for limit in limits if own[limit] or limit._waits(waiting)]
+        ordinary += _first_ordinary(waiting)
+        before = sorted(limit._first[0] for limit in limits)
+        for limit in limits:
+            priority = limit._first[0]
+            limit._set_most(
+                min(ordinary, default=priority + 1) <= priority, bisect.bisect(before, priority)
+            )
+            staying = [seq for seq in own[limit] if not seq.ends_in_flight]
+            limit.num_left = max(0, limit.most - len(staying))
+            for seq in staying[: limit.most - 1 : -1]:
+                scheduler.preempt(seq)
 
-    def give_places(self, scheduler: "Scheduler") -> None:
-        """Preempt the last samples above the limit if another request waits."""
-        running, waiting = scheduler.running, scheduler.waiting
-        if all(map(self._is_own, waiting)):
-            return
-        self._count(running, waiting)
-        while self._num_running > self.most and self._is_own(running[-1]):
-            self._num_running -= not running[-1].ends_in_flight
-            scheduler.preempt()
+    @staticmethod
+    def candidates(waiting: deque[Sequence]) -> Iterator[Sequence]:
+        """The waiting sequences that may begin in this step, in order.
 
-    def _count(self, running: Iterable[Sequence], waiting: Iterable[Sequence]) -> None:
-        """Count the running samples, and find out how many may run."""
-        staying = [seq for seq in running if not seq.ends_in_flight]
-        self._num_running = sum(map(self._is_own, staying))
-        counted = (seq for seq in (*staying, *waiting) if seq.order[0] <= self._priority)
-        others = {seq.parts.samples for seq in counted} - {self}
-        self._num_alone = 0 if others else self._num_alone + 1
-        is_bounded = None in others or 0 < self._num_alone <= PATIENCE
-        divided = 0 if is_bounded else self._num_places // (1 + len(others))
-        self.most = max(self._share, divided)
+        Each is taken when the one before it runs, or was refused.
+        """
+        index = 0
+        while index < len(waiting):
+            seq = waiting[index]
+            limit: SampleLimit | None = seq.parts.samples
+            if limit is not None and not limit.num_left:
+                index = limit._end(waiting)
+                continue
+            yield seq
+            index += 1
+            if limit is not None:
+                limit.num_left -= seq.status is SequenceStatus.RUNNING
 
-    def _is_own(self, seq: Sequence) -> bool:
-        return seq.parts.samples is self
+    def _set_most(self, has_ordinary: bool, num_limited: int) -> None:
+        """Set `most`, next to requests without a limit, or to limited ones, itself included."""
+        is_alone = not has_ordinary and num_limited == 1
+        self._num_alone = self._num_alone + 1 if is_alone else 0
+        if not is_alone or self._num_alone > PATIENCE:  # else it keeps what it has
+            self.most = max(self._share, 0 if has_ordinary else self._num_places // num_limited)
+
+    def _waits(self, waiting: deque[Sequence]) -> bool:
+        """Whether a sample waits in the queue."""
+        index = bisect.bisect_left(waiting, self._first, key=order)
+        return index < len(waiting) and waiting[index].parts.samples is self
+
+    def _end(self, waiting: deque[Sequence]) -> int:
+        """The index after the samples in the queue."""
+        return bisect.bisect(waiting, self._last, key=order)
+
+
+def _first_ordinary(waiting: deque[Sequence]) -> list[int]:
+    """The priority of the first waiting request without a limit, if there is one."""
+    index = 0
+    while index < len(waiting):
+        seq = waiting[index]
+        if (limit := seq.parts.samples) is None:
+            return [seq.order[0]]
+        index = limit._end(waiting)
+    return []
 
 
 def limit_samples(seqs: list[Sequence], num_places: int, share: int) -> None:
     """Bound the samples of a request: see `SampleLimit`."""
-    limit = SampleLimit(num_places, share, seqs[0].order[0])
+    limit = SampleLimit(seqs, num_places, share)
     for seq in seqs:
         seq.parts.samples = limit

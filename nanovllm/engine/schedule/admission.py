@@ -30,7 +30,7 @@ class Admission:
 
     Both queues are sorted by `order`. A sequence that is refused when no other prompt runs is not
     tried again until `retry`. Sequences that the `admission_filter` leaves out stay in the queue,
-    and later ones may be admitted before them.
+    and later ones may be admitted before them. `limits` bound the samples of unfinished requests.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class Admission:
         admission_filter: AdmissionFilter | None = None,
     ) -> None:
         self.waiting = deque(sorted(seqs, key=order))
+        self.limits = [*{seq.parts.samples for seq in self.waiting} - {None}]
         self.caches, self.lengths = caches, lengths
         self.num_places, self.admission_filter = num_places, admission_filter
         self.refused: Sequence | None = None
@@ -81,7 +82,7 @@ class Admission:
                 break
             if not (share := seq.share(budget, prompts, running, self.waiting)):
                 continue
-            if forecast is None:  # in most steps, all samples above a limit are left out
+            if forecast is None:
                 caches.release_ended(running)
                 in_progress = {block for seq in prompts for block in caches.in_progress(seq)}
                 forecast = Forecast(self.lengths, running, caches.free_blocks())
@@ -98,9 +99,9 @@ class Admission:
 
     def _candidates(self, running: Iterable[Sequence]) -> Iterator[Sequence]:
         """The sequences to admit, in order. Each is taken when the one before it runs."""
-        if self.admission_filter is None:
-            return iter(self.waiting)
-        return self.admission_filter.admissible(self.waiting, running)
+        waiting = self.limits[0].candidates(self.waiting) if self.limits else iter(self.waiting)
+        allowed = self.admission_filter
+        return waiting if allowed is None else allowed.admissible(waiting, running)
 
     def fork(
         self, running: deque[Sequence], prompts: list[Sequence]

@@ -54,9 +54,8 @@ class Scheduler:
         """
         places = self.config.max_num_running
         self.caches = class_of_caches(self.layout)(
-            self.layout, self.num_blocks, self.block_size, places,
-            self.config.enable_prefix_caching,
-        )  # fmt: skip
+            self.layout, self.num_blocks, self.block_size, places, self.config.enable_prefix_caching
+        )
         self.drafting.reset()
         self.running: deque[Sequence] = deque()
         self.admission = Admission(seqs, self.caches, self.lengths, places, self.admission_filter)
@@ -80,6 +79,8 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence with its siblings; none is longer than `longest_sequence` allows."""
         enter(self.waiting, seq)
+        if seq.parts.samples is not None:
+            self.admission.limits.append(seq.parts.samples)
 
     def is_finished(self) -> bool:
         """Whether there is nothing left to run."""
@@ -94,8 +95,8 @@ class Scheduler:
 
     def _next_batch(self) -> Batch | None:
         before = self.num_preemptions
-        if self.waiting and self.running and (limit := self.running[-1].parts.samples) is not None:
-            limit.give_places(self)
+        if limits := self.admission.limits:
+            limits[0].begin_step(self)  # for all of them
         are_due = self.mixes or self.admission.turns.are_due(self.running)
         decodes = self._schedule_decode() if are_due else []
         if decodes and not self.mixes:
@@ -172,9 +173,9 @@ class Scheduler:
             self._remove_finished(finished)
         return finished
 
-    def preempt(self) -> None:
-        """Free the blocks of the last running sequence and move it back to `waiting`."""
-        seq = self.running.pop()
+    def preempt(self, seq: Sequence) -> None:
+        """Free the blocks of a running sequence and move it back to `waiting`."""
+        self.running.remove(seq)
         seq.status = SequenceStatus.WAITING
         self.caches.free(seq)
         enter(self.waiting, seq)
@@ -213,7 +214,7 @@ class Scheduler:
             while not schedule_tokens(seq, share, self.caches):
                 if decodes and decodes[-1] is self.running[-1]:
                     decodes.pop()
-                self.preempt()  # maybe this sequence
+                self.preempt(self.running[-1])  # maybe this sequence
                 if seq.status is SequenceStatus.WAITING:  # type: ignore[comparison-overlap]
                     return seqs, 0
             budget -= seq.num_scheduled_tokens
@@ -246,7 +247,7 @@ class Scheduler:
                 growing.pop()
             if seqs and seqs[-1] is self.running[-1]:
                 seqs.pop()
-            self.preempt()
+            self.preempt(self.running[-1])
         for seq in growing:
             caches.grow(seq, len(seq.token_ids))
         return seqs

@@ -224,14 +224,12 @@ class Sequence:
 
     def share(self, budget: int, *queues: Any) -> int:
         """How many tokens of a step's budget it may get, as far as its request's parts allow."""
-        samples, logprobs = self.parts.samples, self.parts.logprobs
-        if samples is not None and not samples.admits(self, *queues):
-            return 0
+        logprobs = self.parts.logprobs
         return budget if logprobs is None else int(logprobs.share(budget, *queues))
 
     @property
     def num_places(self) -> int:
-        """How many places it and its siblings may have. Known once `share` is asked in a step."""
+        """How many places it and its siblings may have in this step."""
         number, samples = 1 + len(self.siblings), self.parts.samples
         return number if samples is None else min(number, samples.most)
 

@@ -1,6 +1,8 @@
 """Samples of one request leave places to other requests."""
 
 import itertools
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -50,6 +52,21 @@ class Requests:
         """Run until all requests have finished."""
         while not self.scheduler.is_finished():
             self.step()
+
+
+class Queue(deque[Sequence]):
+    """Counts how many of its sequences are read."""
+
+    num_read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_read += 1
+        return super().__getitem__(index)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for seq in super().__iter__():
+            self.num_read += 1
+            yield seq
 
 
 def num_running(samples: list[Sequence]) -> int:
@@ -172,6 +189,86 @@ def test_a_moment_without_others_gives_no_places() -> None:
             assert num_running(samples) <= SHARE
         requests.add(3, max_tokens=10)
     requests.drain()
+
+
+def test_samples_give_places_though_another_request_is_the_last_that_runs() -> None:
+    requests = Requests()
+    late = requests.add(3, max_tokens=300, priority=1)
+    requests.step()
+    samples = requests.add(9, 40, max_tokens=100)
+    requests.step()
+    assert num_running(samples) == PLACES - 1 and requests.scheduler.running[-1] is late[0]
+    chat = requests.add(3, max_tokens=10)
+    for _ in range(2):
+        requests.step()
+    assert (num_running(samples), num_running(chat), num_running(late)) == (SHARE, 1, 1)
+    requests.drain()
+
+
+def test_all_requests_with_many_samples_give_places() -> None:
+    requests = Requests()
+    many = [requests.add(9, 40, max_tokens=100) for _ in range(2)]
+    requests.step()
+    others = [requests.add(3, max_tokens=50)[0] for _ in range(PLACES - 2 * SHARE)]
+    for _ in range(2):
+        requests.step()
+    assert [num_running(samples) for samples in many] == [SHARE, SHARE]
+    assert num_running(others) == len(others)
+    requests.drain()
+
+
+def test_a_request_keeps_its_places_for_a_while_when_another_of_its_kind_ends() -> None:
+    """It has as many as next to that one, then all."""
+    requests = Requests()
+    first = requests.add(9, 40, max_tokens=200)
+    second = requests.add(9, PLACES // 2, max_tokens=10)
+    for _ in range(PATIENCE):
+        requests.step()
+        assert num_running(first) == PLACES // 2
+    assert num_running(second) == requests.scheduler.num_preemptions == 0
+    for _ in range(11):
+        requests.step()
+    assert num_running(first) == PLACES
+    requests.drain()
+
+
+def test_samples_with_a_chunk_of_a_prompt_count_once() -> None:
+    """Preempted ones compute long prompts again, in chunks, as many at a time as may run."""
+    requests = Requests(enable_prefix_caching=False, scheduling="mixed")
+    requests.add(3, max_tokens=300)
+    requests.step()
+    samples = requests.add(50, PLACES, max_tokens=60)
+    while num_running(samples) < SHARE:
+        requests.step()
+    for seq in samples[1:SHARE]:
+        requests.scheduler.preempt(seq)
+    requests.step()
+    requests.step()
+    prefilling = [seq for seq in samples if seq.is_prefilling and seq.room]
+    assert prefilling and num_running(samples) == SHARE
+    requests.drain()
+
+
+def test_a_step_looks_at_few_of_the_samples_that_wait() -> None:
+    requests = Requests()
+    requests.add(3, max_tokens=300)
+    samples = requests.add(9, 1000, max_tokens=100)
+    for _ in range(3):
+        requests.step()
+    queue = requests.scheduler.admission.waiting = Queue(requests.scheduler.waiting)
+    for _ in range(10):
+        batch = requests.scheduler.schedule()
+        assert batch is not None
+        requests.scheduler.postprocess(batch, [1] * len(batch.sampling_seqs))
+    assert num_running(samples) == SHARE
+    assert queue.num_read < 10 * 100
+
+
+def test_the_least_share_is_two_places() -> None:
+    options: Any = dict(device="cpu", dtype="float32", cpu_kvcache_gib=0.01, max_num_seqs=4)
+    with LLM(EMBEDDED_MODEL, **options) as llm:
+        accepted = llm.intake.accept("1+1=", SamplingParams(n=3))
+        assert llm.intake.request(accepted, streams=False).seqs[0].parts.samples.most == 2
 
 
 def test_samples_do_not_depend_on_other_requests() -> None:

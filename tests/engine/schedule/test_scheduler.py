@@ -465,7 +465,7 @@ def test_a_preempted_sequence_is_prefilled_in_chunks() -> None:
     for _ in range(5):
         step(scheduler)
     assert seq.output_token_ids == [TOKEN] * 4
-    scheduler.preempt()
+    scheduler.preempt(scheduler.running[-1])
     assert [step(scheduler, *tokens) for tokens in ([], [], [51])] == [
         [(seq, 4)], [(seq, 4)], [(seq, 2)]
     ]  # fmt: skip
@@ -652,8 +652,8 @@ def mid_chunk(scheduler: Scheduler) -> Sequence:
 
 def preempted(scheduler: Scheduler) -> Sequence:
     seq = running(scheduler)
-    scheduler.preempt()
-    scheduler.preempt()
+    scheduler.preempt(scheduler.running[-1])
+    scheduler.preempt(scheduler.running[-1])
     assert scheduler.waiting[0] is seq
     return seq
 
