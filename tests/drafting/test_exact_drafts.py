@@ -298,7 +298,7 @@ def test_penalties_and_bad_words_count_right_drafts(
         audit_at_rest(llm)
 
 
-@pytest.mark.parametrize("max_num_seqs", [3, 48])
+@pytest.mark.parametrize("max_num_seqs", [6, 48])
 def test_graphs_keep_every_output(max_num_seqs: int, model_dir: Path) -> None:
     """Steps are padded, in sequences and in drafts; larger ones run without graphs."""
     params = sampled_params(PARAMS + READERS)
