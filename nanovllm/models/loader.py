@@ -130,7 +130,7 @@ def load_model(
 
     # None hides it unless stderr is a terminal.
     bar = make_bar(total=len(missing), desc="Loading", unit="tensor", disable=not use_tqdm or None)
-    size = sum(file.stat().st_size for file in weight_files(path))
+    size = SMALL if files else sum(file.stat().st_size for file in weight_files(path))
     number = NUM_THREADS if size >= SMALL else 1
     with errors_name(path, model), bar, ThreadPoolExecutor(number, "nanovllm-load") as pool:
         for tensors in files or read_weights(path):

@@ -163,7 +163,7 @@ def test_rows_that_are_keys_and_values_are_written_once(kernel: str, kernel_devi
 
     store = store_kvcache if kernel == "triton" else PLAIN.store_kvcache
     key, value, (cache, _), slots = Shape([True, False, True], 1, 40).inputs(kernel_device)
-    store(key, value, KVLayer(cache, cache, 1.0), slots)
+    store(key, value, KVLayer(cache, cache, 1.0, value_width=40), slots)
     kept = slots >= 0
     assert torch.equal(cache.flatten(0, 1)[slots[kept]], key[kept]), "the second one came last"
 
