@@ -912,15 +912,13 @@ SPILLS = {
     "decode_attention, Qwen3-0.6B, 5 queries": 16,
     "decode_attention, Qwen3-8B, 5 queries": 48,
     "decode_attention, G 7, 8 queries": 160,
-    # Outside of the loops over whole tiles: addresses of queries and of outputs. With sums of 32
-    # queries, also keys of a sequence's last tile, which pass through registers on Hopper GPUs, and
-    # addresses of the products with whole tiles.
-    "latent_decode": 208,
-    **{f"latent_decode, DeepSeek, {kind}": 1152 for kind in ("32", "128", "16 heads, 3")},
-    "latent_decode, MiniCPM3": 544,
-    "latent_prefill": 160,
-    "latent_prefill, DeepSeek": 1104,
-    **{f"latent_{kind}, DeepSeek, float32": 8192 for kind in ("decode", "prefill")},
+    # Attention to latent rows holds sums of up to 512 columns, for 32 queries on Hopper GPUs. Those
+    # of float32 do not fit registers.
+    "latent_decode": 160,
+    "latent_decode, MiniCPM3": 320,
+    "latent_prefill": 144,
+    "latent_prefill, DeepSeek": 208,
+    **{f"latent_{kind}, DeepSeek, float32": 7168 for kind in ("decode", "prefill")},
     "draw": 32,
     **{f"decode_attention, {name}, codes": 16 for name in ("head_dim 256", "head_dim 512", "G 16")},
     # Where products are of one warp, prefill holds a tile of codes in registers, as float16.

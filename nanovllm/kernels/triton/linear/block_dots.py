@@ -1,9 +1,10 @@
 """Multiply very few rows by `BlockPlanes` with integer dot products, fused as in `block_products`.
 
 T rows, K inputs, N outputs. Rows are rounded to integers of 14 bits, with a scale for each run of
-128 inputs, as C++ kernels do (see `rounded_rows`). Codes and inputs are multiplied exactly, four at
-a time; so are the scales of k-quants. What is left for floats is a number for each run, or for each
-group of other types. Decoding takes a third of the instructions that it takes for tensor cores.
+128 inputs (see `rounded_rows`); C++ kernels do this for 32 inputs. Codes and inputs are multiplied
+exactly, four at a time; so are the scales of k-quants. What is left for floats is a number for each
+run, or for each group of other types. A weight takes half as many instructions as with tensor
+cores, for which it is converted.
 
 Order of sums: exact within a run, or a group; runs one after the other within a part, four
 neighbouring threads, then the parts.
