@@ -62,8 +62,19 @@ class Times:
 
 
 async def ordinary(server: Served, until: float) -> list[Times]:
-    """Stream one completion after the other."""
-    body = {"prompt": "12+34=", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+    """Stream one completion after the other.
+
+    Each of its tokens has text. Tokens without text, as special ones usually are, have no events,
+    and the time between events would be that of several steps.
+    """
+    body = {
+        "prompt": "12+34=",
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "temperature": 0.0,
+        "stream": True,
+    }
     request = server.client.request("POST", COMPLETIONS, json.dumps(body).encode())
     done = []
     while time.perf_counter() < until:

@@ -55,7 +55,7 @@ class Kernels:
     returns kernels that round a number of rows for a quantized weight; `arranged_linear` and
     `block_linear` accept rounded rows and plain rows. `few_rows` returns kernels that fuse several
     operations of a layer, for types with which they are faster. `router` returns a kernel for a
-    router's weight, rows of a type, and a bias. `write_table` writes words from the host's memory.
+    router's weight and rows of a type. `write_table` writes words from the host's memory.
     `peers` exchange few rows between GPUs.
 
     The first call of an operation imports its module, and replaces the attribute by the function.
@@ -94,7 +94,7 @@ class Kernels:
     lora_up: Callable[[Tensor, "LowRank", Any, Tensor, Tensor | None], None]
     rounding: Callable[[Any, int], Rounding | None]
     few_rows: Callable[[list[Any], dtype], "FewRows | None"]
-    router: Callable[[Tensor, dtype, Tensor | None], "Router | None"]
+    router: Callable[..., "Router | None"]  # as `Router.of`
     write_table: Callable[[Tensor, Tensor, int], None] | None
     peers: "type[PeerKernels] | None"
 

@@ -2,8 +2,9 @@
 
 With a norm before each part, attention, and a gated feed-forward part: six kernels a block instead
 of nine, or eight with experts; with several ranks eight, as two of them sum over the ranks. With
-norms after the parts, too, eight instead of eleven. The mixer is between two linear layers; the
-feed-forward part may be any. Blocks of another form are computed one kernel after the other.
+norms after the parts, too, eight instead of eleven. The mixer is between two linear layers, or
+`MixesFewRows`; the feed-forward part may be any. Blocks of another form are computed one kernel
+after the other.
 
 A part's input is `Scaled` where its first kernel finishes the norm, and else a normed tensor.
 """
@@ -14,28 +15,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.kernels.operands.low_rank import LowRank
-from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled
+from nanovllm.kernels.operands.scaled import Scaled
 from nanovllm.kernels.table import Kernels
 from nanovllm.layers.block import Block
 from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.experts import Experts
-from nanovllm.layers.feed_forward import MLP, FeedForward, SiluAndMul
-from nanovllm.layers.gelu import GeluTanhAndMul
+from nanovllm.layers.feed_forward import MLP
+from nanovllm.layers.few_rows_forms import (
+    GATES,
+    Entering,
+    MixesFewRows,
+    expert_weights,
+    factors_of,
+    is_fused,
+    linears_of,
+    operands_of,
+)
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.lora import AdapterRows
-from nanovllm.layers.mixer import Mixer, ProjectedMixer, Ropes
-from nanovllm.layers.plus_one_norm import PlusOneRMSNorm
+from nanovllm.layers.mixer import ProjectedMixer, Ropes
 from nanovllm.layers.ranks import Ranks
 from nanovllm.layers.rms_norm import RMSNorm
+from nanovllm.layers.shared_experts import SharedSparseMLP
 from nanovllm.layers.sparse_mlp import ExpertRouter, SparseMLP
 
 if TYPE_CHECKING:
     from nanovllm.kernels.triton.linear.few_rows import FewRows  # which needs Triton
 
-GATES: dict[type, str] = {SiluAndMul: "silu", GeluTanhAndMul: "gelu"}
 # The most rows if only the products of mixers are fused: for more, cuBLAS is faster.
 MOST_NORMED = 64
-Entering = Scaled | torch.Tensor  # a part's input
 
 
 def few_rows_of(decoder: Any, kernels: Kernels) -> "FewRows | None":
@@ -48,16 +56,10 @@ def few_rows_of(decoder: Any, kernels: Kernels) -> "FewRows | None":
     if not all(found) or factors_of(norm) is None:
         return None
     lowest = min(found, key=lambda each: each.most_rows if each else 0)
-    if lowest and any(len(each) == 2 for each in operands):
+    parts = (block.parts for block in decoder.layers)
+    if lowest and any(not is_fused(each.feed_forward, each.after_feed_forward) for each in parts):
         return replace(lowest, most_rows=min(lowest.most_rows, MOST_NORMED))
     return lowest
-
-
-def factors_of(norm: RMSNorm) -> torch.Tensor | None:
-    """What a norm multiplies normalized rows by; None if these kernels cannot compute it."""
-    if isinstance(norm, PlusOneRMSNorm):
-        return norm.factors
-    return norm.weight if norm.is_plain else None
 
 
 def _factors(norm: RMSNorm) -> torch.Tensor:
@@ -93,57 +95,6 @@ def compute_few_rows(
             return None
         few_rows = adapted
     return compute_blocks(blocks, few_rows, x, ropes, norm, taps)
-
-
-def operands_of(block: Block) -> list[Any]:
-    """The kernels' operands, in the order of their use; [None] for a block of another form.
-
-    The first two are those of the mixer, and there are no others if the feed-forward part is not
-    fused. An operand is None if there are no kernels for it.
-    """
-    mixer, feed_forward, before_mixer, after_mixer, before, after = block.parts
-    if before_mixer is None or before is None or block.residual_scale != 1.0:
-        return [None]
-    norms = [norm for norm in (before_mixer, after_mixer, before, after) if norm is not None]
-    if any(factors_of(norm) is None for norm in norms) or not _is_between_linears(mixer):
-        return [None]
-    is_fused = _is_fused(feed_forward, after)
-    if type(block) is not Block or (
-        before.ranks.size > 1 and (after_mixer or after or not is_fused)
-    ):
-        return [None]  # with several ranks, other forms have not been measured
-    assert isinstance(mixer, ProjectedMixer)
-    found = _operands(*mixer.linears())
-    if not is_fused:
-        return found
-    if isinstance(feed_forward, SparseMLP):
-        return [*found, expert_weights(feed_forward.gate, feed_forward.experts)]
-    assert isinstance(feed_forward, MLP)
-    return [*found, *_operands(feed_forward.gate_up_proj, feed_forward.down_proj)]
-
-
-def _is_between_linears(mixer: Mixer) -> bool:
-    """Whether the mixer is `attend` between its linears. A subclass may compute something else."""
-    own = type(mixer).mix, type(mixer).project
-    return own == (ProjectedMixer.mix, ProjectedMixer.project)
-
-
-def _is_fused(feed_forward: FeedForward, after: RMSNorm | None) -> bool:
-    """Whether kernels compute it from scaled rows; others are called as they are."""
-    if type(feed_forward) is SparseMLP:
-        return after is None and feed_forward.gate.kernel is not None
-    return type(feed_forward) is MLP and type(feed_forward.act_fn) in GATES
-
-
-def _operands(*linears: LinearBase) -> list[Any]:
-    return [linear.operand_and_bias[0] for linear in linears]
-
-
-def expert_weights(gate: ExpertRouter, experts: Experts) -> ExpertWeights | None:
-    """The kernels' operands of experts. They do not sum experts over several ranks."""
-    if experts.ranks.size > 1 or experts.operands is None:
-        return None
-    return ExpertWeights(gate.kernel, *experts.operands, gate.per_token, gate.normalized)
 
 
 def compute_blocks(
@@ -182,22 +133,37 @@ def compute_block(
     x is the residual before the block, and `entering` its norm.
     """
     mixer, feed_forward, _, after_mixer, before, after = block.parts
-    assert isinstance(mixer, ProjectedMixer) and before is not None
-    first, last = mixer.linears()
-    attended = mixer.attend(few_rows.linear(entering, *first.operand_and_bias), ropes)
-    is_fused = _is_fused(feed_forward, after)
-    x, entering = _add_linear(few_rows, attended, last, x, after_mixer, before, is_fused)
-    if not is_fused:
+    assert before is not None
+    *_, last = linears_of(mixer)
+    if isinstance(mixer, MixesFewRows):
+        attended = mixer.mix_few_rows(few_rows, entering, ropes)
+    else:
+        assert isinstance(mixer, ProjectedMixer)
+        first, _ = mixer.linears()
+        attended = mixer.attend(few_rows.linear(entering, *first.operand_and_bias), ropes)
+    fused = is_fused(feed_forward, after)
+    x, entering = _add_linear(few_rows, attended, last, x, after_mixer, before, fused)
+    if not fused:
         assert isinstance(entering, torch.Tensor)
         return _add(feed_forward(entering), x, after, norm)
     if isinstance(feed_forward, SparseMLP):
         weights = expert_weights(feed_forward.gate, feed_forward.experts)
         assert weights is not None and isinstance(entering, Scaled)
+        if isinstance(feed_forward, SharedSparseMLP):
+            layer, gate = feed_forward.shared
+            gated = _gates(few_rows, entering, layer)
+            if gate is not None:
+                gated = few_rows.weigh(entering, gate.operand_and_bias[0], gated)
+            x, _ = _add_linear(few_rows, gated, layer.down_proj, x, None, norm, True)
         return few_rows.add_experts(entering, weights, x, _factors(norm), norm.eps)
     assert isinstance(feed_forward, MLP)
-    gate = GATES[type(feed_forward.act_fn)]
-    gated = few_rows.gated(entering, *feed_forward.gate_up_proj.operand_and_bias, gate)
+    gated = _gates(few_rows, entering, feed_forward)
     return _add_linear(few_rows, gated, feed_forward.down_proj, x, after, norm, True)
+
+
+def _gates(few_rows: "FewRows", x: Entering, layer: MLP) -> torch.Tensor:
+    """The input of the layer's `down_proj`."""
+    return few_rows.gated(x, *layer.gate_up_proj.operand_and_bias, GATES[type(layer.act_fn)])
 
 
 def _add_linear(
@@ -239,7 +205,7 @@ def _add(
 def with_adapters(
     few_rows: "FewRows", blocks: list[Any], adapters: AdapterRows
 ) -> "FewRows | None":
-    """The kernels for few rows with adapters; None if experts have room for some.
+    """The kernels for few rows with adapters; None if experts or their gate have room for some.
 
     Also None if a gate's input is already normed: the kernels add adapters to scaled ones.
     """
@@ -248,6 +214,8 @@ def with_adapters(
     low_ranks: dict[int, LowRank] = {}
     for module in (module for block in blocks for module in block.modules()):
         if isinstance(module, Experts) and module.low_ranks:
+            return None
+        if isinstance(module, SharedSparseMLP) and module.shared[1] and module.shared[1].low_rank:
             return None
         if isinstance(module, ExpertRouter):
             continue

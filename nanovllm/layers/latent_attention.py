@@ -1,6 +1,7 @@
 """LatentAttention: DeepSeek's attention, in which all heads read one latent row of each token."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -9,11 +10,20 @@ from nanovllm.layers.latent import Latent
 from nanovllm.layers.latent_expansion import LatentExpansion
 from nanovllm.layers.latent_sizes import LatentSizes
 from nanovllm.layers.layer import Build
-from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from nanovllm.layers.linear import (
+    LinearBase,
+    MergedColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from nanovllm.layers.mixer import ROPE, Mixer, Ropes
 from nanovllm.layers.query_growth import GROWTH
 from nanovllm.layers.rms_norm import RMSNorm
 
+if TYPE_CHECKING:
+    from nanovllm.kernels.triton.linear.few_rows import FewRows  # which needs Triton
+
+Multiply = Callable[[Any, LinearBase], torch.Tensor]  # rows by a linear layer
 EPS = 1e-6  # of the norms in here, whatever that of the other norms is
 
 
@@ -53,9 +63,22 @@ class LatentAttention(Mixer):
 
     def mix(self, x: Any, ropes: Ropes) -> torch.Tensor:
         """[T, hidden] -> [T, H * value]."""
+        return self._mix(x, ropes, lambda x, layer: layer(x))
+
+    def linears(self) -> tuple[LinearBase, ...]:
+        """The linear layers that kernels for few rows compute."""
+        first = (self.q_a_proj,) if self.sizes.query_rank is not None else ()
+        return *first, *self.queries, self.kv_a_proj_with_mqa, self.o_proj
+
+    def mix_few_rows(self, few_rows: "FewRows", x: Any, ropes: Ropes) -> torch.Tensor:
+        """`mix` of a few rows, which may lack their norm's factor."""
+        return self._mix(x, ropes, lambda x, layer: few_rows.linear(x, *layer.operand_and_bias))
+
+    def _mix(self, x: Any, ropes: Ropes, multiply: Multiply) -> torch.Tensor:
         sizes, norm = self.sizes, self.kv_a_layernorm
-        plain, ends = torch.split(self.query(x, ropes), [sizes.plain, sizes.rotated], -1)
-        row = self.kv_a_proj_with_mqa(x)
+        queries = self.query(x, ropes, multiply)
+        plain, ends = torch.split(queries, [sizes.plain, sizes.rotated], -1)
+        row = multiply(x, self.kv_a_proj_with_mqa)
         queries = row.new_empty(*plain.shape[:2], self.cache.width)
         folded, turned = torch.split(queries, [sizes.rank, sizes.rotated], -1)
         self.kv_b_proj.fold(plain, folded)
@@ -65,11 +88,11 @@ class LatentAttention(Mixer):
         sums = self.attn.attend_latent(queries, rows)
         return self.kv_b_proj.unfold(sums).flatten(1)
 
-    def query(self, x: torch.Tensor, ropes: Ropes) -> torch.Tensor:  # noqa: ARG002
+    def query(self, x: Any, ropes: Ropes, multiply: Multiply) -> torch.Tensor:  # noqa: ARG002
         """The queries [T, H, plain + rotated] of hidden states, before they are rotated."""
         if self.sizes.query_rank is not None:
-            x = self.q_a_layernorm(self.q_a_proj(x))
-        queries: torch.Tensor = self.queries[0](x)
+            x = self.q_a_layernorm(multiply(x, self.q_a_proj))
+        queries = multiply(x, self.queries[0])
         size = self.sizes.plain + self.sizes.rotated
         return queries.view(len(queries), self.cache.num_heads, size)
 
@@ -81,6 +104,6 @@ class LatentAttention(Mixer):
 class GrowingLatentAttention(LatentAttention):
     """Latent attention that multiplies queries by the factors of a `QueryGrowth`."""
 
-    def query(self, x: torch.Tensor, ropes: Ropes) -> torch.Tensor:
+    def query(self, x: Any, ropes: Ropes, multiply: Multiply) -> torch.Tensor:
         factors, _ = ropes[GROWTH]
-        return super().query(x, ropes).mul_(factors)
+        return super().query(x, ropes, multiply).mul_(factors)

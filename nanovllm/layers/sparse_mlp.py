@@ -43,7 +43,6 @@ class ExpertRouter(ReplicatedLinear):
         if self.bias is not None:
             self.bias.data = self.bias.data.float()
         self.routing = routing
-        self.per_token, self.normalized = routing.per_token, routing.sums_to_one
         self.dtype = torch.get_default_dtype()
         self.e_score_correction_bias: nn.Parameter | None = None
         if routing.has_bias:
@@ -56,7 +55,9 @@ class ExpertRouter(ReplicatedLinear):
         self.kernels = backend.kernels
         weight = self.weight_format.weight(self.stored_tensors(), self.rank_part)
         if isinstance(weight, torch.Tensor) and self.routing.is_fused:
-            self.kernel = backend.kernels.router(weight, self.dtype, self.bias)
+            self.kernel = backend.kernels.router(
+                weight, self.dtype, self.routing, self.bias, self.e_score_correction_bias
+            )
         if self.kernel is None:
             super().bind(backend)
         else:
@@ -69,7 +70,7 @@ class ExpertRouter(ReplicatedLinear):
             return self._choose(self._outputs(x) + adapters.add(x, self.low_rank, zeros))
         if self.kernel is None:
             return self._choose(self._outputs(x))
-        return self.kernel.route(x, self.per_token, self.normalized)
+        return self.kernel.route(x)
 
     def _outputs(self, x: torch.Tensor) -> torch.Tensor:
         """The outputs [T, E] of rows x."""

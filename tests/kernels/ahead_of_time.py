@@ -217,19 +217,30 @@ def quantized_experts(form: Format, tokens: int) -> None:
     experts(bf16(tokens, 2048), arrange(gate_up), arrange(down), ids, shares, 32)
 
 
-def route(tokens: int, weight: torch.dtype = torch.bfloat16, num_experts: int = 128) -> None:
+def router(
+    weight: torch.Tensor, per_token: int, *biases: torch.Tensor | None, **choices: Any
+) -> Any:
+    from nanovllm.kernels.operands.routing import Routing
     from nanovllm.kernels.triton.experts.route import Router
 
+    routing = Routing(per_token=per_token, normalized=True, **choices)
+    return Router.of(weight, torch.bfloat16, routing, *biases)
+
+
+def route(tokens: int, weight: torch.dtype = torch.bfloat16, num_experts: int = 128) -> None:
     value = 1.0 if weight == torch.bfloat16 else 1.0001
-    router = Router.of(torch.full((num_experts, 2048), value, dtype=weight), torch.bfloat16)
-    router.route(bf16(tokens, 2048), 8, normalized=True)
+    stored = torch.full((num_experts, 2048), value, dtype=weight)
+    router(stored, 8).route(bf16(tokens, 2048))
 
 
 def route_with_bias(tokens: int) -> None:
-    from nanovllm.kernels.triton.experts.route import Router
+    router(bf16(32, 2880), 4, torch.empty(32)).route(bf16(tokens, 2880))
 
-    router = Router.of(bf16(32, 2880), torch.bfloat16, torch.empty(32))
-    router.route(bf16(tokens, 2880), 4, normalized=True)
+
+def route_by_sigmoids(tokens: int, num_experts: int, per_token: int) -> None:
+    biases = None, torch.empty(num_experts)
+    choices: dict[str, Any] = dict(scores="sigmoid", has_bias=True, scale=2.5)
+    router(bf16(num_experts, 2048), per_token, *biases, **choices).route(bf16(tokens, 2048))
 
 
 def choose_experts(num_experts: int, per_token: int) -> None:
@@ -245,15 +256,13 @@ def choose_experts(num_experts: int, per_token: int) -> None:
 def few_experts(rows: int, form: Format | None = None) -> None:
     from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled
     from nanovllm.kernels.triton.experts.few_experts import add_experts
-    from nanovllm.kernels.triton.experts.route import Router
     from nanovllm.kernels.triton.linear.quantized_linear import arrange
 
-    router = Router.of(bf16(128, 2048), torch.bfloat16)
     stacks: Any = bf16(128, 2 * 768, 2048), bf16(128, 2048, 768)
     if form:
         form = replace(form, stack=(128,))
         stacks = (arrange(quantized(*stack.shape[1:], form)) for stack in stacks)
-    weights = ExpertWeights(router, *stacks, per_token=8, normalized=True)
+    weights = ExpertWeights(router(bf16(128, 2048), 8), *stacks, per_token=8, normalized=True)
     x, residual, norm = bf16(rows, 2048), bf16(rows, 2048), bf16(2048)
     add_experts(Scaled(x, torch.empty(rows, 32), EPS), weights, residual, norm, EPS)
 
@@ -657,6 +666,11 @@ CALLS: dict[str, Callable[[], object]] = {
     **{
         f"route, gpt-oss, {tokens} tokens": partial(route_with_bias, tokens)
         for tokens in (1, 8 * TOKENS)
+    },
+    **{
+        f"route, {name}, {tokens} tokens": partial(route_by_sigmoids, tokens, *sizes)
+        for name, sizes in (("GLM-4.7-Flash", (64, 4)), ("MiniMax-M2", (256, 8)))
+        for tokens in (1, 32 * TOKENS)
     },
     "choose_experts, MiniMax-M2": partial(choose_experts, 256, 8),
     "route, float32": partial(route, ROWS, torch.float32),

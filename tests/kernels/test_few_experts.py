@@ -14,10 +14,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from quantized import Format, quantized
 
+from nanovllm.kernels.operands.routing import Routing
 from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled
 from nanovllm.kernels.plain.few_rows import add_experts
 from nanovllm.kernels.plain.quantized_linear import dequantize
 from nanovllm.kernels.triton.common import can_copy_tiles
+from nanovllm.kernels.triton.experts import expert_rows
 from nanovllm.kernels.triton.experts import few_experts as module
 from nanovllm.kernels.triton.experts.route import Router
 from nanovllm.kernels.triton.linear.quantized_linear import arrange
@@ -81,7 +83,8 @@ def weights_of(shape: Shape, device: str) -> ExpertWeights:
 
 
 def with_kernel(weights: ExpertWeights, **stacks: Any) -> ExpertWeights:
-    return replace(weights, router=Router.of(weights.router, bf16), **stacks)
+    routing = Routing(per_token=weights.per_token, normalized=weights.normalized)
+    return replace(weights, router=Router.of(weights.router, bf16, routing), **stacks)
 
 
 def assert_near(found: tuple[torch.Tensor, Scaled], expected: torch.Tensor) -> None:
@@ -116,7 +119,7 @@ def test_tiles_are_copied_or_loaded(
 ) -> None:
     if copied and not can_copy_tiles(torch.device(kernel_device)):
         pytest.skip("Hopper GPUs alone copy tiles")
-    monkeypatch.setattr(module, "can_copy_tiles", lambda _: copied)
+    monkeypatch.setattr(expert_rows, "can_copy_tiles", lambda _: copied)
     shape = Shape(20, 2, 8, hidden=208, inside=80)
     scaled, residual, norm = make(shape, kernel_device)
     weights = weights_of(shape, kernel_device)
@@ -148,7 +151,7 @@ def test_an_unused_expert_is_not_read(kernel_device: str) -> None:
     scaled, residual, norm = make(shape, kernel_device)
     weights = with_kernel(weights_of(shape, kernel_device))
     expected, _ = module.add_experts(scaled, weights, residual, norm, EPS)
-    routed = weights.router.route_few(scaled, 2, normalized=True)
+    routed = weights.router.route_few(scaled)
     for expert in set(range(8)) - set(routed.ids.flatten().tolist()):
         weights.gate_up[expert] = weights.down[expert] = torch.nan
     total, _ = module.add_experts(scaled, weights, residual, norm, EPS)
@@ -174,7 +177,7 @@ def test_no_result_depends_on_the_order_of_an_experts_pairs(kernel_device: str) 
     shape = Shape(50, 2, 4, favourites=True)
     scaled, _, _ = make(shape, kernel_device)
     weights = with_kernel(weights_of(shape, kernel_device))
-    routed = weights.router.route_few(scaled, 2, normalized=True)
+    routed = weights.router.route_few(scaled)
     order, bounds = routed.groups.order, routed.groups.bounds.tolist()
     turned = torch.cat([order[a:b].flip(0) for a, b in itertools.pairwise(bounds)])
     assert not torch.equal(turned, order)

@@ -20,22 +20,25 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.kernels.operands.routing import Routing
+from nanovllm.kernels.operands.scaled import Scaled
 from nanovllm.kernels.plain.few_rows import (
-    Scaled,
     add_linear,
     scaled_gated,
     scaled_linear,
 )
+from nanovllm.kernels.plain.few_rows import weigh as plain_weigh
 from nanovllm.kernels.table import PLAIN
 from nanovllm.kernels.triton.common import ROOM, rows_with_room, with_room
 from nanovllm.kernels.triton.experts.route import Router
 from nanovllm.kernels.triton.linear import few_rows as module
 from nanovllm.kernels.triton.linear import held_weights
 from nanovllm.kernels.triton.linear.few_rows import FewRows, few_rows_for
+from nanovllm.kernels.triton.linear.few_rows_tiles import tiles_for
 from nanovllm.kernels.triton.linear.held_weights import can_hold_tiles, can_share_tiles
 from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers import few_rows as layers_few_rows
-from nanovllm.layers.few_rows import expert_weights
+from nanovllm.layers.few_rows_forms import expert_weights
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "four_processors"),
@@ -369,7 +372,7 @@ def test_layers_that_it_cannot_compute_are_refused(
 def test_every_kind_of_tile_is_tested() -> None:
     """The shapes above test both kinds of tiles."""
     sizes = [(t, k, n) for t in (1, 17, 64, 256) for k in (16, 1024) for n in (16, 96, 256, 512)]
-    made = [module.tiles_for(*size, gated, 4) for size in sizes for gated in (False, True)]
+    made = [tiles_for(*size, gated, 4) for size in sizes for gated in (False, True)]
     assert {tiles.rows for tiles in made} == {16, 32, 64, 128}
     assert {tiles.outputs for tiles in made} == {16, 32, 64, 128}
     assert {tiles.inputs for tiles in made if tiles.outputs == 64} == {16, 64, 128, 256}
@@ -489,14 +492,17 @@ def test_experts_that_it_cannot_compute_do_not_take_these_kernels(
 
     def decoder(why: str) -> Any:
         ranks = SimpleNamespace(size=1 + (why == "two ranks"))
-        router = None if why == "no router" else Router.of(weight, bf16)
-        gate: Any = SimpleNamespace(kernel=router, per_token=1, normalized=True)
+        routing = Routing(per_token=1, normalized=True)
+        router = None if why == "no router" else Router.of(weight, bf16, routing)
+        gate: Any = SimpleNamespace(kernel=router, routing=routing)
         experts: Any = SimpleNamespace(operands=(weight[None], weight[None]), ranks=ranks)
         operands = [weight, weight, expert_weights(gate, experts)]
         norm = SimpleNamespace(weight=weight[0], is_plain=True)
-        return SimpleNamespace(layers=[operands], norm=norm)
+        parts = SimpleNamespace(feed_forward=None, after_feed_forward=None)
+        return SimpleNamespace(layers=[SimpleNamespace(made=operands, parts=parts)], norm=norm)
 
-    monkeypatch.setattr(layers_few_rows, "operands_of", lambda operands: operands)
+    monkeypatch.setattr(layers_few_rows, "operands_of", lambda block: block.made)
+    monkeypatch.setattr(layers_few_rows, "is_fused", lambda *_: True)
     for case in (why, "neither"):
         made = layers_few_rows.few_rows_of(decoder(case), triton_kernels())
         assert (made is None) == (case == why)
@@ -525,3 +531,19 @@ def test_ranks_take_these_kernels_for_as_many_rows(
     few_rows: Any = most_rows and FewRows(most_rows)
     made = layers_few_rows.agreed_few_rows(few_rows, norm, ranks)
     assert (made and made.most_rows) == agreed
+
+
+@pytest.mark.parametrize(("rows", "size_in", "size"), [(1, 2048, 512), (3, 80, 1100)])
+def test_rows_are_multiplied_by_the_sigmoids_of_a_gate(
+    kernel_device: str, rows: int, size_in: int, size: int
+) -> None:
+    """Of the finished norm; rows that do not fill a block, and more than one block."""
+    x = torch.randn(rows, size_in).to(kernel_device, bf16)
+    squares = x.float().square().view(rows, 2, -1).sum(2)
+    scaled = Scaled(x * 3, squares, 1e-5)
+    weight = torch.randn(1, size_in).to(kernel_device, bf16) / size_in**0.5
+    numbers = torch.randn(rows, size).to(kernel_device, bf16)
+    expected = plain_weigh(scaled, weight, numbers)
+    found = FewRows(64).weigh(scaled, weight, numbers)
+    assert found is numbers
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-3)

@@ -8,7 +8,9 @@ from conftest import kernel_settings
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from nanovllm.kernels.operands.routing import Routing
 from nanovllm.kernels.operands.scaled import Scaled
+from nanovllm.kernels.plain.choose_experts import choose_experts
 from nanovllm.kernels.plain.route import route
 from nanovllm.kernels.triton.experts import route as module
 from nanovllm.kernels.triton.experts.route import Router
@@ -30,6 +32,11 @@ class Shape:
     normalized: bool = True
     parts: int = 1
     seed: int = 0
+
+    @property
+    def routing(self) -> Routing:
+        """The softmax over all experts."""
+        return Routing(per_token=self.per_token, normalized=self.normalized)
 
 
 SHAPES = st.builds(
@@ -70,7 +77,7 @@ def assert_same_choice(
 
 def assert_sorted(router: Router, scaled: Scaled, shape: Shape) -> None:
     """Every pair is in the groups once, with its expert's; and the counters are zero again."""
-    routed = router.route_few(scaled, shape.per_token, shape.normalized)
+    routed = router.route_few(scaled)
     order, bounds, tile_ends, num_tiles, block_m = routed.groups
     counts = torch.bincount(routed.ids.flatten().long(), minlength=shape.num_experts)
     assert sorted(order.tolist()) == list(range(shape.tokens * shape.per_token))
@@ -89,13 +96,13 @@ def assert_sorted(router: Router, scaled: Scaled, shape: Shape) -> None:
 @example(Shape(300, 4, 128, hidden=64))  # several chunks of pairs
 def test_routes_equal_their_twin(kernel_device: str, shape: Shape) -> None:
     scaled, weight = make(shape, kernel_device)
-    router = Router.of(weight, bf16)
+    router = Router.of(weight, bf16, shape.routing)
     normed = scaled.normed()
-    routed = router.route_few(scaled, shape.per_token, shape.normalized)
+    routed = router.route_few(scaled)
     assert_same_choice(routed.shares, routed.ids, normed, weight, shape)
     assert_sorted(router, scaled, shape)
     x = normed.to(bf16)
-    found = router.route(x, shape.per_token, shape.normalized)
+    found = router.route(x)
     assert_same_choice(*found, x, weight, shape)
 
 
@@ -107,11 +114,12 @@ def test_a_weight_that_the_rows_type_does_not_hold_stays_float32(
     monkeypatch.setattr(module, "FEW_FLOAT32", 50)
     weight = torch.ones(2, 256, device=kernel_device)
     weight[1] += 2.0**-12
-    router = Router.of(weight, bf16)
+    routing = Routing(per_token=1, normalized=True)
+    router = Router.of(weight, bf16, routing)
     assert router.weight.dtype == torch.float32
-    assert Router.of(weight.round(), bf16).weight.dtype == bf16
+    assert Router.of(weight.round(), bf16, routing).weight.dtype == bf16
     x = torch.ones(tokens, 256, dtype=bf16, device=kernel_device)
-    _, ids = router.route(x, 1, normalized=True)
+    _, ids = router.route(x)
     assert ids.tolist() == [[1]] * tokens
 
 
@@ -125,12 +133,58 @@ def test_a_bias_is_added_to_the_scores(
     bias = torch.randn(32, device=kernel_device)
     bias[5], bias[7] = 40.0, 40.0 + 2**-10  # two of the three, for every row
     weight[7] = weight[5]
-    x = scaled.product
+    x, routing = scaled.product, Routing(per_token=3, normalized=True)
     for each in (weight, weight * (1 + 2.0**-12)):
-        shares, ids = Router.of(each, bf16, bias).route(x, 3, normalized=True)
+        shares, ids = Router.of(each, bf16, routing, bias).route(x)
         expected, chosen = route(x, each, 3, True, bias)
         assert torch.equal(ids, chosen) and ids[:, 0].eq(7).all() and ids[:, 1].eq(5).all()
         torch.testing.assert_close(shares, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(per_token=3, normalized=True, scores="sigmoid", has_bias=True, scale=2.5),
+        Routing(per_token=3, normalized=False, scores="sigmoid", scale=0.5),
+        Routing(per_token=3, normalized=True, scores="sigmoid", tiny=0.25),
+        Routing(per_token=3, normalized=True, has_bias=True),
+        Routing(per_token=3, normalized=False, scale=4.0),
+    ],
+)
+@pytest.mark.parametrize(("tokens", "num_experts"), [(1, 64), (70, 12)])
+def test_choices_of_one_kernel_are_those_of_the_definition(
+    kernel_device: str, routing: Routing, tokens: int, num_experts: int
+) -> None:
+    """The correction changes which experts are chosen, and no share by itself."""
+    assert routing.is_fused
+    shape = Shape(tokens, 3, num_experts)
+    scaled, weight = make(shape, kernel_device)
+    correction = torch.randn(num_experts, device=kernel_device) if routing.has_bias else None
+    router = Router.of(weight, bf16, routing, None, correction)
+    for x, found in (
+        ((rows := scaled.normed().to(bf16)), router.route(rows)),
+        (scaled.normed(), (routed := router.route_few(scaled)) and (routed.shares, routed.ids)),
+    ):
+        shares, ids = choose_experts(x.float() @ weight.T, routing, correction)
+        torch.testing.assert_close(found[0], shares, rtol=1e-4, atol=1e-6)
+        assert torch.equal(found[1].long(), ids)
+    assert_sorted(router, scaled, shape)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_single_row_without_numbers_takes_experts_that_exist(
+    kernel_device: str, value: float
+) -> None:
+    """Its pairs have places of their own in the order, whatever its experts are."""
+    shape = Shape(1, 4, 5)
+    scaled, weight = make(shape, kernel_device)
+    router = Router.of(weight, bf16, shape.routing)
+    scaled.product[0] = value
+    routed = router.route_few(scaled)
+    assert int(routed.ids.min()) >= 0 and int(routed.ids.max()) < 5
+    assert sorted(routed.groups.order.tolist()) == [0, 1, 2, 3]
+    assert routed.groups.bounds[-1] == 4 and 1 <= routed.groups.tile_ends[-1] <= 4
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -138,11 +192,11 @@ def test_rows_without_numbers_take_experts_that_exist(kernel_device: str) -> Non
     """NaN must not write outside the groups, nor change the experts of other rows."""
     shape = Shape(20, 4, 5)
     scaled, weight = make(shape, kernel_device)
-    router = Router.of(weight, bf16)
-    expected = router.route_few(scaled, 4, normalized=True)
+    router = Router.of(weight, bf16, shape.routing)
+    expected = router.route_few(scaled)
     scaled.product[3] = torch.nan
     scaled.product[5] = torch.inf
-    routed = router.route_few(scaled, 4, normalized=True)
+    routed = router.route_few(scaled)
     kept = [row for row in range(20) if row not in (3, 5)]
     assert torch.equal(routed.ids[kept], expected.ids[kept])
     assert torch.equal(routed.shares[kept], expected.shares[kept])

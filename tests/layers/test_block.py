@@ -14,7 +14,7 @@ from nanovllm.layers.block import Block, Norms, pre_norms
 from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.feed_forward import MLP, FeedForward
-from nanovllm.layers.few_rows import operands_of
+from nanovllm.layers.few_rows_forms import operands_of
 from nanovllm.layers.layer import Build, Layer
 from nanovllm.layers.mixer import Mixer, SelfAttention
 from nanovllm.layers.norm_places import post_norms, sandwich_norms

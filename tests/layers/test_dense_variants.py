@@ -16,7 +16,8 @@ from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.context import Context, attending
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.feed_forward import MLP
-from nanovllm.layers.few_rows import compute_few_rows, operands_of
+from nanovllm.layers.few_rows import compute_few_rows
+from nanovllm.layers.few_rows_forms import operands_of
 from nanovllm.layers.full_width_norm import full_width_norms
 from nanovllm.layers.interleaved import InterleavedAttention
 from nanovllm.layers.late_head_norms import LateHeadNorms

@@ -158,14 +158,16 @@ def test_outputs_that_all_give_a_sigmoid_of_zero_have_no_nan() -> None:
 
 
 def test_only_choices_that_the_fused_kernel_computes_use_it() -> None:
-    """With the kernel, a bias, groups or a factor would be left out."""
+    """With the kernel, other choices would be left out."""
     plain = Routing(per_token=2, normalized=True)
     assert plain.is_fused and Routing(per_token=2, normalized=False).is_fused
     chosen = Routing(per_token=2, normalized=False, scores="softmax of chosen")
     assert chosen.is_fused and chosen.sums_to_one
+    assert Routing(per_token=2, normalized=True, scores="sigmoid", has_bias=True).is_fused
     others: list[dict[str, Any]] = [
-        dict(scores="sigmoid"), dict(has_bias=True), dict(groups=BEST), dict(scale=2.0),
-        dict(scores="sparse mixer"), dict(least=1e-12),
+        dict(groups=BEST), dict(scores="sparse mixer"), dict(least=1e-12),
+        dict(scores="softmax of chosen", has_bias=True),
+        dict(scores="softmax of chosen", scale=2.0),
     ]  # fmt: skip
     assert not any(Routing(per_token=2, normalized=True, **each).is_fused for each in others)
 

@@ -45,7 +45,7 @@ from nanovllm.command.info import describe
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.layers.cache_spec import CacheSpec, KeysAndValues
-from nanovllm.layers.few_rows import operands_of
+from nanovllm.layers.few_rows_forms import operands_of
 from nanovllm.models import family as families
 from nanovllm.models import model_size
 from nanovllm.models.config import ModelConfig

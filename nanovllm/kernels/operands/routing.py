@@ -50,6 +50,8 @@ class Routing:
 
     @property
     def is_fused(self) -> bool:
-        """Whether one kernel can compute scores, choice and shares, from `sums_to_one` alone."""
-        plain = not self.has_bias and self.groups is None and self.scale == 1.0 and not self.least
-        return plain and self.soft_cap is None and self.scores in ("softmax", "softmax of chosen")
+        """Whether one kernel can compute scores, choice and shares."""
+        plain = self.groups is None and not self.least and self.soft_cap is None
+        if self.scores == "softmax of chosen":  # which equals a softmax whose shares sum to one
+            return plain and not self.has_bias and self.scale == 1.0
+        return plain and self.scores in ("softmax", "sigmoid")

@@ -56,6 +56,11 @@ def add_experts(
     return _scaled_sum(total.to(x.product.dtype), norm, eps)
 
 
+def weigh(x: Scaled, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`rows` times the sigmoid of the norm's product with weight [1, K]."""
+    return (rows.float() * (x.normed() @ weight.float().T).sigmoid()).to(rows.dtype)
+
+
 def _normed(x: Rows) -> torch.Tensor:
     return x.normed() if isinstance(x, Scaled) else x.float()
 

@@ -1,6 +1,6 @@
 """Experts as two grouped matrix products: each tile of rows is multiplied by its expert's weights.
 
-Many pairs of dense weights have kernels of their own, in `many_pairs`.
+On Hopper GPUs dense weights have kernels of their own: `many_pairs`, and `expert_rows` for fewer.
 
 T tokens, K experts of each, N = T * K pairs of a token and an expert, E experts of this rank. Pairs
 are in the order of tokens, except in `order`, which sorts them by expert. Nothing syncs, and all
@@ -17,7 +17,7 @@ import triton.language as tl
 from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.operands.low_rank import PairAdditions
 from nanovllm.kernels.triton.common import can_copy_tiles, dot
-from nanovllm.kernels.triton.experts import many_pairs
+from nanovllm.kernels.triton.experts import expert_rows, many_pairs
 from nanovllm.kernels.triton.experts.grouping import Groups, find_tile, group
 from nanovllm.kernels.triton.linear.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.linear.dequantize import dequantize
@@ -206,15 +206,13 @@ def experts(
     expert_ids. Peak memory: N rows of gate and up, and N rows of the output in float32, or less for
     many pairs; only the rows of this rank's experts are used.
     """
-    if (
-        activation is None
-        and isinstance(gate_up, torch.Tensor)
-        and isinstance(down, torch.Tensor)
-        and many_pairs.takes(x, down, expert_ids.numel(), num_experts)
-    ):
-        expert_ids, shares = expert_ids.contiguous(), shares.contiguous()
-        parts = many_pairs.multiply(x, gate_up, down, expert_ids, shares, num_experts)
-        return _add_up(x, parts, expert_ids, len(down))
+    if activation is None and isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
+        ids = expert_ids.contiguous()
+        dense = x, gate_up, down, ids, shares.contiguous(), num_experts
+        if many_pairs.takes(x, down, ids.numel(), num_experts):
+            return _add_up(x, many_pairs.multiply(*dense), ids, len(down))
+        if expert_rows.takes(x):
+            return _add_up(x, expert_rows.multiply(*dense), ids, len(down))
     return adapted_experts(x, gate_up, down, expert_ids, shares, num_experts, None, activation)
 
 

@@ -12,82 +12,14 @@ import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled
-from nanovllm.kernels.triton.common import (
-    await_inputs,
-    can_copy_tiles,
-    dot,
-    early,
-    let_next_begin,
-    rows_with_room,
-    tiles_of,
-)
+from nanovllm.kernels.triton.common import await_inputs, early, let_next_begin, rows_with_room
+from nanovllm.kernels.triton.experts.expert_rows import multiply_pairs
 from nanovllm.kernels.triton.experts.experts import Stack, grouped_linear
-from nanovllm.kernels.triton.experts.grouping import LEAST, Groups, find_tile
+from nanovllm.kernels.triton.experts.grouping import Groups
 from nanovllm.kernels.triton.linear.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.linear.silu_and_mul import gated
 
-BLOCK_N, BLOCK_SUM = 64, 512
-# For the smallest tiles, and for larger ones; a multiprocessor runs two programs.
-BLOCK_K, STAGES = (128, 64), (3, 4)
-
-
-@triton.jit
-def _expert_rows_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, weight_tiles, squares_ptr, shares_ptr, out_ptr, order_ptr, bounds_ptr,
-    tile_ends_ptr, eps,
-    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr,
-    PER_ROW: tl.constexpr, GATED: tl.constexpr, COPIED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """BLOCK_N outputs of a tile of pairs: GATED, `silu(gate) * up`; else times the pairs' shares.
-
-    PER_ROW pairs share a row of x. The rows' factor is computed from P parts of their sums of
-    squares.
-    """
-    await_inputs(EARLY)
-    expert, place, real = find_tile(
-        tl.program_id(0), bounds_ptr, tile_ends_ptr, E, BLOCK_M, BLOCK_E
-    )
-    if expert < E:
-        pair = tl.load(order_ptr + place, mask=real, other=0)
-        row = pair // PER_ROW
-        first_n = tl.program_id(1) * BLOCK_N
-        n = first_n + tl.arange(0, BLOCK_N)
-        k = tl.arange(0, BLOCK_K)
-        first_row = expert * (N * (1 + GATED)) + first_n
-        x_at = x_ptr + row[:, None] * K + k[None, :]
-        w_row = (first_row + tl.arange(0, BLOCK_N)).to(tl.int64)
-        w_at = weight_ptr + w_row[:, None] * K + k[None, :]
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        up = acc
-        for at in range(0, K, BLOCK_K):
-            inside = (k < K - at)[None, :]
-            x = tl.load(x_at + at, mask=real[:, None] & inside, other=0.0)
-            if COPIED:
-                w = weight_tiles.load([first_row, at])
-            else:
-                w = tl.load(w_at + at, mask=(n < N)[:, None] & inside, other=0.0)
-            acc += dot(w, tl.trans(x))
-            if GATED:
-                if COPIED:
-                    w = weight_tiles.load([first_row + N, at])
-                else:
-                    w = tl.load(w_at + N * K + at, mask=(n < N)[:, None] & inside, other=0.0)
-                up += dot(w, tl.trans(x))
-        let_next_begin(EARLY)
-        if P:
-            p = tl.arange(0, BLOCK_P)[None, :]
-            parts = real[:, None] & (p < P)
-            squares = tl.load(squares_ptr + row[:, None] * P + p, mask=parts, other=0.0)
-            factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[None, :]
-            acc *= factor
-            up *= factor
-        if GATED:
-            acc = gated(acc, up)
-        else:
-            acc *= tl.load(shares_ptr + pair, mask=real, other=0.0)[None, :]
-        out_at = out_ptr + pair[None, :] * N + n[:, None]
-        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=real[None, :] & (n < N)[:, None])
+BLOCK_SUM = 512
 
 
 @triton.jit
@@ -138,7 +70,7 @@ def add_experts(
     x: Scaled, weights: ExpertWeights, residual: torch.Tensor, norm: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, Scaled]:
     """As `plain.few_rows.add_experts` defines; the router is a `Router`."""
-    routed = weights.router.route_few(x, weights.per_token, weights.normalized)
+    routed = weights.router.route_few(x)
     inner = expert_gates(x, weights.gate_up, routed.groups, weights.per_token)
     parts = expert_parts(inner, weights.down, routed.groups, routed.shares)
     return add_parts(parts, weights.per_token, residual, norm, eps)
@@ -154,7 +86,7 @@ def expert_gates(x: Scaled, weight: Stack, groups: Groups, per_row: int) -> torc
         gates = grouped_linear(x.product, weight, groups, None, out.dtype)
         _activate(x, gates, out, per_row)
         return out
-    _launch(x.product, weight, out, groups, per_row, scaled=x)
+    multiply_pairs(x.product, weight, out, groups, per_row, is_gated=True, scaled=x)
     return out
 
 
@@ -177,35 +109,8 @@ def expert_parts(
     if isinstance(weight, ArrangedMatrix):
         return grouped_linear(x, weight, groups, shares, torch.float32)
     out = x.new_empty(len(x), weight.shape[1], dtype=torch.float32)
-    _launch(x, weight, out, groups, 1, shares=shares)
+    multiply_pairs(x, weight, out, groups, 1, shares=shares)
     return out
-
-
-def _launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    groups: Groups,
-    per_row: int,
-    scaled: Scaled | None = None,
-    shares: torch.Tensor | None = None,
-) -> None:
-    (num_experts, _, size_in), size_out = weight.shape, out.shape[1]
-    assert x.is_contiguous() and weight.is_contiguous() and out.numel() < 1 << 31
-    width = 0 if scaled is None else scaled.squares.shape[1]
-    is_large = groups.block_m > LEAST
-    block_k = BLOCK_K[is_large]
-    copied = can_copy_tiles(x.device) and size_in * x.itemsize % 16 == 0
-    _expert_rows_kernel[(groups.num_tiles, cdiv(size_out, BLOCK_N))](
-        x, weight, tiles_of(weight.flatten(0, 1), BLOCK_N, block_k) if copied else None,
-        out if scaled is None else scaled.squares, out if shares is None else shares, out,
-        groups.order, groups.bounds, groups.tile_ends, 0.0 if scaled is None else scaled.eps,
-        E=num_experts, N=size_out, K=size_in, P=width,
-        BLOCK_P=next_power_of_2(max(1, width)), PER_ROW=per_row, GATED=scaled is not None,
-        COPIED=copied, BLOCK_M=groups.block_m, BLOCK_N=BLOCK_N, BLOCK_K=block_k,
-        BLOCK_E=next_power_of_2(num_experts), num_warps=4, num_stages=STAGES[is_large],
-        **early(x.device),
-    )  # fmt: skip
 
 
 def add_parts(

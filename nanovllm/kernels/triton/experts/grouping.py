@@ -1,11 +1,12 @@
 """Sort pairs of a token and an expert by expert, and divide them into tiles of one expert's pairs.
 
-T tokens, K experts of each, N = T * K pairs, E experts of this rank. `group` sorts few pairs by
-PyTorch's kernels. `tile_pairs` is a counting sort: for many pairs its three launches take a quarter
-of the time, and few pairs need one. A bin of it has the pairs of one expert; the first and the last
-bin have the pairs of other ranks' experts.
+T tokens, K experts of each, N = T * K pairs, E experts of this rank. It is a counting sort: one
+launch for few pairs, three for more. A bin has the pairs of one expert; the first and the last bin
+have the pairs of other ranks' experts. `group` returns where the tiles of each expert end, and
+`tile_pairs` describes each tile.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -37,22 +38,11 @@ class Groups(NamedTuple):
     come before the first and after the last expert.
     """
 
-    order: torch.Tensor  # [N]
+    order: torch.Tensor  # [N] int32
     bounds: torch.Tensor  # [E + 1] int32
     tile_ends: torch.Tensor  # [E] int32
     num_tiles: int  # an upper bound
     block_m: int
-
-
-def group(expert_ids: torch.Tensor, num_here: int, num_experts: int) -> Groups:
-    """Sort the pairs of expert_ids [T, K] by expert, on the device."""
-    num_pairs = expert_ids.numel()
-    block_m = pairs_of_a_tile(num_pairs, num_experts)
-    ids, order = expert_ids.flatten().sort(stable=True)
-    experts = torch.arange(-1, num_here, device=ids.device)
-    bounds = torch.searchsorted(ids, experts, right=True, out_int32=True)
-    tile_ends = ((bounds.diff() + (block_m - 1)) // block_m).cumsum(0, dtype=torch.int32)
-    return Groups(order, bounds, tile_ends, most_tiles(num_pairs, num_here, block_m), block_m)
 
 
 def most_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
@@ -130,11 +120,11 @@ def _scan_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
 def _place_kernel(  # type: ignore[no-untyped-def]
-    ids_ptr, before_ptr, totals_ptr, order_ptr, tiles_ptr, num_tiles_ptr,
+    ids_ptr, before_ptr, totals_ptr, order_ptr, tiles_ptr, ends_ptr,
     num_pairs, num_here, num_chunks, ROWS: tl.constexpr, TILES: tl.constexpr, BINS: tl.constexpr,
     CHUNK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Place the pairs of one chunk, and describe TILES tiles."""
+    """Place the pairs of one chunk, and describe TILES tiles; or, without TILES, all ends."""
     chunk = tl.program_id(0)
     totals = tl.load(totals_ptr + tl.arange(0, BINS))
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -142,22 +132,28 @@ def _place_kernel(  # type: ignore[no-untyped-def]
     before = tl.load(before_ptr + bins * num_chunks + chunk)
     _place(ids_ptr, totals, pair, bins, before, order_ptr, num_pairs, num_here, chunk * CHUNK,
            BINS, CHUNK, PART)  # fmt: skip
-    _describe(totals, tiles_ptr, num_tiles_ptr, num_here, chunk * TILES, ROWS, TILES, BINS)
+    if TILES:
+        _describe(totals, tiles_ptr, ends_ptr, num_here, chunk * TILES, ROWS, TILES, BINS)
+    elif chunk == 0:
+        _bound(totals, tiles_ptr, ends_ptr, num_here, ROWS, BINS)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _few_kernel(  # type: ignore[no-untyped-def]
-    ids_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_pairs, num_here,
+    ids_ptr, order_ptr, tiles_ptr, ends_ptr, num_pairs, num_here,
     ROWS: tl.constexpr, TILES: tl.constexpr, BINS: tl.constexpr, PAIRS: tl.constexpr,
     PART: tl.constexpr,
 ):  # fmt: skip
-    """Place up to PAIRS pairs, and describe up to TILES tiles."""
+    """Place up to PAIRS pairs, and describe up to TILES tiles; or, without TILES, all ends."""
     pair = tl.arange(0, PAIRS)
     bins = _bins(ids_ptr, pair, num_pairs, num_here, BINS)
     totals = tl.histogram(bins, BINS)
     _place(ids_ptr, totals, pair, bins, 0, order_ptr, num_pairs, num_here, 0, BINS, PAIRS, PART)
-    for first in range(0, TILES, PART):
-        _describe(totals, tiles_ptr, num_tiles_ptr, num_here, first, ROWS, PART, BINS)
+    if TILES:
+        for first in range(0, TILES, PART):
+            _describe(totals, tiles_ptr, ends_ptr, num_here, first, ROWS, PART, BINS)
+    else:
+        _bound(totals, tiles_ptr, ends_ptr, num_here, ROWS, BINS)
 
 
 @triton.jit
@@ -199,33 +195,67 @@ def _describe(  # type: ignore[no-untyped-def]
     tl.store(num_tiles_ptr, num_tiles)  # the same number in all programs
 
 
+@triton.jit
+def _bound(  # type: ignore[no-untyped-def]
+    totals, bounds_ptr, tile_ends_ptr, num_here, ROWS: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """Store where the pairs and the tiles of each expert end."""
+    b = tl.arange(0, BINS)
+    tl.store(bounds_ptr + b, tl.cumsum(totals, axis=0), mask=b <= num_here)
+    here = (b > 0) & (b <= num_here)
+    tiles = tl.where(here, (totals + (ROWS - 1)) // ROWS, 0)
+    tl.store(tile_ends_ptr + b - 1, tl.cumsum(tiles, axis=0), mask=here)
+
+
+def group(expert_ids: torch.Tensor, num_here: int, num_experts: int) -> Groups:
+    """Sort the pairs of expert_ids [T, K] by expert, on the device; an expert's stay in order."""
+    num_pairs, ints = expert_ids.numel(), partial(_int32, expert_ids.device)
+    rows = pairs_of_a_tile(num_pairs, num_experts)
+    most = most_tiles(num_pairs, num_here, rows)
+    groups = Groups(ints(num_pairs), ints(num_here + 1), ints(num_here), most, rows)
+    _sort(expert_ids, num_here, groups[:3], rows, 0)
+    return groups
+
+
 def tile_pairs(expert_ids: torch.Tensor, num_here: int, rows: int) -> TiledPairs:
     """Sort the pairs of expert_ids [T, K] by expert, on the device; an expert's stay in order."""
-    assert expert_ids.is_contiguous()
-    num_pairs = expert_ids.numel()
-    num_chunks, bins = cdiv(num_pairs, CHUNK), next_power_of_2(num_here + 2)
+    num_pairs, ints = expert_ids.numel(), partial(_int32, expert_ids.device)
     most = most_tiles(num_pairs, num_here, rows)
+    pairs = TiledPairs(ints(num_pairs), ints(most, 3), ints(1), rows)
+    _sort(expert_ids, num_here, pairs[:3], rows, most)
+    return pairs
 
-    def int32(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=expert_ids.device)
 
-    pairs = TiledPairs(int32(num_pairs), int32(most, 3), int32(1), rows)
+def _int32(device: torch.device, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int32, device=device)
+
+
+def _sort(
+    expert_ids: torch.Tensor,
+    num_here: int,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rows: int,
+    most_tiles: int,
+) -> None:
+    """Write the order, and tiles with their number; or bounds and ends, if `most_tiles` is zero."""
+    assert expert_ids.is_contiguous()
+    num_pairs, bins = expert_ids.numel(), next_power_of_2(num_here + 2)
+    num_chunks, ints = cdiv(num_pairs, CHUNK), partial(_int32, expert_ids.device)
     if num_pairs <= FEW:
+        tiles = next_power_of_2(most_tiles) if most_tiles else 0
         _few_kernel[(1,)](
-            expert_ids, *pairs[:3], num_pairs, num_here, ROWS=rows, TILES=next_power_of_2(most),
+            expert_ids, *out, num_pairs, num_here, ROWS=rows, TILES=tiles,
             BINS=bins, PAIRS=max(CHUNK, next_power_of_2(num_pairs)), PART=PART, num_warps=8,
         )  # fmt: skip
-        return pairs
-    counts, totals = int32(bins, num_chunks), int32(bins)
+        return
+    counts, totals = ints(bins, num_chunks), ints(bins)
     _count_kernel[(num_chunks,)](
         expert_ids, counts, num_pairs, num_here, num_chunks, BINS=bins, CHUNK=CHUNK, num_warps=4
     )
     block = min(SCANNED, next_power_of_2(num_chunks))
     _scan_kernel[(bins,)](counts, totals, num_chunks, BLOCK=block, num_warps=4)
-    tiles = next_power_of_2(cdiv(most, num_chunks))
+    tiles = next_power_of_2(cdiv(most_tiles, num_chunks)) if most_tiles else 0
     _place_kernel[(num_chunks,)](
-        expert_ids, counts, totals, pairs.order, pairs.tiles, pairs.num_tiles, num_pairs, num_here,
-        num_chunks, ROWS=rows, TILES=tiles, BINS=bins, CHUNK=CHUNK, PART=PART,
-        num_warps=4,
+        expert_ids, counts, totals, *out, num_pairs, num_here, num_chunks,
+        ROWS=rows, TILES=tiles, BINS=bins, CHUNK=CHUNK, PART=PART, num_warps=4,
     )  # fmt: skip
-    return pairs

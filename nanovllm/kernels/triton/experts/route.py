@@ -8,12 +8,14 @@ rows, the last program of all sorts the pairs by expert.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
+from nanovllm.kernels.operands.routing import Routing
 from nanovllm.kernels.operands.scaled import Scaled
-from nanovllm.kernels.plain import route as plain
+from nanovllm.kernels.plain.choose_experts import choose_experts
 from nanovllm.kernels.triton.common import (
     await_inputs,
     dot,
@@ -25,11 +27,16 @@ from nanovllm.kernels.triton.common import (
     sum_parts,
 )
 from nanovllm.kernels.triton.experts.grouping import Groups, most_tiles, pairs_of_a_tile
+from nanovllm.kernels.triton.experts.sort_pairs import sort_pairs, sort_pairs_of_one
+from nanovllm.kernels.triton.linear.sigmoid_and_mul import sigmoid
 
 FEW_ROWS, MANY_ROWS = 16, 64  # rows of a tile
-MOST_EXPERTS_OF_MANY = 256  # with more experts, registers do not hold the scores of many rows
+# With more experts, registers do not hold the scores of many rows; or scores and what they become.
+MOST_EXPERTS_OF_MANY, MOST_OF_SIGMOIDS = 256, 128
 FEW_FLOAT32 = 512  # the most rows in float32, which tensor cores do not multiply
 LEAST_INPUTS, MOST_INPUTS = 16, 128  # inputs at a time
+# Of one row: the inputs times experts at a time, which registers hold, the warps, and the splits.
+MOST_PRODUCTS, WARPS_OF_ONE, SPLITS_OF_ONE = 16384, 4, 16
 MOST_SPLITS = 8  # the most programs that share a tile
 MOST_TILES = 256  # the most tiles that programs share
 CHUNK = 1024  # pairs that are sorted at a time
@@ -37,59 +44,52 @@ CHUNK = 1024  # pairs that are sorted at a time
 
 @triton.jit
 def _choose(  # type: ignore[no-untyped-def]
-    scores, E: tl.constexpr, K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
-    NORMALIZED: tl.constexpr,
+    scores, correction_ptr, tiny, scale, E: tl.constexpr, K: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr, NORMALIZED: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """The K best experts of each row's scores [T, BLOCK_E]: their ids and shares [T, BLOCK_K]."""
+    """The K best experts of each row's scores [T, BLOCK_E]: their ids and shares [T, BLOCK_K].
+
+    Of equal ones, the first experts are chosen.
+    """
     e = tl.arange(0, BLOCK_E)[None, :]
     k = tl.arange(0, BLOCK_K)[None, :]
+    PLAIN: tl.constexpr = correction_ptr is None and not SIGMOID  # noqa: N806
     left = tl.where(e < E, scores, -float("inf"))
     top = tl.max(left, axis=1)[:, None]
     total = tl.sum(tl.exp(left - top), axis=1)[:, None]
+    if not PLAIN:
+        every = sigmoid(left) if SIGMOID else tl.exp(left - top) / total
+        left = every
+        if correction_ptr is not None:
+            left += tl.load(correction_ptr + e, mask=e < E, other=0.0)
+        left = tl.where(e < E, left, -float("inf"))
     ids = tl.zeros([scores.shape[0], BLOCK_K], tl.int32)
-    best = tl.full([scores.shape[0], BLOCK_K], -float("inf"), tl.float32)
+    best = tl.full([scores.shape[0], BLOCK_K], -float("inf") if PLAIN else 0.0, tl.float32)
     for i in range(K):
         score, at = tl.max(left, axis=1, return_indices=True)
         at = tl.minimum(at, E - 1)[:, None]  # any expert for rows that are not finite
         ids = tl.where(k == i, at, ids)
-        best = tl.where(k == i, score[:, None], best)
+        if PLAIN:
+            best = tl.where(k == i, score[:, None], best)
+        else:
+            best = tl.where(k == i, tl.sum(tl.where(e == at, every, 0.0), axis=1)[:, None], best)
         left = tl.where(e == at, -float("inf"), left)
-    shares = tl.exp(best - top)
+    if PLAIN:
+        best = tl.exp(best - top)
+        if not NORMALIZED:
+            best = best / total
     if NORMALIZED:
-        total = tl.sum(shares, axis=1)[:, None]
-    return ids, shares / total
-
-
-@triton.jit
-def _sort(  # type: ignore[no-untyped-def]
-    ids_ptr, slots_ptr, counts_ptr, order_ptr, bounds_ptr, tile_ends_ptr, num_pairs,
-    E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Sort all pairs by expert, from the experts' counts and each pair's number in its expert."""
-    e = tl.arange(0, BLOCK_E)
-    counts = tl.load(counts_ptr + e, mask=e < E, other=0, cache_modifier=".cg")
-    ends = tl.cumsum(counts, axis=0)
-    tl.store(bounds_ptr + e, ends - counts, mask=e < E)
-    tl.store(bounds_ptr + E, num_pairs)
-    tile_ends = tl.cumsum((counts + BLOCK_M - 1) // BLOCK_M, axis=0)
-    tl.store(tile_ends_ptr + e, tile_ends, mask=e < E)
-    tl.debug_barrier()  # all threads have read the counts, and see the bounds
-    tl.store(counts_ptr + e, 0, mask=e < E)  # reset for the next call
-    for start in range(0, num_pairs, CHUNK):
-        pair = start + tl.arange(0, CHUNK)
-        inside = pair < num_pairs
-        expert = tl.load(ids_ptr + pair, mask=inside, other=0, cache_modifier=".cg")
-        slot = tl.load(slots_ptr + pair, mask=inside, other=0, cache_modifier=".cg")
-        first = tl.load(bounds_ptr + expert, mask=inside, other=0)
-        tl.store(order_ptr + first + slot, pair, mask=inside)
+        best = best / (tl.sum(best, axis=1)[:, None] + tiny)
+    return ids, best * scale
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _route_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, bias_ptr, squares_ptr, ids_ptr, shares_ptr, slots_ptr, order_ptr, bounds_ptr,
-    tile_ends_ptr, parts_ptr, counters_ptr, num_rows, eps,
+    x_ptr, weight_ptr, bias_ptr, correction_ptr, squares_ptr, ids_ptr, shares_ptr, slots_ptr,
+    order_ptr, bounds_ptr, tile_ends_ptr, parts_ptr, counters_ptr, num_rows, eps, tiny, scale,
     H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, NORMALIZED: tl.constexpr,
-    P: tl.constexpr, BLOCK_P: tl.constexpr, SPLIT: tl.constexpr, GROUPED: tl.constexpr,
+    SIGMOID: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, SPLIT: tl.constexpr,
+    GROUPED: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -105,11 +105,20 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     scores = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     x_at = x_ptr + t.to(tl.int64)[:, None] * H + h[None, :]
     w_at = weight_ptr + e[:, None] * H + h[None, :]
-    for start in range(first_h, first_h + PART, BLOCK_H):
-        left = (h < H - start)[None, :]
-        x = tl.load(x_at + start, mask=real & left, other=0.0)
-        w = tl.load(w_at + start, mask=(e < E)[:, None] & left, other=0.0)
-        scores += dot(x.to(w.dtype), tl.trans(w))
+    if BLOCK_T == 1:  # without tensor cores, and with all loads at once
+        products = tl.zeros([BLOCK_E, BLOCK_H], tl.float32)
+        for start in tl.static_range(0, PART, BLOCK_H):
+            left = (h < H - first_h - start)[None, :]
+            x = tl.load(x_at + first_h + start, mask=left, other=0.0)
+            w = tl.load(w_at + first_h + start, mask=(e < E)[:, None] & left, other=0.0)
+            products += x.to(tl.float32) * w.to(tl.float32)
+        scores = tl.sum(products, axis=1)[None, :]
+    else:
+        for start in range(first_h, first_h + PART, BLOCK_H):
+            left = (h < H - start)[None, :]
+            x = tl.load(x_at + start, mask=real & left, other=0.0)
+            w = tl.load(w_at + start, mask=(e < E)[:, None] & left, other=0.0)
+            scores += dot(x.to(w.dtype), tl.trans(w))
     at = t[:, None] * BLOCK_E + e[None, :]
     arrivals_ptr = counters_ptr + E
     finishes = leave_parts(scores, scores, parts_ptr, arrivals_ptr, tile, tl.program_id(1),
@@ -123,21 +132,26 @@ def _route_kernel(  # type: ignore[no-untyped-def]
             scores *= tl.rsqrt(tl.sum(squares, axis=1) / H + eps)[:, None]
         if bias_ptr is not None:
             scores += tl.load(bias_ptr + e, mask=e < E, other=0.0)[None, :]
-        ids, shares = _choose(scores, E, K, BLOCK_E, BLOCK_K, NORMALIZED)
+        ids, shares = _choose(scores, correction_ptr, tiny, scale, E, K, BLOCK_E, BLOCK_K,
+                              NORMALIZED, SIGMOID)  # fmt: skip
         k = tl.arange(0, BLOCK_K)[None, :]
         inside = real & (k < K)
         pair = t.to(tl.int64)[:, None] * K + k
         tl.store(ids_ptr + pair, ids, mask=inside)
         tl.store(shares_ptr + pair, shares, mask=inside)
         if GROUPED:
-            slots = tl.atomic_add(counters_ptr + ids, 1, mask=inside)
-            tl.store(slots_ptr + pair, slots, mask=inside)
-            tl.debug_barrier()
-            done_ptr = arrivals_ptr + tl.num_programs(0)
-            if tl.atomic_add(done_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-                tl.store(done_ptr, 0)
-                _sort(ids_ptr, slots_ptr, counters_ptr, order_ptr, bounds_ptr, tile_ends_ptr,
-                      num_rows * K, E, BLOCK_E, BLOCK_M, CHUNK)  # fmt: skip
+            if BLOCK_T == 1:
+                sort_pairs_of_one(tl.max(ids, axis=0), order_ptr, bounds_ptr, tile_ends_ptr, E, K,
+                                  BLOCK_E, BLOCK_K, BLOCK_M)  # fmt: skip
+            else:
+                slots = tl.atomic_add(counters_ptr + ids, 1, mask=inside)
+                tl.store(slots_ptr + pair, slots, mask=inside)
+                tl.debug_barrier()
+                done_ptr = arrivals_ptr + tl.num_programs(0)
+                if tl.atomic_add(done_ptr, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+                    tl.store(done_ptr, 0)
+                    sort_pairs(ids_ptr, slots_ptr, counters_ptr, order_ptr, bounds_ptr,
+                               tile_ends_ptr, num_rows * K, E, BLOCK_E, BLOCK_M, CHUNK)  # fmt: skip
     let_next_begin(EARLY)
 
 
@@ -154,36 +168,44 @@ class Routed:
 class Router:
     """The kernel for one layer: its weight [E, hidden], and counters that are zero between calls.
 
-    If `dtype` represents the weight exactly, it is multiplied in that type; sums are float32. The
-    bias [E] is float32.
+    If the type of the rows represents the weight exactly, it is multiplied in that type; sums are
+    float32. The bias [E] is added to the scores, and the correction [E] for the choice alone; both
+    are float32. `routing` must be one that `is_fused`.
     """
 
     weight: torch.Tensor
     counters: torch.Tensor
+    routing: Routing
     bias: torch.Tensor | None = None
+    correction: torch.Tensor | None = None
 
     @classmethod
     def of(
-        cls, weight: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None = None
+        cls,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        routing: Routing,
+        bias: torch.Tensor | None = None,
+        correction: torch.Tensor | None = None,
     ) -> "Router":
         """Make the kernel for rows of type `dtype`."""
         short = weight.to(dtype)
         counters = weight.new_zeros(len(weight) + MOST_TILES + 1, dtype=torch.int32)
         exact = torch.equal(short.to(weight.dtype), weight)
-        return cls(short if exact else weight, counters, bias)
+        return cls(short if exact else weight, counters, routing, bias, correction)
 
-    def route(
-        self, x: torch.Tensor, per_token: int, normalized: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose experts for rows x [T, hidden]. cuBLAS multiplies many rows in float32."""
         if len(x) > FEW_FLOAT32 and self.weight.dtype == torch.float32:
-            return plain.route(x, self.weight, per_token, normalized, self.bias)
-        ids = torch.empty(len(x), per_token, dtype=torch.long, device=x.device)
-        return self._launch(x, None, ids, normalized, None), ids
+            outputs = F.linear(x.float(), self.weight, self.bias)
+            return choose_experts(outputs, self.routing, self.correction)
+        ids = torch.empty(len(x), self.routing.per_token, dtype=torch.long, device=x.device)
+        return self._launch(x, None, ids, None), ids
 
-    def route_few(self, x: Scaled, per_token: int, normalized: bool) -> Routed:
+    def route_few(self, x: Scaled) -> Routed:
         """Route few rows that lack their norm's factor, and sort their pairs."""
         num_rows, (num_experts, _) = len(x.product), self.weight.shape
+        per_token = self.routing.per_token
         num_pairs = num_rows * per_token
         block_m = pairs_of_a_tile(num_pairs, num_experts)
 
@@ -194,42 +216,50 @@ class Router:
             ints(num_pairs), ints(num_experts + 1), ints(num_experts),
             most_tiles(num_pairs, num_experts, block_m), block_m,
         )  # fmt: skip
-        return Routed(self._launch(x.product, x, ids, normalized, groups), ids, groups)
+        return Routed(self._launch(x.product, x, ids, groups), ids, groups)
 
     def _launch(
         self,
         x: torch.Tensor,
         scaled: Scaled | None,
         ids: torch.Tensor,
-        normalized: bool,
         groups: Groups | None,
     ) -> torch.Tensor:
         """Write the ids and the groups; return the shares."""
         (num_rows, hidden), (num_experts, size_in) = x.shape, self.weight.shape
+        routing = self.routing
         assert x.is_contiguous() and hidden == size_in
         processors = num_multiprocessors(x.device)
-        many = num_rows > FEW_ROWS * processors and num_experts <= MOST_EXPERTS_OF_MANY
-        rows = MANY_ROWS if many else FEW_ROWS
+        is_plain = routing.scores != "sigmoid" and self.correction is None
+        most_experts = MOST_EXPERTS_OF_MANY if is_plain else MOST_OF_SIGMOIDS
+        many = num_rows > FEW_ROWS * processors and num_experts <= most_experts
+        rows = MANY_ROWS if many else 1 if num_rows == 1 else FEW_ROWS
         tiles = cdiv(num_rows, rows)
         block_e = max(16, next_power_of_2(num_experts))
         tile_bytes = (rows + block_e) * self.weight.itemsize
         block_h, stages = _inputs(tile_bytes, shared_bytes(x.device), rows)
+        if rows == 1:
+            block_h = max(LEAST_INPUTS, min(MOST_INPUTS, MOST_PRODUCTS // block_e))
         assert groups is None or tiles <= MOST_TILES
         splits = 1 if tiles > MOST_TILES else _splits(tiles, hidden // block_h, processors)
+        if rows == 1:
+            splits = min(SPLITS_OF_ONE, next_power_of_2(cdiv(hidden, 2 * block_h)))
         shares = torch.empty(ids.shape, dtype=torch.float32, device=x.device)
         parts = shares.new_empty(splits, num_rows, block_e) if splits > 1 else shares
         slots = ids if groups is None else torch.empty_like(ids)
         order, bounds, tile_ends = (ids, ids, ids) if groups is None else groups[:3]
         width, eps = (0, 0.0) if scaled is None else (scaled.squares.shape[1], scaled.eps)
         _route_kernel[(tiles, splits)](
-            x, self.weight, self.bias, shares if scaled is None else scaled.squares, ids, shares,
+            x, self.weight, self.bias, self.correction,
+            shares if scaled is None else scaled.squares, ids, shares,
             slots, order, bounds, tile_ends, parts, self.counters, num_rows, eps,
-            H=hidden, E=num_experts, K=ids.shape[1], NORMALIZED=normalized,
-            P=width, BLOCK_P=next_power_of_2(max(1, width)), SPLIT=splits,
+            routing.tiny, routing.scale, H=hidden, E=num_experts, K=ids.shape[1],
+            NORMALIZED=routing.sums_to_one, SIGMOID=routing.scores == "sigmoid", P=width,
+            BLOCK_P=next_power_of_2(max(1, width)), SPLIT=splits,
             GROUPED=groups is not None, BLOCK_T=rows, BLOCK_E=block_e,
             BLOCK_K=next_power_of_2(ids.shape[1]), BLOCK_H=block_h,
             BLOCK_M=1 if groups is None else groups.block_m, CHUNK=CHUNK,
-            num_warps=4, num_stages=stages, **early(x.device),
+            num_warps=WARPS_OF_ONE if rows == 1 else 4, num_stages=stages, **early(x.device),
         )  # fmt: skip
         return shares
 

@@ -13,7 +13,6 @@ copies the tiles that it reads. For small weights, up to 16 rows use `held_tiles
 `shared_tiles`. If these do not support the weight's size, one or two rows use `held_weights`.
 """
 
-import functools
 import math
 from dataclasses import dataclass, field
 
@@ -24,7 +23,6 @@ import triton.language as tl
 from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.operands.scaled import ExpertWeights, Scaled
 from nanovllm.kernels.triton.common import (
-    ROOM,
     await_inputs,
     can_copy_tiles,
     can_overlap,
@@ -39,17 +37,16 @@ from nanovllm.kernels.triton.experts.few_experts import add_experts
 from nanovllm.kernels.triton.linear import block_linear, held_weights, quantized_rows
 from nanovllm.kernels.triton.linear.arranged import ArrangedMatrix
 from nanovllm.kernels.triton.linear.block_planes import BlockPlanes
+from nanovllm.kernels.triton.linear.few_rows_tiles import LEAST, tiles_for
 from nanovllm.kernels.triton.linear.rounded_linear import can_round
 from nanovllm.kernels.triton.linear.row_outputs import RowOperands, store_outputs
 from nanovllm.kernels.triton.linear.row_tiles import FEW, FEW_ROUNDED
+from nanovllm.kernels.triton.linear.weigh import weigh
 
-MANY_INPUTS = 1024  # from which on one tile with zeros costs less than small tiles
-LEAST = 16  # the sizes of matrices that tensor cores multiply are multiples of this
 MOST_ROWS = {32 << 20: 256, 128 << 20: 128}  # by a layer's weights; for more rows cuBLAS is faster
 MOST_OF_LARGE = 64  # the most rows for larger layers
 Weight = torch.Tensor | ArrangedMatrix | BlockPlanes  # [N, K], or a stack of them
 MOST_TILES = held_weights.MOST_BYTES >> 17  # of `shared_tiles`: a program has 128 KiB of weights
-SHARED_BYTES = {1: 208 << 10, 2: 104 << 10}  # for tiles, by the programs on a multiprocessor
 
 
 @triton.jit
@@ -184,6 +181,11 @@ class FewRows:
         """`residual` plus the experts' outputs, and the sum scaled by the next norm's weight."""
         return add_experts(x, weights, residual, norm, eps)
 
+    def weigh(self, x: Scaled, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply `rows` [T, any] by `sigmoid(norm @ weight.T)` for weight [1, K]; in place."""
+        weigh(x, weight, rows)
+        return rows
+
     def _launch(self, rows: RowOperands, weight: Weight) -> torch.Tensor:
         """Launch the weight's kernel. Returns the sums of squares, if there are addends."""
         if isinstance(weight, BlockPlanes):
@@ -223,49 +225,6 @@ def _launch_tiles(rows: RowOperands, weight: torch.Tensor) -> torch.Tensor:
         num_warps=4, num_stages=tiles.stages, **constants,
     )  # fmt: skip
     return tensors[-1]
-
-
-@dataclass(frozen=True, slots=True)
-class FewRowsTiles:
-    """The division of a product into tiles. Outputs divide the size; a last tile has zeros."""
-
-    rows: int
-    outputs: int
-    inputs: int  # inputs of a tile
-    stages: int  # tiles of inputs in flight
-    side_by_side: int  # programs on a multiprocessor
-
-
-@functools.cache
-def tiles_for(
-    num_rows: int, size_in: int, size_out: int, gated: bool, processors: int
-) -> FewRowsTiles:
-    """The tiles that were fastest for the layers of Qwen3-0.6B, 1.7B, 4B and 8B.
-
-    These are the smallest tiles with which all programs run at the same time, one on each
-    multiprocessor. If there are none: two on each. Else the largest tiles.
-    """
-    sizes = [rows for rows in (16, 32, 64, ROOM) if rows < 2 * max(num_rows, LEAST)]
-    alone = [(rows, 64, 1) for rows in sizes if not (gated and rows == ROOM)]
-    if gated and num_rows <= 16:
-        alone.append((16, 128, 1))
-    for rows, most, side_by_side in [*alone, *((rows, 64, 2) for rows in sizes)]:
-        outputs = _divisor(size_out, most)
-        programs = cdiv(num_rows, rows) * size_out // outputs
-        if programs <= side_by_side * processors:
-            break
-    most = 64 if side_by_side == 2 else 256 if rows <= 32 and not gated else 128
-    inputs = _divisor(size_in, most)
-    if inputs < 128 <= most and size_in >= MANY_INPUTS:
-        inputs = 128  # the last tile ends with zeros
-    tile_bytes = (rows + outputs * (1 + gated)) * inputs * 2
-    stages = SHARED_BYTES[side_by_side] // tile_bytes
-    return FewRowsTiles(rows, outputs, inputs, min(6, stages), side_by_side)
-
-
-def _divisor(size: int, most: int) -> int:
-    """The largest power of two that divides `size`, at most `most`."""
-    return min(most, size & -size)
 
 
 def few_rows_for(

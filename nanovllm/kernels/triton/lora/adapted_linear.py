@@ -24,7 +24,8 @@ from nanovllm.kernels.triton.common import (
     tiles_of,
     with_room,
 )
-from nanovllm.kernels.triton.linear.few_rows import FewRowsTiles, multiply_tiles, tiles_for
+from nanovllm.kernels.triton.linear.few_rows import multiply_tiles
+from nanovllm.kernels.triton.linear.few_rows_tiles import FewRowsTiles, tiles_for
 from nanovllm.kernels.triton.linear.row_outputs import RowOperands, store_outputs
 from nanovllm.kernels.triton.lora.lora import MOST_PROJECTIONS, multiply_down
 from nanovllm.kernels.triton.lora.row_groups import RowGroups
