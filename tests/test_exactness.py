@@ -28,6 +28,7 @@ from reference import (
     make_crowd_case,
     make_llm,
     make_prompts,
+    make_some_prompts,
 )
 from transformers import Qwen3ForCausalLM
 
@@ -160,7 +161,9 @@ def crowd(model_dir: Path) -> Case:
 @pytest.fixture(scope="module", params=VARIANTS)
 def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     path = tmp_path_factory.mktemp("variant")
-    return make_case(make_model(path, **{"seed": 1, **VARIANTS[request.param]}), make_prompts())
+    return make_case(
+        make_model(path, **{"seed": 1, **VARIANTS[request.param]}), make_some_prompts()
+    )
 
 
 # The standard model, every scenario
@@ -418,7 +421,7 @@ def roped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         "Phi3": VARIANTS["Phi3, longrope, three quarters of a head"] | dict(rope_theta=1e5),
     }
     path = tmp_path_factory.mktemp("roped")
-    return make_case(make_model(path, seed=2, **overrides[request.param]), make_prompts())
+    return make_case(make_model(path, seed=2, **overrides[request.param]), make_some_prompts())
 
 
 @pytest.mark.sampled(share=0.5)
@@ -438,7 +441,7 @@ def test_16_bit_weights_are_computed_in_float32(dtype: torch.dtype, tmp_path: Pa
     Qwen3ForCausalLM.from_pretrained(tmp_path).to(dtype).save_pretrained(tmp_path)
     spell_as_transformers_5(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype)[6:]
-    check_logits(make_case(tmp_path, make_prompts()))
+    check_logits(make_case(tmp_path, make_some_prompts()))
 
 
 # Stops

@@ -26,6 +26,7 @@ from reference import (
     make_case,
     make_llm,
     make_prompts,
+    make_some_prompts,
 )
 
 from nanovllm import SamplingParams
@@ -42,7 +43,7 @@ TWO_RANKS = dict(tensor_parallel_size=2)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     sample = SAMPLES[request.param]
     path = write(tmp_path_factory.mktemp("states"), sample)
-    return make_case(path, make_prompts(), padded=sample.padded)
+    return make_case(path, make_some_prompts(), padded=sample.padded)
 
 
 def has_kv(case: Case) -> bool:

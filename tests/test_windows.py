@@ -18,7 +18,7 @@ from reference import (
     generate,
     make_case,
     make_llm,
-    make_prompts,
+    make_some_prompts,
 )
 
 from nanovllm import LLM, SamplingParams
@@ -61,7 +61,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     """Prompts of up to 200 tokens, and 24 tokens of output each."""
     path = tmp_path_factory.mktemp("windows")
     make_model(path, family="Mistral", seed=1, sliding_window=WINDOW, num_hidden_layers=3)
-    return make_case(path, make_prompts())
+    return make_case(path, make_some_prompts())
 
 
 def pool_tokens(llm: LLM) -> int:

@@ -25,7 +25,7 @@ from reference import (
     generate,
     make_case,
     make_llm,
-    make_prompts,
+    make_some_prompts,
 )
 from safetensors.torch import load_file, save_file
 from test_exact_drafts import MODELS, PROMPTS, READERS, REGIMES, all_samples, sampled_params
@@ -47,7 +47,7 @@ NUM_DRAFTS = 4
 
 @pytest.fixture(scope="module")
 def standard(model_dir: Path) -> Case:
-    return make_case(model_dir, make_prompts())
+    return make_case(model_dir, make_some_prompts())
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +341,7 @@ def test_drafts_keep_the_output_of_models_with(
     name: str, options: dict[str, Any], tmp_path: Path, small_dir: Path
 ) -> None:
     """By the model itself, and by one that attends to all: then no blocks are freed early."""
-    case = make_case(make_model(tmp_path, seed=1, **MODELS[name]), make_prompts())
+    case = make_case(make_model(tmp_path, seed=1, **MODELS[name]), make_some_prompts())
     # Without the tokens before its window, of which no blocks are left, a model guesses worse.
     share = 0.4 if name == "a window" and options else 0.9
     for draft, least in ((case.path, share), (small_dir, 0.0)):

@@ -92,7 +92,7 @@ SAMPLES = {
         "CohereForCausalLM", dict(use_qk_norm=True, attention_bias=True, tie_word_embeddings=True,
                                   logit_scale=0.3), adjust=varied,
     ),
-    "Cohere2": Sample("Cohere2ForCausalLM", dict(num_hidden_layers=4, sliding_window=25), seed=2),
+    "Cohere2": Sample("Cohere2ForCausalLM", dict(num_hidden_layers=4, sliding_window=25), seed=3),
     "Cohere2, biases": Sample(
         "Cohere2ForCausalLM", dict(
             num_hidden_layers=3, sliding_window=7, layer_types=[FULL, FULL, SLIDING],

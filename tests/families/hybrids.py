@@ -81,6 +81,7 @@ SAMPLES = {
             mlp_only_layers=[1], layer_types=[FULL, LINEAR], norm_topk_prob=False,
             linear_num_value_heads=6,
         ),
+        seed=3,
         adjust=remember,
     ),
     "OLMo Hybrid": Sample(

@@ -30,7 +30,7 @@ from reference import (
     check_hits,
     generate,
     make_llm,
-    make_prompts,
+    make_some_prompts,
 )
 from safetensors.torch import load_file, save_file
 from strangers import loop_case, registered
@@ -182,7 +182,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     path = tmp_path_factory.mktemp("states")
     write_model(path, KINDS[request.param])
     loop = Loop(path)
-    return loop_case(path, lambda ids: loop.logits(ids)[-1], make_prompts())
+    return loop_case(path, lambda ids: loop.logits(ids)[-1], make_some_prompts())
 
 
 @pytest.mark.sampled(share=0.25)
@@ -249,16 +249,21 @@ def test_a_heads_wrong_guesses_leave_no_state(
         assert llm.stats().drafted_tokens > 50
 
 
+@pytest.fixture(scope="module")
+def case_in_fp8(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    path = tmp_path_factory.mktemp("fp8")
+    write_model(path, KINDS["beside attention"])
+    loop = Loop(path, fp8=True)
+    return loop_case(path, lambda ids: loop.logits(ids)[-1], make_some_prompts())
+
+
 @pytest.mark.parametrize("options", [{}, HARD])
-def test_states_beside_kv_in_fp8(options: dict[str, Any], tmp_path: Path) -> None:
+def test_states_beside_kv_in_fp8(options: dict[str, Any], case_in_fp8: Case) -> None:
     """Halfway between two codes either is right: a few prompts may differ for that."""
-    write_model(tmp_path, KINDS["beside attention"])
-    loop = Loop(tmp_path, fp8=True)
-    case = loop_case(tmp_path, lambda ids: loop.logits(ids)[-1], make_prompts()[::2])
-    with make_llm(tmp_path, kv_cache_dtype="fp8", **options) as llm:
+    with make_llm(case_in_fp8.path, kv_cache_dtype="fp8", **options) as llm:
         for _ in range(2):
-            outputs = generate(llm, case)
-            pairs = zip(outputs, case.expected, strict=True)
+            outputs = generate(llm, case_in_fp8)
+            pairs = zip(outputs, case_in_fp8.expected, strict=True)
             assert sum(out.token_ids != tokens for out, tokens in pairs) <= len(outputs) // 15
             audit_at_rest(llm)
 
