@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from nanovllm.chat.conversation import given_template
 from nanovllm.openai.request import CHAT, APIRequest
 from nanovllm.server.errors import APIError
 from nanovllm.server.limits import Limits
@@ -129,3 +130,11 @@ def refuse_priority(asked: APIRequest, defaults: Mapping[str, Any]) -> None:
     """Raise if a request chooses its priority."""
     if asked.params.priority != defaults.get("priority", 0):
         raise APIError(400, "priority: this server takes none from requests (--allow-priority)")
+
+
+def refuse_templates(asked: APIRequest) -> None:
+    """Raise if a chat brings its own template."""
+    if given_template(asked.chat_options) is not None:
+        raise APIError(
+            400, "chat_template: this server takes no templates (--trust-request-chat-template)"
+        )

@@ -21,7 +21,7 @@ from nanovllm.openai.vectors import (
     score_body,
 )
 from nanovllm.server.adapters import ServedModels
-from nanovllm.server.answering import answered
+from nanovllm.server.answered import answered
 from nanovllm.server.bodies import Bodies
 from nanovllm.server.log import RequestLine
 from nanovllm.server.options import ServerOptions
