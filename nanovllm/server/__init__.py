@@ -4,6 +4,10 @@ options.py   what the command line can set
 app.py       the routes, and what is common to all of them
 adapters.py  the names that a body's model may have: the model's, and those of adapters
 answering.py chats and completions, whole and streamed
+body_parser.py  the requests in their bodies, within the server's limits
+generation.py   the outputs of these requests, whole or as events
+event_stream.py a response of server-sent events
+answered.py  answering with the result of work that ends when its client leaves
 clients.py   counting what each client has at a time
 bodies.py    reading a request's body
 errors.py    errors as OpenAI's API writes them

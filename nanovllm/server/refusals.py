@@ -6,6 +6,8 @@ from typing import Any
 
 import orjson
 
+from nanovllm.chat.conversation import given_template
+from nanovllm.openai.guided import GUIDED
 from nanovllm.openai.request import CHAT, APIRequest
 from nanovllm.server.errors import APIError
 from nanovllm.server.limits import Limits
@@ -45,9 +47,9 @@ def _check_stops(stops: Any, limits: Limits) -> None:
 
 def _check_grammar(body: Mapping[str, Any], limits: Limits) -> None:
     """Raise if a constraint is too large as JSON."""
-    for name in ("structured_outputs", "response_format"):
+    for name in ("structured_outputs", "response_format", *GUIDED):
         value = body.get(name)
-        if isinstance(value, dict):
+        if isinstance(value, dict) or name in GUIDED:
             size = -(-_json_size(value) // 1024)
             if size > limits.max_grammar_kib:
                 raise APIError(
@@ -129,3 +131,11 @@ def refuse_priority(asked: APIRequest, defaults: Mapping[str, Any]) -> None:
     """Raise if a request chooses its priority."""
     if asked.params.priority != defaults.get("priority", 0):
         raise APIError(400, "priority: this server takes none from requests (--allow-priority)")
+
+
+def refuse_templates(asked: APIRequest) -> None:
+    """Raise if a chat brings its own template."""
+    if given_template(asked.chat_options) is not None:
+        raise APIError(
+            400, "chat_template: this server takes no templates (--trust-request-chat-template)"
+        )

@@ -10,14 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.openai.fields import given_fields
 from nanovllm.openai.long_texts import decoded
-from nanovllm.openai.request import CHAT, APIRequest, given_fields, parse_body
+from nanovllm.openai.request import CHAT, APIRequest, parse_body
 from nanovllm.server.adapters import ServedModels
-from nanovllm.server.answering import answered, refuse_templates
+from nanovllm.server.answered import answered
 from nanovllm.server.bodies import Bodies
 from nanovllm.server.log import RequestLine
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.refusals import check_truncated
+from nanovllm.server.refusals import check_truncated, refuse_templates
 from nanovllm.utils.checks import check_ids, check_int, check_text
 from nanovllm.utils.json_text import check_json_bool, shorten_json
 

@@ -12,8 +12,9 @@ import pytest
 from nanovllm.engine.schedule.failures import NONE_LEFT, NOT_FINITE
 from nanovllm.openai.vectors import parse_embeddings
 from nanovllm.outputs import TokenLogprob
-from nanovllm.server.answering import _sse, json_response
+from nanovllm.server.answered import json_response
 from nanovllm.server.errors import request_error
+from nanovllm.server.event_stream import sse
 from nanovllm.server.vectors import _embedding_entries
 
 
@@ -30,7 +31,7 @@ def test_a_number_that_is_not_finite_is_null(number: float) -> None:
     assert whole.headers["content-type"] == "application/json"
     written = {"a": [{"token_id": 1, "text": "é", "logprob": None, "rank": 1}]}
     assert json.loads(bytes(whole.body)) == written
-    assert _sse(value) == b"data: " + bytes(whole.body) + b"\n\n"
+    assert sse(value) == b"data: " + bytes(whole.body) + b"\n\n"
 
 
 @pytest.mark.parametrize(

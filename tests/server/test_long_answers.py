@@ -33,7 +33,8 @@ from nanovllm.openai.response import response_body
 from nanovllm.server import answer_json as written
 from nanovllm.server import answering
 from nanovllm.server.answer_json import answer_json
-from nanovllm.server.answering import Answering, _sse
+from nanovllm.server.answering import Answering
+from nanovllm.server.event_stream import sse
 from nanovllm.server.options import ServerOptions
 from nanovllm.utils.slices import SLICE, finish, next_turn
 
@@ -248,7 +249,7 @@ def test_a_stream_that_is_read_late_comes_in_slices(url: str, work: list[int]) -
         async def read() -> None:
             async for event in request.events():  # noqa: B023
                 events.append(event)  # noqa: B023
-                assert _sse(writers[event["sample"]].chunk(event))  # noqa: B023
+                assert sse(writers[event["sample"]].chunk(event))  # noqa: B023
 
         _, most = most_work(work, read())
         assert 100 < most < 6 * SLICE

@@ -1,0 +1,131 @@
+"""Generation: the outputs of parsed requests, whole or as events. It writes no bodies."""
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.engine.remote.open_request import OpenRequest
+from nanovllm.engine.remote.readers import prompt_size
+from nanovllm.lora_request import LoRARequest
+from nanovllm.openai.plain_prompts import without_special
+from nanovllm.openai.request import CHAT, APIRequest
+from nanovllm.outputs import RequestOutput, StreamEvent
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.adapters import ServedModels
+from nanovllm.server.options import ServerOptions
+from nanovllm.utils.tasks import all_of, cancel
+
+T = TypeVar("T")
+
+
+class Generation:
+    """Queues the requests in parsed bodies. All that answers chats and completions uses it.
+
+    A chat's parameters, and how its answer is read, are known when its prompt is made: so both
+    methods return the request with these.
+    """
+
+    def __init__(self, llm: AsyncLLM, models: ServedModels, options: ServerOptions) -> None:
+        self._llm, self._models, self._options = llm, models, options
+
+    async def outputs(self, asked: APIRequest) -> tuple[APIRequest, list[RequestOutput]]:
+        """The whole outputs of all prompts, with log-probabilities to iterate over."""
+        asked, prompts = await self._prepare(asked)
+        adapter = self._models.adapter(asked.model)
+        outputs = await all_of(
+            _named(prompts, place, self._complete(adapter, prompt, asked.params))
+            for place, prompt in enumerate(prompts)
+        )
+        return asked, outputs
+
+    @contextlib.asynccontextmanager
+    async def requests(
+        self, asked: APIRequest
+    ) -> AsyncIterator[tuple[APIRequest, list[OpenRequest]]]:
+        """A request for each prompt, whose `merged_events` can be read during the block."""
+        asked, prompts = await self._prepare(asked)
+        adapter = self._models.adapter(asked.model)
+        request = functools.partial(self._llm.request, lora_request=adapter)
+        async with AsyncExitStack() as stack:
+            yield (
+                asked,
+                [
+                    await _named(
+                        prompts, place, stack.enter_async_context(request(prompt, asked.params))
+                    )
+                    for place, prompt in enumerate(prompts)
+                ],
+            )
+
+    async def _prepare(self, asked: APIRequest) -> tuple[APIRequest, list[Any]]:
+        """The prompts of a request; for chats, the chat template makes them."""
+        if asked.url != CHAT:
+            return asked, asked.prompts if asked.adds_special else await self._plain(asked)
+        (messages,) = asked.prompts
+        options, unread = dict(asked.chat_options), tuple[str, ...]()
+        if self._options.allow_unread_fields:
+            unread = tuple(self._llm.unread_fields(**options))
+            options = {name: value for name, value in options.items() if name not in unread}
+        turn = await self._llm.chat_turn(messages, asked.params, **options)
+        asked = replace(asked, params=turn.params, answer=turn.answer, no_effect=unread)
+        return asked, [turn.prompt]
+
+    async def _plain(self, asked: APIRequest) -> list[Any]:
+        """The prompts as token ids without the tokenizer's special tokens."""
+        longest = self._llm.config.max_model_len
+        encode = functools.partial(without_special, self._llm.tokenizer, asked.params, longest)
+        return [
+            await self._llm.readers.run(functools.partial(encode, prompt), prompt_size(prompt))
+            for prompt in asked.prompts
+        ]
+
+    async def _complete(
+        self, adapter: LoRARequest | None, prompt: Any, params: SamplingParams
+    ) -> RequestOutput:
+        asked: Any = dict(lora_request=adapter, is_whole=True)
+        async with self._llm.request(prompt, params, **asked) as request:
+            return await request.output(is_lazy=True)
+
+
+async def _named(prompts: Sequence[Any], place: int, work: Coroutine[Any, Any, T]) -> T:
+    """Do the work for one prompt. If there are several, an error names the prompt."""
+    try:
+        return await work
+    except (TypeError, ValueError) as error:
+        if len(prompts) == 1:
+            raise
+        raise type(error)(f"prompt[{place}]: {error}") from None
+
+
+async def merged_events(requests: Sequence[OpenRequest]) -> AsyncIterator[tuple[int, StreamEvent]]:
+    """The events of several requests as they come, each with its request's place."""
+    if len(requests) == 1:
+        async for event in requests[0].events():
+            yield 0, event
+        return
+    queue: asyncio.Queue[Any] = asyncio.Queue(maxsize=1)
+
+    async def follow(place: int, request: OpenRequest) -> None:
+        async for event in request.events():
+            await queue.put((place, event))
+
+    async def follow_all() -> None:
+        try:
+            await all_of(follow(place, request) for place, request in enumerate(requests))
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    task = asyncio.ensure_future(follow_all())
+    try:
+        while (item := await queue.get()) is not None:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+    finally:
+        await cancel(task)
