@@ -17,6 +17,7 @@ from nanovllm.engine.errors import (
     NotReadyError,
     RankError,
 )
+from nanovllm.server.messages.errors import has_own_errors, messages_error
 from nanovllm.utils.checks import did_you_mean, shorten
 
 logger = logging.getLogger("nanovllm.server")
@@ -75,9 +76,12 @@ def as_api_error(error: Exception) -> APIError:
     return APIError(500, message, "internal_error")
 
 
-def error_response(error: APIError) -> JSONResponse:
-    """The response to a request that has failed."""
-    body = error_body(error.status, str(error), error.code)
+def error_response(error: APIError, url: str = "") -> JSONResponse:
+    """The response to a request for this path that has failed."""
+    if has_own_errors(url):
+        body = messages_error(error.status, str(error))
+    else:
+        body = error_body(error.status, str(error), error.code)
     return JSONResponse(body, status_code=error.status, headers=HEADERS.get(error.status))
 
 
