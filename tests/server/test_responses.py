@@ -94,6 +94,27 @@ def test_an_answer_that_is_cut_is_incomplete(client: openai.OpenAI) -> None:
     assert events[-2].item.status == "incomplete"
 
 
+def test_an_empty_answer_is_an_empty_message(client: openai.OpenAI) -> None:
+    """So that the users' messages of a conversation do not follow each other."""
+    stop: Any = {"stop": ["4"]}
+    asked: Any = dict(model="adder", input=SUM, temperature=0, extra_body=stop)
+    whole = client.responses.create(**asked)
+    events, last = streamed(client, **asked)
+    assert without_ids(last) == without_ids(whole) and whole.status == "completed"
+    (message,) = whole.output
+    assert message.type == "message" and whole.output_text == ""
+    assert "response.output_text.delta" not in [event.type for event in events]
+    assert events[-2].type == "response.output_item.done"
+    more: Any = dict(model="adder", input="5+5=", temperature=0)
+    kept = client.responses.create(**more, previous_response_id=whole.id)
+    chat: Any = [
+        {"role": "user", "content": SUM}, {"role": "assistant", "content": ""},
+        {"role": "user", "content": "5+5="},
+    ]  # fmt: skip
+    same = client.chat.completions.create(model="adder", messages=chat, max_tokens=1)
+    assert kept.usage and same.usage and kept.usage.input_tokens == same.usage.prompt_tokens
+
+
 def test_calls_and_their_results(client: openai.OpenAI) -> None:
     whole = client.responses.create(**CALLS)
     (call,) = whole.output
@@ -254,19 +275,19 @@ def test_paths_of_stored_responses(raw: httpx.Client) -> None:
 
 def test_a_store_keeps_what_was_used_last() -> None:
     """Within its entries and its bytes, and nothing for other owners."""
-    store = ResponseStore(3, 10 * OVERHEAD)
+    store = ResponseStore(3, 10 * OVERHEAD, 9 * OVERHEAD)
     for name in "abc":
         store.put(b"k", name, {}, [])
     assert store.get(b"k", "a") and store.get(b"j", "a") is None
     store.put(b"k", "d", {}, [])
     assert [name for name in "abcd" if store.get(b"k", name)] == ["a", "c", "d"]
-    store.put(b"k", "e", {"x": "y" * 8 * OVERHEAD}, [])
-    assert store.get(b"k", "e") and len(store) == 1, "bytes: two more would be too many"
-    assert not store.put(b"k", "f", {"x": "y" * 10 * OVERHEAD}, [])
+    store.put(b"k", "e", {"x": "y" * 7 * OVERHEAD}, [])
+    assert store.get(b"k", "e") and len(store) == 2, "bytes: one more would be too many"
+    assert not store.put(b"k", "f", {"x": "y" * 8 * OVERHEAD}, []), "with the overhead too large"
     assert store.get(b"k", "f") is None and store.get(b"k", "e")
     assert store.delete(b"k", "e") and not store.delete(b"k", "e")
-    assert (len(store), store.num_bytes) == (0, 0)
-    off = ResponseStore(0, 10)
+    assert store.delete(b"k", "d") and (len(store), store.num_bytes) == (0, 0)
+    off = ResponseStore(0, 1 << 20, 1 << 20)
     assert not off.put(b"k", "a", {}, [])
     assert off.is_off and off.get(b"k", "a") is None
 
@@ -328,7 +349,7 @@ def test_items_of_one_answer_are_one_message() -> None:
 
 def form_of() -> tuple[ResponseForm, ResponseStore]:
     body = {"messages": [{"role": "user", "content": "a"}]}
-    asked, store = parse_body(CHAT, body, {}), ResponseStore(9, 1 << 20)
+    asked, store = parse_body(CHAT, body, {}), ResponseStore(9, 1 << 20, 1 << 20)
     return ResponseForm(ResponseRequest({}, [], {}, True), asked, "m", store, None), store
 
 

@@ -17,8 +17,7 @@ def item_of(block: Block, name: str, status: str) -> dict[str, Any]:
     if block.kind == "call":
         call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
         return {**head, "type": "function_call", **call}
-    # A block without text has just begun.
-    content = [part_of(block, block.text)] if block.pieces else []
+    content = [] if status == "in_progress" else [part_of(block, block.text)]
     if block.kind == "text":
         return {**head, "type": "message", "role": "assistant", "content": content}
     return {**head, "type": "reasoning", "summary": [], "content": content}

@@ -28,7 +28,9 @@ class Responses:
     def __init__(self, chats: ChatAPI) -> None:
         self._chats, options = chats, chats.options
         self._bodies = Bodies(chats.llm.readers, options)
-        self._store = ResponseStore(options.max_responses, options.max_responses_mib * MIB)
+        self._store = ResponseStore(
+            options.max_responses, options.max_responses_mib * MIB, options.max_body_mib * MIB
+        )
 
     @property
     def routes(self) -> list[Route]:

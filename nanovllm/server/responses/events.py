@@ -23,6 +23,7 @@ from nanovllm.server.responses.items import messages_of
 from nanovllm.server.responses.request import NAMES, ResponseRequest
 from nanovllm.server.responses.store import ResponseStore
 
+EMPTY = Block("text", 0)  # a message, so that every response has an item
 ARGUMENTS = "response.function_call_arguments"
 TEXTS = {"text": "response.output_text", "reasoning": "response.reasoning_text"}
 
@@ -61,7 +62,7 @@ class ResponseForm:
 
     def body(self, blocks: Sequence[Block], ending: Ending) -> Mapping[str, Any]:
         """The response, which is stored, unless it has failed or is too large."""
-        items = items_of(blocks, self._name, ending)
+        items = items_of(blocks or [EMPTY], self._name, ending)
         body = {**self._head, **ending_fields(ending), "output": items}
         stores = self._request.stores and body["status"] != "failed"
         if stores:
@@ -92,7 +93,8 @@ class ResponseForm:
     def end(self, blocks: Sequence[Block], ending: Ending) -> bytes:
         """The end of the last item, and the response."""
         status = "completed" if is_complete(ending) else "incomplete"
-        data = self._closed(blocks[-1], status) if blocks else b""
+        data = b"" if blocks else self._opened(EMPTY)
+        data += self._closed(blocks[-1] if blocks else EMPTY, status)
         body = self.body(blocks, ending)
         return data + self._event(f"response.{body['status']}", response=body)
 

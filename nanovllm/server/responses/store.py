@@ -25,12 +25,13 @@ class Stored(NamedTuple):
 class ResponseStore:
     """The responses that were last used, as many as `max_entries` and `max_bytes` allow.
 
-    Each belongs to an owner, the key that it was asked with: for others it does not exist. Bodies
+    None has more than `max_each` bytes, as a conversation is read whenever it goes on. Each belongs to an owner, the key that it was asked with: for others it does not exist. Bodies
     are parsed in threads, so calls may come from several.
     """
 
-    def __init__(self, max_entries: int, max_bytes: int) -> None:
+    def __init__(self, max_entries: int, max_bytes: int, max_each: int) -> None:
         self._max_entries, self._max_bytes = max_entries, max_bytes
+        self._max_each = min(max_each, max_bytes)
         self._entries: OrderedDict[tuple[Any, str], Stored] = OrderedDict()
         self._lock = threading.Lock()
         self.num_bytes = 0
@@ -43,10 +44,10 @@ class ResponseStore:
     def put(self, owner: Any, name: str, body: Any, messages: Sequence[Any]) -> bool:
         """Keep a response, and drop those that were not used for longest.
 
-        One that is larger than all that may be kept is not kept; returns whether it is.
+        One that is too large is not kept; returns whether it is.
         """
         new = Stored(orjson.dumps(body), orjson.dumps(messages))
-        if self.is_off or new.size > self._max_bytes:
+        if self.is_off or new.size > self._max_each:
             return False
         with self._lock:
             self._entries[owner, name] = new
