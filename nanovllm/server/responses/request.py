@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.server.chats.fields import check_fixed, given_fields, kind_of, list_in, text_in
+from nanovllm.server.chats.fields import check_fixed, given_fields, list_in, text_in
 from nanovllm.server.responses.items import messages_of
+from nanovllm.server.responses.options import chat_choice, chat_tool, effort_of, response_format
 from nanovllm.utils.checks import check_int, check_name
 from nanovllm.utils.json_text import check_json_bool, shorten_json
 from nanovllm.utils.option import options_of
@@ -56,12 +57,6 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     r"(keyword )?'?reasoning_effort'?": "reasoning.effort",
 }
-TOOL = ("type", "name", "description", "parameters", "strict")
-FORMATS = {
-    "text": ("type",),
-    "json_object": ("type",),
-    "json_schema": ("type", "name", "description", "schema", "strict"),
-}
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ def parse_response(
     instructions = given.get("instructions")
     first = () if instructions is None else (_system(text_in(instructions, "instructions")),)
     tools = [
-        _tool(t, f"tools[{i}]") for i, t in enumerate(list_in(given.get("tools", []), "tools"))
+        chat_tool(t, f"tools[{i}]") for i, t in enumerate(list_in(given.get("tools", []), "tools"))
     ]
     streams = check_json_bool("stream", given.get("stream", False))
     wants = check_json_bool("store", given.get("store", stores))
@@ -108,10 +103,10 @@ def parse_response(
         **{name: given[name] for name in (*SAME, *NOTES) if name in given},
         "messages": [*first, *messages],
         "tools": tools or None,
-        "tool_choice": _chat_choice(given.get("tool_choice")),
+        "tool_choice": chat_choice(given.get("tool_choice")),
         "parallel_tool_calls": given.get("parallel_tool_calls"),
-        "response_format": _response_format(given.get("text")),
-        "reasoning_effort": _effort(given.get("reasoning")),
+        "response_format": response_format(given.get("text")),
+        "reasoning_effort": effort_of(given.get("reasoning")),
         "max_tokens": _most(given.get("max_output_tokens")),
         "stream": streams,
         "stream_options": _stream_options(given.get("stream_options"), streams),
@@ -122,7 +117,7 @@ def parse_response(
 
 def _shown(given: Mapping[str, Any], stores: bool) -> dict[str, Any]:
     """The fields that a response repeats."""
-    effort = _effort(given.get("reasoning"))
+    effort = effort_of(given.get("reasoning"))
     described = given.get("text", {}).get("format") or {"type": "text"}
     return {
         "background": False,
@@ -143,49 +138,6 @@ def _shown(given: Mapping[str, Any], stores: bool) -> dict[str, Any]:
 
 def _system(text: str) -> dict[str, Any]:
     return {"role": "system", "content": text}
-
-
-def _tool(tool: Any, place: str) -> dict[str, Any]:
-    """A function in the form of chats."""
-    kind_of(tool, place, ("function",))
-    given = given_fields(tool, TOOL, {}, place)
-    return {"type": "function", "function": {k: v for k, v in given.items() if k != "type"}}
-
-
-def _chat_choice(choice: Any) -> Any:
-    """A `tool_choice` in the form of chats, which checks texts."""
-    if choice is None or isinstance(choice, str):
-        return choice
-    kind = kind_of(choice, "tool_choice", ("function", "allowed_tools"))
-    if kind == "function":
-        given = given_fields(choice, ("type", "name"), {}, "tool_choice")
-        return {"type": kind, "function": {"name": given.get("name")}}
-    given = given_fields(choice, ("type", "mode", "tools"), {}, "tool_choice")
-    tools = [_chat_choice(tool) for tool in list_in(given.get("tools"), "tool_choice.tools")]
-    return {"type": kind, kind: {"mode": given.get("mode"), "tools": tools}}
-
-
-def _response_format(text: Any) -> dict[str, Any] | None:
-    """The `response_format` of a chat with this `text`."""
-    given = given_fields({} if text is None else text, ("format", "verbosity"), {}, "text")
-    check_fixed(given, {"verbosity": ("medium", "say in the instructions how long answers are")})
-    if "format" not in given:
-        return None
-    kind = kind_of(given["format"], "text.format", tuple(FORMATS))
-    described = given_fields(given["format"], FORMATS[kind], {}, "text.format")
-    if kind != "json_schema":
-        return described
-    if "schema" not in described:
-        raise ValueError("text.format.schema is missing")
-    return {"type": kind, kind: {k: v for k, v in described.items() if k != "type"}}
-
-
-def _effort(reasoning: Any) -> Any:
-    """The reasoning effort, which a chat passes to its template."""
-    why = "the reasoning itself is in the items of type reasoning"
-    refused = {"summary": why, "generate_summary": why}
-    given = given_fields({} if reasoning is None else reasoning, ("effort",), refused, "reasoning")
-    return given.get("effort")
 
 
 def _most(number: Any) -> int | None:

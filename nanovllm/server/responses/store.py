@@ -25,8 +25,9 @@ class Stored(NamedTuple):
 class ResponseStore:
     """The responses that were last used, as many as `max_entries` and `max_bytes` allow.
 
-    None has more than `max_each` bytes, as a conversation is read whenever it goes on. Each belongs to an owner, the key that it was asked with: for others it does not exist. Bodies
-    are parsed in threads, so calls may come from several.
+    None has more than `max_each` bytes, as a conversation is read whenever it goes on. Each belongs
+    to an owner, the key that it was asked with: for others it does not exist. Bodies are parsed in
+    threads, so calls may come from several.
     """
 
     def __init__(self, max_entries: int, max_bytes: int, max_each: int) -> None:
