@@ -115,6 +115,10 @@ class AsyncLLM(AsyncEngine):
         (turn,) = await self.readers.run(turns, size)
         return turn
 
+    def unread_fields(self, **options: Any) -> list[str]:
+        """The fields among the options of a chat that its template does not take."""
+        return self._chat_format.unread_fields(**options)
+
     @property
     def has_chat_template(self) -> bool:
         """Whether there is a chat template for `chat`."""

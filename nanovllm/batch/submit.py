@@ -8,6 +8,7 @@ from nanovllm.batch.digests import digest_of
 from nanovllm.batch.envelope import parse_request
 from nanovllm.llm import LLM
 from nanovllm.lora_request import LoRARequest
+from nanovllm.openai.plain_prompts import without_special
 from nanovllm.openai.request import CHAT
 from nanovllm.openai.response import response_body
 from nanovllm.openai.vectors import VectorRequest, embedding_entry, embeddings_body
@@ -52,6 +53,8 @@ def submit(
         (turn,) = llm.chat_turns([prompt], request.params, **request.chat_options)
         prompt = turn.prompt
         request = replace(request, params=turn.params, answer=turn.answer)
+    elif not request.adds_special:
+        prompt = without_special(llm.tokenizer, request.params, llm.config.max_model_len, prompt)
     request_id = llm.add_request(prompt, request.params, llm.adapters.named(request.model))
 
     def body(name: str, outputs: list[RequestOutput]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from nanovllm.chat.answers import AnswerFormat
 from nanovllm.chat.conversation import chat_texts, given_template, has_chat_template
 from nanovllm.chat.harmony.turns import HarmonyTurns, uses_harmony
 from nanovllm.chat.reasoning import END, START, reasoning_of
+from nanovllm.chat.template_fields import unread_fields
 from nanovllm.chat.tool_formats.base import ToolFormat
 from nanovllm.chat.tool_formats.grammar import answer_grammar
 from nanovllm.chat.tool_formats.table import FORMATS, shown_format
@@ -69,12 +70,14 @@ class ChatFormat:
         tool_choice: Any = None,
         parallel_tool_calls: bool | None = None,
         add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
         cache_salt: str | None = None,
         **keywords: Any,
     ) -> list[Turn]:
         """The turns to generate for one or several conversations; `keywords` go to the template.
 
-        `params_list(n)` returns the parameters of n prompts. All prompts get the `cache_salt`.
+        `params_list(n)` returns the parameters of n prompts. All prompts get the `cache_salt`, and
+        the tokenizer's special tokens with `add_special_tokens`, which few templates need.
         """
         tools = described_tools(tools)
         choice = tool_choice_of(tools, tool_choice, parallel_tool_calls)
@@ -84,7 +87,9 @@ class ChatFormat:
             self._tokenizer, template, messages, shown, add_generation_prompt, keywords
         )
         return [
-            self._turn(self._prompt(text, params, cache_salt), params, choice, template)
+            self._turn(
+                self._prompt(text, params, cache_salt, add_special_tokens), params, choice, template
+            )
             for text, params in zip(texts, params_list(len(texts)), strict=True)
         ]
 
@@ -101,12 +106,20 @@ class ChatFormat:
                 event["delta"] = reader.feed(event["text"], ended, event["token_ids"])
                 yield event
 
-    def _prompt(self, text: str, params: SamplingParams, salt: str | None) -> TokensPrompt:
+    def unread_fields(self, **options: Any) -> list[str]:
+        """The fields among the options of `turns` that the chat template does not take."""
+        tools = described_tools(options.get("tools"))
+        choice = tool_choice_of(tools, options.get("tool_choice"))
+        return unread_fields(str(given_template(options) or self._template(choice)), options)
+
+    def _prompt(
+        self, text: str, params: SamplingParams, salt: str | None, adds_special: bool
+    ) -> TokensPrompt:
         """The prompt with this text. One that is certainly too long is not tokenized."""
         if params.truncate_prompt_tokens is None and len(text) > LONG_TEXT:
             why = f"max_model_len={self._max_model_len} less one to generate"
             check_long_text(self._tokenizer, text, self._max_model_len - 1, why)
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        token_ids = self._tokenizer.encode(text, add_special_tokens=adds_special, verbose=False)
         prompt = TokensPrompt(prompt_token_ids=token_ids, prompt=text)
         if salt is not None:
             prompt["cache_salt"] = salt
@@ -175,7 +188,7 @@ class ChatFormat:
         check_answer(asked, choice)
         if asked is not None and not asked.kind.startswith("json"):
             return asked  # it does not allow calls
-        is_free = choice.several and not any(tool.strict for tool in choice.tools)
+        is_free = choice.is_free
         if asked is None and not choice.required and is_free:
             return None
         grammar = answer_grammar(tools, choice, self._literal, asked, blank_lines=thinks)

@@ -1,6 +1,5 @@
 """Conversations: checked, and turned into prompts by the tokenizer's chat template."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from nanovllm.chat.harmony.history import (
     harmony_tools,
     shows_harmony,
 )
+from nanovllm.chat.template_fields import reads, template_keywords
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import (
     as_list,
@@ -50,9 +50,10 @@ def chat_texts(
     if not isinstance(more, Mapping):
         raise TypeError(f"chat_template_kwargs must be a dict, got {shorten(more)}")
     options = dict(tools=tools, add_generation_prompt=add_generation_prompt)
+    _check_template(tokenizer, {**more, **given})
+    given = template_keywords(template, given)
     template_options = {**options, **more, **given}
-    _check_template(tokenizer, template_options)
-    _check_keywords(tokenizer, given)
+    _check_keywords(template, given)
     conversations = _check_conversations(messages, template)
     if shows_harmony(template):
         check_effort(template_options)
@@ -193,11 +194,10 @@ def _apply_template(
     return text
 
 
-def _check_keywords(tokenizer: Any, given: Mapping[str, Any]) -> None:
+def _check_keywords(template: str, given: Mapping[str, Any]) -> None:
     """Raise for a keyword of `chat` that neither transformers nor the template knows."""
-    templates = f"{getattr(tokenizer, 'chat_template', '')} {given.get('chat_template', '')}"
     for name in given:
-        if name in TEMPLATE_OPTIONS or re.search(rf"\b{re.escape(name)}\b", templates):
+        if name in TEMPLATE_OPTIONS or reads(template, name):
             continue
         if name in options_of(SamplingParams):
             hint = "; it is a field of SamplingParams"

@@ -47,13 +47,20 @@ class Tool:
 class ToolChoice:
     """The tools that may be called. If `required`, the answer is a call, or `several` calls.
 
-    If not `asked`, calls are read only if it is known how the model writes them.
+    If not `asked`, calls are read only if it is known how the model writes them. They are a `part`
+    of the tools if the prompt shows others too.
     """
 
     tools: tuple[Tool, ...] = ()
     required: bool = False
     several: bool = True
     asked: bool = True
+    part: bool = False
+
+    @property
+    def is_free(self) -> bool:
+        """Whether an answer that need not be a call can be any text."""
+        return self.several and not self.part and not any(tool.strict for tool in self.tools)
 
 
 NO_TOOLS = ToolChoice()
@@ -93,11 +100,43 @@ def tool_choice_of(tools: list[Any] | None, choice: Any = None, parallel: Any = 
         return ToolChoice(tuple(found), choice == "required", several, choice is not None)
     if choice == "none":
         return NO_TOOLS
-    name = _chosen(choice)
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        allowed, required = allowed_tools(choice)
+        some = tuple(found[_place(name, names)] for name in dict.fromkeys(allowed))
+        is_part = len(some) < len(found)
+        return ToolChoice(some, required, several, part=is_part)
+    chosen = found[_place(_chosen(choice), names)]
+    return ToolChoice((chosen,), required=True, several=False)
+
+
+def _place(name: str, names: list[str]) -> int:
+    """The place of a tool that `tool_choice` names."""
     if name not in names:
         hint = did_you_mean(name, names) or f"; there are {_listed(names)}"
         raise ValueError(f"tool_choice: there is no tool {shorten(name)}{hint}")
-    return ToolChoice((found[names.index(name)],), required=True, several=False)
+    return names.index(name)
+
+
+def allowed_tools(choice: Mapping[str, Any]) -> tuple[list[str], bool]:
+    """The names in a `tool_choice` of allowed tools, and whether one of them must be called.
+
+    The mode and the tools may stand in an object `allowed_tools`, as in chats, or next to the type.
+    """
+    inner = choice.get("allowed_tools", choice)
+    mode = inner.get("mode", "auto") if isinstance(inner, Mapping) else None
+    tools = inner.get("tools") if isinstance(inner, Mapping) else None
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+        raise ValueError(
+            'tool_choice must be {"type": "allowed_tools", "allowed_tools": {"mode": "auto" or'
+            f' "required", "tools": [{{"type": "function", ...}}, ...]}}}}, got {shorten(choice)}'
+        )
+    return [_allowed(tool) for tool in tools], mode == "required"
+
+
+def _allowed(tool: Any) -> str:
+    """The name of an allowed tool, which may stand in an object `function`."""
+    is_flat = isinstance(tool, Mapping) and "function" not in tool
+    return _chosen({"function": tool} if is_flat else tool)
 
 
 def _listed(names: list[str]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from nanovllm import __version__
 from nanovllm.command import bench, bench_serve, chat, generate, info, quantize, run_batch, serve
 from nanovllm.command.field_options import AppendPairs, flags_for_pairs
+from nanovllm.command.served_names import FLAG, flags_for_names
 from nanovllm.utils.checks import did_you_mean
 
 COMMANDS = (generate, chat, serve, run_batch, info, quantize, bench, bench_serve)
@@ -22,6 +23,8 @@ class Parser(argparse.ArgumentParser):
         actions = self._option_string_actions.items()
         flags = [flag for flag, action in actions if isinstance(action, AppendPairs)]
         args = flags_for_pairs(sys.argv[1:] if args is None else args, flags)
+        if FLAG in self._option_string_actions:
+            args = flags_for_names(args, self._takes_text)
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]
@@ -29,6 +32,11 @@ class Parser(argparse.ArgumentParser):
             hint = next(filter(None, hints), "")
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known, unknown
+
+    def _takes_text(self, flag: str) -> bool:
+        """Whether an option has a text after it."""
+        action = self._option_string_actions.get(flag)
+        return action is not None and action.nargs != 0
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:

@@ -19,6 +19,27 @@ def as_it_is(value: Any) -> Any:
     return value
 
 
+def named_by_ids(tokens: Logprobs | None) -> Logprobs | None:
+    """The same with "token_id:5" as the text of a token."""
+    if tokens is None:
+        return None
+    return (likely and [_named(token) for token in likely] for likely in tokens)
+
+
+def _named(token: TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(
+        token_id=token["token_id"],
+        text=id_name(token["token_id"]),
+        logprob=token["logprob"],
+        rank=token["rank"],
+    )
+
+
+def id_name(token_id: int) -> str:
+    """A token's id as the text that stands for the token."""
+    return f"token_id:{token_id}"
+
+
 def prompt_entries(tokens: Logprobs | None, pack: Pack) -> Steps[Any]:
     """The log-probabilities of a prompt, as outputs have them; or None."""
     if tokens is None:
@@ -31,13 +52,20 @@ def prompt_entries(tokens: Logprobs | None, pack: Pack) -> Steps[Any]:
 
 
 def chat_logprobs(
-    tokens: Logprobs | None, top: int | None, tokenizer: Any, pack: Pack = as_it_is
+    tokens: Logprobs | None,
+    top: int | None,
+    tokenizer: Any,
+    pack: Pack = as_it_is,
+    by_id: bool = False,
 ) -> Steps[Any]:
-    """Log-probabilities of a chat's tokens, each with the `top` likeliest ones; or None."""
+    """Log-probabilities of a chat's tokens, each with the `top` likeliest ones; or None.
+
+    With `by_id`, ids stand for the texts of tokens.
+    """
     if tokens is None:
         return None
     content = []
-    for likely in tokens:
+    for likely in (named_by_ids(tokens) or ()) if by_id else tokens:
         if likely is not None:
             likeliest = [_chat_token(token, tokenizer) for token in _likeliest(likely, top)]
             whole = _chat_token(likely[0], tokenizer) | {"top_logprobs": likeliest}
@@ -58,16 +86,19 @@ def completion_logprobs(
     first_token_id: int,
     offset: int = 0,
     pack: Pack = as_it_is,
+    by_id: bool = False,
 ) -> Steps[Any]:
     """The log-probabilities of a completion's tokens. Their text begins at `offset`.
 
-    `first_token_id` is the prompt's first token, which has a text and no log-probability.
+    `first_token_id` is the prompt's first token, which has a text and no log-probability. With
+    `by_id`, ids stand for the texts of tokens.
     """
     if tokens is None:
         return None
     texts, offsets, logprobs, top_logprobs = [], [], [], []
-    for likely in tokens:
-        text = tokenizer.decode([first_token_id]) if likely is None else likely[0]["text"]
+    first_text = id_name if by_id else lambda token_id: tokenizer.decode([token_id])
+    for likely in (named_by_ids(tokens) or ()) if by_id else tokens:
+        text = first_text(first_token_id) if likely is None else likely[0]["text"]
         texts.append(text)
         offsets.append(offset)
         offset += len(text)

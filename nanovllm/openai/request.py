@@ -5,47 +5,27 @@ fields are errors, and so are values that ask for something that is not supporte
 engine.
 """
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.chat.answers import PLAIN, AnswerFormat
+from nanovllm.openai.answer_form import USUAL, AnswerForm, answer_form, asks_for_prompt
+from nanovllm.openai.fields import BOOLS, INPUTS, SAMPLING, known_fields
+from nanovllm.openai.fields import CHAT as CHAT
+from nanovllm.openai.fields import COMPLETIONS as COMPLETIONS
+from nanovllm.openai.guided import guided_outputs
 from nanovllm.openai.response_format import structured_of
 from nanovllm.prompt_dicts import salt_number
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import check_int, check_name
+from nanovllm.utils.checks import check_int
 from nanovllm.utils.json_text import check_json_bool, shorten_json
-from nanovllm.utils.option import TRUE_OR_FALSE, options_of
-from nanovllm.vllm_names import SAMPLING as VLLM_NAMES
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-SAMPLING = tuple(options_of(SamplingParams))
-BOOLS = tuple(
-    name
-    for name, described in options_of(SamplingParams).items()
-    if described.rule is TRUE_OR_FALSE
-)
-INPUTS = {
-    CHAT: (
-        "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs",
-        "cache_salt", "reasoning_effort",
-    ),
-    COMPLETIONS: ("prompt", "echo", "cache_salt"),
-}  # fmt: skip
-OPENAI_NAMES = (
-    "max_completion_tokens", "top_logprobs", "response_format", "stream", "stream_options",
+CHAT_BOOLS = (
+    "parallel_tool_calls", "add_generation_prompt", "continue_final_message", "add_special_tokens",
 )  # fmt: skip
-# Accepted without effect on the answer.
-NOTES = (
-    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention",
-)  # fmt: skip
-# Fields with a single allowed value, which has no effect.
-FIXED: dict[str, Any] = {"best_of": 1}
-KNOWN = {
-    url: dict.fromkeys((*names, *SAMPLING, *OPENAI_NAMES, *NOTES, *FIXED))
-    for url, names in INPUTS.items()
-}
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +33,9 @@ class APIRequest:
     """The parsed body of a request. If `url` is CHAT, `prompts` is a list of one conversation.
 
     `chat_options` are further keywords of `LLM.chat`. `answer` says how a chat's answer is parsed.
-    With `echo` a completion's text begins with the prompt.
+    With `echo` a completion's text begins with the prompt, in front of which the tokenizer adds
+    special tokens if it `adds_special`. `name` is the client's own id of the request, and
+    `no_effect` are fields that the chat template does not take.
     """
 
     url: str
@@ -62,9 +44,12 @@ class APIRequest:
     params: SamplingParams
     model: str | None
     streams: bool = False
-    includes_usage: bool = False
     echo: bool = False
     answer: AnswerFormat = PLAIN
+    form: AnswerForm = USUAL
+    adds_special: bool = True
+    name: str | None = None
+    no_effect: tuple[str, ...] = ()
 
 
 def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> APIRequest:
@@ -72,8 +57,7 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
 
     `defaults` are sampling parameters for bodies without them.
     """
-    body = {name: value for name, value in body.items() if value is not None}
-    _check_fields(url, body)
+    body = known_fields(url, body)
     prompt_name, *option_names = INPUTS[url]
     if prompt_name not in body:
         raise ValueError(f"{prompt_name} is missing")
@@ -81,6 +65,7 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     if url == CHAT and not isinstance(prompt, list):
         raise TypeError(f"messages must be a list of messages, got {shorten_json(prompt)}")
     streams = check_json_bool("stream", body.get("stream", False))
+    form, name = answer_form(body, streams), body.get("request_id")
     prompts = [prompt] if url == CHAT else prompts_of(prompt_name, prompt)
     if (salt := body.get("cache_salt")) is not None:
         salt_number(salt)  # an error, if it is not valid
@@ -93,9 +78,20 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
         params=SamplingParams(**{**defaults, **_sampling(body)}),
         model=body.get("model"),
         streams=streams,
-        includes_usage=_includes_usage(body.get("stream_options"), streams),
         echo=check_json_bool("echo", body.get("echo", False)),
+        form=form,
+        adds_special=check_json_bool("add_special_tokens", body.get("add_special_tokens", True)),
+        name=None if name is None else check_request_id("request_id", name),
     )
+
+
+def check_request_id(name: str, value: Any) -> str:
+    """A client's id of its request, which a header and a line of a log can have."""
+    if not isinstance(value, str) or not REQUEST_ID.fullmatch(value):
+        raise ValueError(
+            f"{name} must be 1 to 128 letters, digits or signs of ASCII, got {shorten_json(value)}"
+        )
+    return value
 
 
 def _salted(prompt: str | list[int], salt: str) -> dict[str, Any]:
@@ -104,39 +100,16 @@ def _salted(prompt: str | list[int], salt: str) -> dict[str, Any]:
     return {name: prompt, "cache_salt": salt}
 
 
-def given_fields(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The fields that are not null; others than `names` and the common ones are errors."""
-    given = {name: value for name, value in body.items() if value is not None}
-    for name in given:
-        check_name(name, (*names, "model", "user"))
-    _check_model(given)
-    return given
-
-
-def _check_model(body: Mapping[str, Any]) -> None:
-    if not isinstance(body.get("model", ""), str):
-        raise TypeError(f"model must be a text, got {shorten_json(body['model'])}")
-
-
-def _check_fields(url: str, body: Mapping[str, Any]) -> None:
-    known = KNOWN[url]
-    for name, value in body.items():
-        if name in VLLM_NAMES and name not in known:
-            why = VLLM_NAMES[name].why.replace("`", "")
-            raise ValueError(f"unknown field {name!r}: {why}")
-        check_name(name, known)
-        if name in SAMPLING and options_of(SamplingParams)[name].only_python and value:
-            raise ValueError(f"{name} is for calls in Python, not for requests; leave it out")
-        if name in FIXED and (value != FIXED[name] or type(value) is not type(FIXED[name])):
-            raise ValueError(f"{name} must be {FIXED[name]!r} here, got {shorten_json(value)}")
-    _check_model(body)
-
-
-def _chat_options(body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+def _chat_options(body: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Keywords of a chat; OpenAI's default of `tool_choice` is "auto" if there are tools."""
     given = {name: body[name] for name in names if name in body}
-    if "parallel_tool_calls" in given:
-        check_json_bool("parallel_tool_calls", given["parallel_tool_calls"])
+    for name in given.keys() & set(CHAT_BOOLS):
+        check_json_bool(name, given[name])
+    if not isinstance(given.get("thinking", True), bool | Mapping):
+        raise TypeError(f"thinking must be an object, got {shorten_json(given['thinking'])}")
+    continues = given.get("continue_final_message")
+    if continues and given.setdefault("add_generation_prompt", False):
+        raise ValueError("continue_final_message needs add_generation_prompt to be false")
     return {"tool_choice": "auto", **given} if given.get("tools") else given
 
 
@@ -153,20 +126,6 @@ def prompts_of(name: str, prompt: Any) -> list[Any]:
     return prompt
 
 
-def _includes_usage(options: Any, streams: bool) -> bool:
-    """Whether a stream's last chunk has the usage."""
-    if options is None:
-        return False
-    if not streams:
-        raise ValueError("stream_options needs stream to be true")
-    if not isinstance(options, Mapping):
-        raise TypeError(f"stream_options must be an object, got {shorten_json(options)}")
-    for name in options:
-        check_name(name, ("include_usage", "include_obfuscation"), "stream_options: ")
-    given = options.get("include_usage")
-    return given is not None and check_json_bool("stream_options.include_usage", given)
-
-
 def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of SamplingParams, from its own names and OpenAI's."""
     fields = {name: body[name] for name in SAMPLING if name in body}
@@ -176,6 +135,10 @@ def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
         if "max_tokens" in body:
             raise ValueError("max_tokens and max_completion_tokens are the same; give one of them")
         fields["max_tokens"] = body["max_completion_tokens"]
+    if asks_for_prompt(body):
+        fields["max_tokens"] = 1  # it is dropped
+    if "best_of" in body and body["best_of"] != 1:
+        fields |= {"n": body["best_of"], "logprobs": fields.get("logprobs", 0)}
     if body.get("echo") and "logprobs" in fields:
         fields.setdefault("prompt_logprobs", fields["logprobs"])
     if isinstance(body.get("logprobs"), bool) or "top_logprobs" in body:
@@ -186,6 +149,8 @@ def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError("give one of response_format and structured_outputs")
         if asked is not None:
             fields["structured_outputs"] = asked
+    if (guided := guided_outputs(body)) is not None:
+        fields["structured_outputs"] = guided
     if isinstance(biases := body.get("logit_bias"), dict):
         fields["logit_bias"] = {_token_id(token): bias for token, bias in biases.items()}
     return fields

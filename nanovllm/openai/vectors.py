@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.openai.request import given_fields, prompts_of
+from nanovllm.openai.fields import given_fields
+from nanovllm.openai.request import check_request_id, prompts_of
+from nanovllm.openai.vllm_fields import EMBEDDING, SCORING
 from nanovllm.utils.checks import check_choice, check_int
-from nanovllm.utils.json_text import shorten_json
+from nanovllm.utils.json_text import check_json_bool, shorten_json
 from nanovllm.vectors.outputs import EmbeddingRequestOutput, ScoringRequestOutput
 
 EMBEDDINGS = "/v1/embeddings"
@@ -24,14 +26,20 @@ EMBED_OPTIONS = (
     "cache_salt",
 )  # fmt: skip
 SCORE_OPTIONS = ("instruction", "method", "truncate_prompt_tokens", "cache_salt")
-OTHER_NAMES = {"text_1": "queries", "text_2": "documents"}  # vLLM's older names
+EMBED_FIELDS = ("encoding_format", *EMBED_OPTIONS, "use_activation", "request_id")
+SCORE_FIELDS = (*SCORE_OPTIONS, "request_id")
+RERANK_FIELDS = ("query", "documents", "top_n", "return_documents")
+OTHER_NAMES = {  # vLLM's other names
+    "text_1": "queries", "text_2": "documents", "data_1": "queries", "data_2": "documents",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class VectorRequest:
     """A parsed body: the arguments of `embed` or `score`, and the form of the answer.
 
-    `top_n` is the most documents of a ranking; None if the answer is not a ranking.
+    `top_n` is the most documents of a ranking; None if the answer is not a ranking. `name` is the
+    client's own id of the request.
     """
 
     arguments: tuple[Any, ...]
@@ -39,22 +47,29 @@ class VectorRequest:
     model: str | None
     encoding_format: str = "float"
     top_n: int | None = None
+    returns_documents: bool = True
+    name: str | None = None
 
 
 def parse_embeddings(body: Mapping[str, Any]) -> VectorRequest:
     """Parse the body of /v1/embeddings; a field that is null counts as missing."""
-    body = given_fields(body, ("input", "encoding_format", *EMBED_OPTIONS))
+    body = given_fields(body, ("input", *EMBED_FIELDS), EMBEDDING)
     prompts = _required(body, "input")
     kind = body.get("encoding_format", "float")
     check_choice("encoding_format", kind, FORMATS)
+    if "use_activation" in body:  # vLLM's name
+        if "normalize" in body:
+            raise ValueError("use_activation is another name of normalize; give one of them")
+        body["normalize"] = check_json_bool("use_activation", body["use_activation"])
     options = {name: body[name] for name in EMBED_OPTIONS if name in body}
-    arguments = (_prompts("input", prompts),)
-    return VectorRequest(arguments, {"name": "input", **options}, body.get("model"), kind)
+    arguments, model = (_prompts("input", prompts),), body.get("model")
+    options = {"name": "input", **options}
+    return VectorRequest(arguments, options, model, kind, name=_request_id(body))
 
 
 def parse_score(body: Mapping[str, Any]) -> VectorRequest:
     """Parse the body of /score: `queries` and `documents`, by vLLM's older names `text_1`, ...."""
-    body = given_fields(body, (*OTHER_NAMES, *OTHER_NAMES.values(), *SCORE_OPTIONS))
+    body = given_fields(body, (*OTHER_NAMES, "queries", "documents", *SCORE_FIELDS), SCORING)
     given, called = dict(body), {}
     for other, name in OTHER_NAMES.items():
         if other in given:
@@ -65,12 +80,13 @@ def parse_score(body: Mapping[str, Any]) -> VectorRequest:
         _prompts(called.get(name, name), _required(given, name))
         for name in ("queries", "documents")
     ]
-    return VectorRequest(tuple(texts), _score_options(body), body.get("model"))
+    options, model = _score_options(body), body.get("model")
+    return VectorRequest(tuple(texts), options, model, name=_request_id(body))
 
 
 def parse_rerank(body: Mapping[str, Any]) -> VectorRequest:
     """Parse the body of /rerank: a `query`, `documents`, and how many of them to return."""
-    body = given_fields(body, ("query", "documents", "top_n", *SCORE_OPTIONS))
+    body = given_fields(body, (*RERANK_FIELDS, *SCORE_FIELDS), SCORING)
     query, documents = _required(body, "query"), _required(body, "documents")
     if not isinstance(query, str):
         raise TypeError(f"query must be a text, got {shorten_json(query)}")
@@ -82,9 +98,11 @@ def parse_rerank(body: Mapping[str, Any]) -> VectorRequest:
         )
     texts = [_text_of(f"documents[{i}]", document) for i, document in enumerate(documents)]
     top_n = check_int("top_n", body.get("top_n", len(texts)), 1)
+    returns = check_json_bool("return_documents", body.get("return_documents", True))
     return VectorRequest(
-        (query, texts), _score_options(body), body.get("model"), top_n=min(top_n, len(texts))
-    )
+        (query, texts), _score_options(body), body.get("model"), top_n=min(top_n, len(texts)),
+        returns_documents=returns, name=_request_id(body),
+    )  # fmt: skip
 
 
 def embeddings_body(
@@ -113,6 +131,7 @@ def score_body(
 ) -> dict[str, Any]:
     """The body that answers /score or /rerank; `name` becomes a part of its `id`."""
     head: dict[str, Any] = {"model": request.model or model}
+    name = request.name or name
     usage = _usage(len(output.prompt_token_ids) for output in outputs)
     if request.top_n is None:
         data = [
@@ -122,10 +141,11 @@ def score_body(
         head |= {"id": f"score-{name}", "object": "list", "created": int(time.time())}
         return {**head, "data": data, "usage": usage}
     order = sorted(range(len(outputs)), key=lambda index: -outputs[index].score)[: request.top_n]
+    shows = request.returns_documents
     results = [
         {
             "index": index,
-            "document": {"text": request.arguments[1][index]},
+            **({"document": {"text": request.arguments[1][index]}} if shows else {}),
             "relevance_score": outputs[index].score,
         }
         for index in order
@@ -145,6 +165,11 @@ def _required(body: Mapping[str, Any], name: str) -> Any:
     if name not in body:
         raise ValueError(f"{name} is missing")
     return body[name]
+
+
+def _request_id(body: Mapping[str, Any]) -> str | None:
+    name = body.get("request_id")
+    return None if name is None else check_request_id("request_id", name)
 
 
 def _score_options(body: Mapping[str, Any]) -> dict[str, Any]:

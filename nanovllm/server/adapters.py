@@ -41,6 +41,14 @@ class ServedModels:
             )  # fmt: skip
         return self._adapters[name]
 
+    def answering(self, name: str | None) -> str:
+        """The name in answers to requests for `name`: the model's first one, or an adapter's.
+
+        An unknown name is an error.
+        """
+        adapter = self.adapter(name)
+        return self.names[0] if adapter is None else adapter.name
+
     def descriptions(self) -> list[dict[str, Any]]:
         """The descriptions of the model, by each of its names, and of all adapters."""
         return [self.description(name) for name in (*self.names, *self._adapters)]

@@ -40,7 +40,8 @@ class Answering:
         defaults: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self._llm, self._models, self._options = llm, models, options
-        self._bodies, self._generation = Bodies(llm.readers, options), Generation(llm, models)
+        self._bodies = Bodies(llm.readers, options)
+        self._generation = Generation(llm, models, options)
         self._parser = BodyParser(llm, models, options, defaults)
 
     async def handle(self, request: Request) -> Response:
@@ -48,6 +49,7 @@ class Answering:
         return await answered(request, self._bodies, self._parser.parse, self._work)
 
     def _work(self, line: RequestLine, asked: APIRequest) -> Work:
+        line.rename(asked.name)
         line.add_samples(len(asked.prompts) * asked.params.n)
         if asked.streams:
             return EventStream(self._chunks(line, asked), self._options.timeout, line)
@@ -97,18 +99,22 @@ class Answering:
             )
         usage = writers[0].usage_chunk(*counts)
         line.count(usage["usage"], line.reason)
-        yield last + (sse(usage) if asked.includes_usage else b"") + DONE, True
+        yield last + (sse(usage) if asked.form.includes_usage else b"") + DONE, True
 
     def _writers(
         self, name: str, asked: APIRequest, requests: Sequence[OpenRequest]
     ) -> list[ChunkWriter]:
         """A writer for each sample of each prompt."""
         n, model, tokenizer = asked.params.n, self._models.names[0], self._llm.tokenizer
-        return [
-            ChunkWriter(name, asked, place * n + sample, model, tokenizer, request.first_token_id)
-            for place, request in enumerate(requests)
-            for sample in range(n)
-        ]
+        writers = []
+        for place, request in enumerate(requests):
+            ids = request.prompt_token_ids if asked.form.returns_ids else ()
+            about_prompt = request.first_token_id, request.num_prompt_tokens, ids
+            writers += [
+                ChunkWriter(name, asked, place * n + sample, model, tokenizer, *about_prompt)
+                for sample in range(n)
+            ]
+        return writers
 
     async def _with_echoes(self, asked: APIRequest, outputs: Sequence[RequestOutput]) -> APIRequest:
         """Set the text of each prompt to what was computed; returns the request as if not cut."""
@@ -123,7 +129,7 @@ class Answering:
 
     async def _prompt_text(self, request: OpenRequest) -> str:
         copied = request.copy.request
-        ids = copied.seqs[0].token_ids[: request.num_prompt_tokens]
+        ids = request.prompt_token_ids
         return await self._echo(copied.prompt, ids, copied.seqs[0].params)
 
     async def _echo(self, prompt: str | None, ids: list[int], params: SamplingParams) -> str:

@@ -1,6 +1,7 @@
 """BodyParser: the requests in bodies of chats and completions, within the server's limits."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
@@ -38,7 +39,7 @@ class BodyParser:
         """The request in a body for this URL."""
         check_body(body, self._options)
         asked = parse_body(url, body, self._defaults[url])
-        self._models.adapter(asked.model)  # an error, if there is no such model
+        asked = replace(asked, model=self._models.answering(asked.model))
         if not self._options.trust_request_chat_template:
             refuse_templates(asked)
         if not self._options.allow_priority:

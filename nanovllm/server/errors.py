@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from nanovllm.engine.errors import (
     NotReadyError,
     RankError,
 )
+from nanovllm.engine.requests.prompt_length import PromptTooLongError
 from nanovllm.server.messages.errors import has_own_errors, messages_error
 from nanovllm.utils.checks import did_you_mean, shorten
 
@@ -63,6 +65,8 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(429, str(error), "engine_full")
     if isinstance(error, asyncio.TimeoutError):
         return APIError(408, "the request took longer than the server allows (timeout)", "timeout")
+    if isinstance(error, PromptTooLongError):
+        return APIError(400, _with_limit(str(error)), "context_length_exceeded")
     if isinstance(error, ValueError | TypeError):
         return APIError(400, str(error))
     if isinstance(error, AsleepError):
@@ -74,6 +78,13 @@ def as_api_error(error: Exception) -> APIError:
     logger.error("a request has failed", exc_info=error)
     message = f"internal server error: {type(error).__name__}: {error}"
     return APIError(500, message, "internal_error")
+
+
+def _with_limit(message: str) -> str:
+    """The message with the words by which clients that read no codes know that a prompt is long."""
+    limit = re.search(r"max_model_len=(\d+)", message)
+    words = f"; this model's maximum context length is {limit[1]} tokens" if limit else ""
+    return message + words
 
 
 def error_response(error: APIError, url: str = "") -> JSONResponse:

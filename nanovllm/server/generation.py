@@ -10,11 +10,14 @@ from typing import Any, TypeVar
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.engine.remote.open_request import OpenRequest
+from nanovllm.engine.remote.readers import prompt_size
 from nanovllm.lora_request import LoRARequest
+from nanovllm.openai.plain_prompts import without_special
 from nanovllm.openai.request import CHAT, APIRequest
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.adapters import ServedModels
+from nanovllm.server.options import ServerOptions
 from nanovllm.utils.tasks import all_of, cancel
 
 T = TypeVar("T")
@@ -27,8 +30,8 @@ class Generation:
     methods return the request with these.
     """
 
-    def __init__(self, llm: AsyncLLM, models: ServedModels) -> None:
-        self._llm, self._models = llm, models
+    def __init__(self, llm: AsyncLLM, models: ServedModels, options: ServerOptions) -> None:
+        self._llm, self._models, self._options = llm, models, options
 
     async def outputs(self, asked: APIRequest) -> tuple[APIRequest, list[RequestOutput]]:
         """The whole outputs of all prompts, with log-probabilities to iterate over."""
@@ -39,6 +42,11 @@ class Generation:
             for place, prompt in enumerate(prompts)
         )
         return asked, outputs
+
+    async def num_prompt_tokens(self, asked: APIRequest) -> int:
+        """The tokens of a chat's prompt."""
+        _, (prompt,) = await self._prepare(asked)
+        return len(prompt["prompt_token_ids"])
 
     @contextlib.asynccontextmanager
     async def requests(
@@ -62,10 +70,24 @@ class Generation:
     async def _prepare(self, asked: APIRequest) -> tuple[APIRequest, list[Any]]:
         """The prompts of a request; for chats, the chat template makes them."""
         if asked.url != CHAT:
-            return asked, asked.prompts
+            return asked, asked.prompts if asked.adds_special else await self._plain(asked)
         (messages,) = asked.prompts
-        turn = await self._llm.chat_turn(messages, asked.params, **asked.chat_options)
-        return replace(asked, params=turn.params, answer=turn.answer), [turn.prompt]
+        options, unread = dict(asked.chat_options), tuple[str, ...]()
+        if self._options.allow_unread_fields:
+            unread = tuple(self._llm.unread_fields(**options))
+            options = {name: value for name, value in options.items() if name not in unread}
+        turn = await self._llm.chat_turn(messages, asked.params, **options)
+        asked = replace(asked, params=turn.params, answer=turn.answer, no_effect=unread)
+        return asked, [turn.prompt]
+
+    async def _plain(self, asked: APIRequest) -> list[Any]:
+        """The prompts as token ids without the tokenizer's special tokens."""
+        longest = self._llm.config.max_model_len
+        encode = functools.partial(without_special, self._llm.tokenizer, asked.params, longest)
+        return [
+            await self._llm.readers.run(functools.partial(encode, prompt), prompt_size(prompt))
+            for prompt in asked.prompts
+        ]
 
     async def _complete(
         self, adapter: LoRARequest | None, prompt: Any, params: SamplingParams

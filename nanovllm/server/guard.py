@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from nanovllm.openai.request import check_request_id
 from nanovllm.server.clients import Clients, address_of
 from nanovllm.server.errors import APIError, as_api_error, error_response
 from nanovllm.server.limits import Limits
@@ -80,6 +81,7 @@ class Guard:
         line: RequestLine = scope["line"]
         try:
             headers = Headers(scope=scope)
+            line.rename(_id_of(headers))
             self._check(line.url, scope["method"], headers)
             counts = scope["method"] == "POST" and line.url not in OPEN_PATHS
             line.key = self._key_of(headers)
@@ -153,6 +155,12 @@ class Guard:
         """Whether the bytes of a header, as they were sent, are a key of the server."""
         matches = [hmac.compare_digest(given, one) for one in self._keys]
         return any(matches)
+
+
+def _id_of(headers: Headers) -> str | None:
+    """The client's id of its request, which the answer and the log have; None without one."""
+    name = headers.get("x-request-id")
+    return None if name is None else check_request_id("X-Request-Id", name)
 
 
 def known_hosts(options: ServerOptions) -> Collection[str] | None:

@@ -28,7 +28,7 @@ class RequestLine:
     """
 
     def __init__(self, scope: Scope) -> None:
-        self.url, self.name = path_of(scope), uuid.uuid4().hex
+        self.url, self.name, self._is_named = path_of(scope), uuid.uuid4().hex, False
         self.start = time.perf_counter()
         self.status: int | None = None  # None until the response begins
         self.first: float | None = None  # seconds until the first token
@@ -36,6 +36,11 @@ class RequestLine:
         self.client: ClientRequest | None = None
         self.key: bytes | None = None
         self._tokens = ""
+
+    def rename(self, name: str | None) -> None:
+        """Take the client's id of the request: that of the header, else that of the body."""
+        if name is not None and not self._is_named:
+            self.name, self._is_named = name, True
 
     def add_samples(self, number: int) -> None:
         """Count samples of the request's client; raise if they are too many."""

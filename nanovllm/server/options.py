@@ -126,6 +126,12 @@ class ServerOptions(Limits):
         "let requests bring a chat template of their own: a program, which may never end",
         TRUE_OR_FALSE,
     )
+    allow_unread_fields: bool = option(
+        False,
+        "let chats have a `reasoning_effort`, `thinking` or `documents` that the chat template does"
+        " not read; each answer lists such fields in `fields_without_effect`",
+        TRUE_OR_FALSE,
+    )
     allow_priority: bool = option(
         False,
         "let requests have a `priority`; one that is always sooner can keep others from running",

@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 
 from nanovllm.chat.conversation import given_template
+from nanovllm.openai.guided import GUIDED
 from nanovllm.openai.request import CHAT, APIRequest
 from nanovllm.server.errors import APIError
 from nanovllm.server.limits import Limits
@@ -46,9 +47,9 @@ def _check_stops(stops: Any, limits: Limits) -> None:
 
 def _check_grammar(body: Mapping[str, Any], limits: Limits) -> None:
     """Raise if a constraint is too large as JSON."""
-    for name in ("structured_outputs", "response_format"):
+    for name in ("structured_outputs", "response_format", *GUIDED):
         value = body.get(name)
-        if isinstance(value, dict):
+        if isinstance(value, dict) or name in GUIDED:
             size = -(-_json_size(value) // 1024)
             if size > limits.max_grammar_kib:
                 raise APIError(

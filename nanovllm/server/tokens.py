@@ -10,8 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.openai.fields import given_fields
 from nanovllm.openai.long_texts import decoded
-from nanovllm.openai.request import CHAT, APIRequest, given_fields, parse_body
+from nanovllm.openai.request import CHAT, APIRequest, parse_body
 from nanovllm.server.adapters import ServedModels
 from nanovllm.server.answered import answered
 from nanovllm.server.bodies import Bodies

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -45,6 +46,7 @@ class VectorAnswering:
             asked = parse_embeddings(body)
         else:
             asked = parse_rerank(body) if url in RERANK else parse_score(body)
+        asked = replace(asked, model=self._models.answering(asked.model))
         self._check_number(asked)
         kept = asked.options.get("truncate_prompt_tokens")
         for texts in asked.arguments:
@@ -53,6 +55,7 @@ class VectorAnswering:
 
     async def _body(self, line: RequestLine, asked: VectorRequest) -> dict[str, Any]:
         """The body of the response."""
+        line.rename(asked.name)
         line.add_samples(max(map(_number, asked.arguments)))
         model = self._models.names[0]
         if line.url == EMBEDDINGS:

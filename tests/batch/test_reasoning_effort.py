@@ -41,4 +41,5 @@ def test_an_effort_reaches_the_template(tmp_path: Path) -> None:
 
 def test_a_template_without_efforts_makes_it_an_error(tmp_path: Path) -> None:
     (record,) = records_of(EMBEDDED_MODEL, tmp_path / "out", "low")
-    assert "unknown keyword 'reasoning_effort'" in record["error"]["message"]
+    words = "reasoning_effort: the chat template does not mention it"
+    assert words in record["error"]["message"]

@@ -149,7 +149,7 @@ def test_the_help_says_that_an_adapter_is_a_name_and_a_path(
         ("serve m --enable-lora --lora-modules", 2, "--lora-modules: expected one argument"),
         ("serve m --enable-lora --lora-modules --verbose", 2, "expected one argument"),
         ("serve --enable-lora --lora-modules m", 2, "must be like NAME=PATH, got 'm'"),
-        ("serve m --served-model-name x a=b", 2, "unrecognized arguments: a=b"),
+        ("serve m --api-key x a=b", 2, "unrecognized arguments: a=b"),
         ("", 2, "the following arguments are required: COMMAND"),
         ("fly", 2, "invalid choice: 'fly'"),
         ("generate x --max-tokens many", 2, "argument --max-tokens: cannot read 'many' as N"),

@@ -14,7 +14,7 @@ from nanovllm.server.chats.blocks import Block
 from nanovllm.server.chats.form import Ending, Usage
 from nanovllm.server.errors import APIError
 from nanovllm.server.messages.events import MessageForm
-from nanovllm.server.messages.thinking import template_options
+from nanovllm.server.messages.thinking import template_thinking
 from nanovllm.server.messages.turns import messages_of
 
 SUM: Any = [{"role": "user", "content": "12+34="}]
@@ -267,13 +267,13 @@ def test_turns_become_messages() -> None:
 
 def test_thinking_is_what_the_template_can_do() -> None:
     on, off, switch = {"type": "adaptive"}, {"type": "disabled"}, "</think>{{ enable_thinking }}"
-    assert template_options(None, switch) == {}
-    assert template_options(on, switch) == {"enable_thinking": True}
-    assert template_options(off, switch) == {"enable_thinking": False}
-    assert template_options(on, "</think>") == template_options(off, "") == {}
+    assert template_thinking(None, switch) is None
+    assert template_thinking(on, switch) == {"type": "enabled"}
+    assert template_thinking(off, switch) == off
+    assert template_thinking(on, "</think>") is template_thinking(off, "") is None
     for thinking, template in ((off, "</think>"), (on, "")):
         with pytest.raises(ValueError, match=r"thinking\.type must not be"):
-            template_options(thinking, template)
+            template_thinking(thinking, template)
 
 
 def test_a_stream_that_fails_ends_with_the_error() -> None:

@@ -1,5 +1,6 @@
 """/v1/responses, by OpenAI's client, and what it is made of."""
 
+import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -126,6 +127,11 @@ def test_calls_and_their_results(client: openai.OpenAI) -> None:
     with client.responses.stream(**CALLS) as stream:
         (parsed,) = stream.get_final_response().output
     assert parsed.type == "function_call" and 0 <= parsed.parsed_arguments["a"] <= 99  # type: ignore[index, operator]
+    named = {"type": "function", "name": "f"}
+    others: Any = [{"type": "function", "name": "g"}, named]
+    some: Any = {"type": "allowed_tools", "mode": "required", "tools": [named]}
+    (chosen,) = client.responses.create(**{**CALLS, "tools": others, "tool_choice": some}).output
+    assert chosen.type == "function_call" and chosen.name == "f"
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "46"}
     asked: Any = dict(model="adder", temperature=0, tools=[TOOL])
     kept = client.responses.create(**asked, input=[result], previous_response_id=whole.id)
@@ -351,6 +357,14 @@ def form_of() -> tuple[ResponseForm, ResponseStore]:
     body = {"messages": [{"role": "user", "content": "a"}]}
     asked, store = parse_body(CHAT, body, {}), ResponseStore(9, 1 << 20, 1 << 20)
     return ResponseForm(ResponseRequest({}, [], {}, True), asked, "m", store, None), store
+
+
+def test_fields_without_effect_have_their_names_here() -> None:
+    form, _ = form_of()
+    form.asked = dataclasses.replace(form.asked, no_effect=("reasoning_effort",))
+    listed = '"fields_without_effect":["reasoning.effort"]'
+    assert form.begin(1).decode().count(listed) == 2
+    assert listed in form.end([], Ending("stop", None, Usage(1, 0, 1, 0))).decode()
 
 
 def test_a_response_that_fails_says_why() -> None:

@@ -38,7 +38,7 @@ class HarmonyGrammar:
         """
         if asked is not None and asked.after is not None:
             return asked
-        is_free = choice.several and not any(tool.strict for tool in choice.tools)
+        is_free = choice.is_free
         if not choice.required and asked is None and (is_free or place == "final"):
             return None
         if not choice.required and asked is not None and place == "final":

@@ -58,6 +58,11 @@ class OpenRequest:
         return self.copy.request.seqs[0].num_prompt_tokens
 
     @property
+    def prompt_token_ids(self) -> list[int]:
+        """The tokens of the prompt."""
+        return self.copy.request.seqs[0].token_ids[: self.num_prompt_tokens]
+
+    @property
     def first_token_id(self) -> int:
         """The first token of the prompt."""
         return self.copy.request.seqs[0].token_ids[0]

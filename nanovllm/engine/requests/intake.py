@@ -144,18 +144,15 @@ class Intake:
                     f"truncate_prompt_tokens must be at most {most} ({why}), got {kept}"
                 )
             token_ids = token_ids[-(most if kept == -1 else kept) :]
-        if not 1 <= len(token_ids) <= most:
-            raise ValueError(f"prompt must have 1 to {most} tokens ({why}), got {len(token_ids)}")
+        room = self.max_model_len - len(token_ids)
+        if not 1 <= len(token_ids) <= most or params.min_tokens > room:
+            from nanovllm.engine.requests.prompt_length import refuse_length
+
+            refuse_length(len(token_ids), most, why, params.min_tokens, self.max_model_len)
         plain = set(map(type, token_ids)) <= {int}
         in_range = plain and min(token_ids, default=0) >= 0
         if not in_range or max(token_ids, default=0) >= self.vocab_size:
             token_ids = [check_int("prompt token id", t, 0, self.vocab_size - 1) for t in token_ids]
-        room = self.max_model_len - len(token_ids)
-        if params.min_tokens > room:
-            raise ValueError(
-                f"min_tokens must be at most {room} (max_model_len={self.max_model_len} less"
-                f" {len(token_ids)} prompt tokens), got {params.min_tokens}"
-            )
         bad_words = None if extras is None else extras.bad_words(params)
         constraint = None if extras is None else extras.constraint(params)
         keeper = None if wanted is None else wanted.keeper(len(token_ids))

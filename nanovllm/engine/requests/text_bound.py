@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from nanovllm.engine.requests.byte_level import BYTE_OF
+from nanovllm.engine.requests.prompt_length import PromptTooLongError
 
 PIECE = 1 << 15  # characters that are counted at a time, so that other threads run in between
 NEAR = 1 << 8  # characters before the end of a piece among which its end is sought
@@ -24,7 +25,7 @@ def check_long_text(tokenizer: Any, text: str, most: int, why: str) -> None:
     """Raise if a text certainly has more than `most` tokens. `why` explains this limit."""
     bound = text_bound(tokenizer)
     if bound is not None and bound.is_exceeded(text, most):
-        raise ValueError(
+        raise PromptTooLongError(
             f"prompt must have 1 to {most} tokens ({why}), got more: {len(text)} characters"
         )
 

@@ -34,7 +34,7 @@ class ChatAPI:
     ) -> None:
         self.llm, self.models, self.options = llm, models, options
         self._parser = BodyParser(llm, models, options, defaults)
-        self._generation = Generation(llm, models)
+        self._generation = Generation(llm, models, options)
 
     def parse(self, chat: Mapping[str, Any], names: Mapping[str, str]) -> APIRequest:
         """The request in the body of a chat, with the server's limits; `names` are for errors."""
@@ -51,17 +51,16 @@ class ChatAPI:
     async def count(self, asked: APIRequest, names: Mapping[str, str]) -> int:
         """The tokens of a chat's prompt."""
         with named_as(names):
-            turn = await self.llm.chat_turn(asked.prompts[0], asked.params, **asked.chat_options)
-        return len(list(turn.prompt["prompt_token_ids"]))
+            return await self._generation.num_prompt_tokens(asked)
 
     async def _body(self, line: RequestLine, form: Form) -> Mapping[str, Any]:
         with named_as(form.names):
-            asked, (output,) = await self._generation.outputs(form.asked)
+            form.asked, (output,) = await self._generation.outputs(form.asked)
         (sample,) = output["outputs"]
         if sample["finish_reason"] == "error":
             raise request_error(str(sample["stop_reason"]))
         record_first_of(line, [output.metrics])
-        message = asked.answer.message(sample["text"], sample["token_ids"])
+        message = form.asked.answer.message(sample["text"], sample["token_ids"])
         blocks = blocks_of(message)
         usage = Usage(
             output["num_prompt_tokens"],
@@ -76,8 +75,8 @@ class ChatAPI:
     async def _events(self, line: RequestLine, form: Form) -> AsyncIterator[Part]:
         """A streamed answer. The request ends with the iterator."""
         with named_as(form.names):
-            async with self._generation.requests(form.asked) as (asked, (request,)):
-                reader, blocks, num_tokens = asked.answer.reader(), BlockReader(), 0
+            async with self._generation.requests(form.asked) as (form.asked, (request,)):
+                reader, blocks, num_tokens = form.asked.answer.reader(), BlockReader(), 0
                 data = form.begin(request.num_prompt_tokens)
                 async for event in request.events():
                     reason = event["finish_reason"]

@@ -86,11 +86,11 @@ def named_as(names: Mapping[str, str]) -> Iterator[None]:
         yield
     except (APIError, ValueError, TypeError) as error:
         if error.args and isinstance(error.args[0], str):
-            error.args = (_renamed(error.args[0], names), *error.args[1:])
+            error.args = (renamed(error.args[0], names), *error.args[1:])
         raise
 
 
-def _renamed(message: str, names: Mapping[str, str]) -> str:
+def renamed(message: str, names: Mapping[str, str]) -> str:
     """The message with other names, up to the value that it may quote."""
     head, got, value = message.partition(", got ")
     for pattern, own in names.items():

@@ -7,6 +7,7 @@ import orjson
 
 from nanovllm.openai.request import APIRequest
 from nanovllm.server.chats.blocks import Block, Step
+from nanovllm.server.chats.fields import renamed
 from nanovllm.server.errors import APIError
 
 
@@ -30,7 +31,8 @@ class Ending(NamedTuple):
 class Form(Protocol):
     """Writes the answer to one request; a method is called once unless it says otherwise.
 
-    `asked` is the request as a chat, whose field names in errors become those in `names`.
+    `asked` is the request as a chat; before any method is called it gets what the chat template
+    has changed. The names of its fields become those in `names`.
     """
 
     asked: APIRequest
@@ -50,6 +52,12 @@ class Form(Protocol):
 
     def fail(self, error: APIError) -> bytes:
         """The last events of a stream that has begun and has failed."""
+
+
+def without_effect(form: Form) -> dict[str, Any]:
+    """The field of an answer that lists fields which the chat template does not take, if any."""
+    names = [renamed(name, form.names) for name in form.asked.no_effect]
+    return {"fields_without_effect": names} if names else {}
 
 
 def named_event(name: str, value: Mapping[str, Any]) -> bytes:

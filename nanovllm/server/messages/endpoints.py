@@ -1,6 +1,5 @@
 """The endpoints of messages: answer one, and count the tokens of one."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,9 +15,7 @@ from nanovllm.server.log import RequestLine
 from nanovllm.server.messages.errors import PATH
 from nanovllm.server.messages.events import MessageForm
 from nanovllm.server.messages.request import NAMES, chat_of, counted_chat
-from nanovllm.server.messages.thinking import template_options
-
-CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
+from nanovllm.server.messages.thinking import template_thinking
 
 
 class Messages:
@@ -52,16 +49,13 @@ class Messages:
     def _asked(self, chat: Mapping[str, Any], body: Mapping[str, Any]) -> APIRequest:
         """The chat as a request. If its last message is an answer, the model goes on with it."""
         template = str(getattr(self._chats.llm.tokenizer, "chat_template", None) or "")
-        if thinks := template_options(body.get("thinking"), template):
-            given = chat.get("chat_template_kwargs") or {}
-            chat = {**chat, "chat_template_kwargs": {**given, **thinks}}
-        asked = self._chats.parse(chat, NAMES)
+        thinking = template_thinking(body.get("thinking"), template)
         last: Mapping[str, Any] = chat["messages"][-1] if chat["messages"] else {}
-        if last.get("role") != "assistant":
-            return asked
-        if not last["content"] or "tool_calls" in last:
+        continues = last.get("role") == "assistant"
+        if continues and (not last["content"] or "tool_calls" in last):
             raise ValueError("messages: the last one must be the user's, or be text to go on with")
-        return dataclasses.replace(asked, chat_options={**asked.chat_options, **CONTINUED})
+        chat = {**chat, "thinking": thinking, "continue_final_message": continues or None}
+        return self._chats.parse(chat, NAMES)
 
     async def _counted(self, _: RequestLine, asked: APIRequest) -> dict[str, int]:
         return {"input_tokens": await self._chats.count(asked, NAMES)}

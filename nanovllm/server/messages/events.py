@@ -6,7 +6,7 @@ from typing import Any
 
 from nanovllm.openai.request import APIRequest
 from nanovllm.server.chats.blocks import Block, Step
-from nanovllm.server.chats.form import Ending, Usage, named_event
+from nanovllm.server.chats.form import Ending, Usage, named_event, without_effect
 from nanovllm.server.errors import APIError
 from nanovllm.server.messages.errors import messages_error
 from nanovllm.server.messages.request import NAMES
@@ -37,11 +37,16 @@ class MessageForm:
         """The message."""
         content = [_content(block) for block in blocks]
         usage = _usage(ending.usage)
-        return {**self._head, "content": content, **self._stop(ending), "usage": usage}
+        head = {**self._head, **without_effect(self)}
+        return {**head, "content": content, **self._stop(ending), "usage": usage}
 
     def begin(self, num_prompt_tokens: int) -> bytes:
         """The message without content. Which tokens were cached is known at the end."""
-        message = {**self._head, "usage": _usage(Usage(num_prompt_tokens, 0, 0, 0))}
+        message = {
+            **self._head,
+            **without_effect(self),
+            "usage": _usage(Usage(num_prompt_tokens, 0, 0, 0)),
+        }
         return named_event("message_start", {"message": message}) + named_event("ping", {})
 
     def write(self, step: Step) -> bytes:

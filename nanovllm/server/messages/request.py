@@ -44,8 +44,7 @@ NAMES = {
     "response_format": "output_config.format",
     "structured_outputs": "output_config.format",
     "stop": "stop_sequences",
-    r"(keyword )?'?reasoning_effort'?": "output_config.effort",
-    r"keyword 'enable_thinking'": "thinking",
+    "reasoning_effort": "output_config.effort",
 }
 TOOL = ("type", "name", "description", "input_schema", "strict", "cache_control")
 CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "function"}

@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm.openai.request import APIRequest
 from nanovllm.server.chats.blocks import Block, Step
-from nanovllm.server.chats.form import Ending, named_event
+from nanovllm.server.chats.form import Ending, named_event, without_effect
 from nanovllm.server.errors import APIError
 from nanovllm.server.responses.body import (
     ending_fields,
@@ -63,7 +63,7 @@ class ResponseForm:
     def body(self, blocks: Sequence[Block], ending: Ending) -> Mapping[str, Any]:
         """The response, which is stored, unless it has failed or is too large."""
         items = items_of(blocks or [EMPTY], self._name, ending)
-        body = {**self._head, **ending_fields(ending), "output": items}
+        body = {**self._head, **ending_fields(ending), "output": items, **without_effect(self)}
         stores = self._request.stores and body["status"] != "failed"
         if stores:
             messages = [*self._request.messages, *messages_of(items, "output")]
@@ -73,7 +73,7 @@ class ResponseForm:
     def begin(self, num_prompt_tokens: int) -> bytes:  # noqa: ARG002
         """The response without output."""
         return b"".join(
-            self._event(f"response.{name}", response=self._head)
+            self._event(f"response.{name}", response={**self._head, **without_effect(self)})
             for name in ("created", "in_progress")
         )
 

@@ -55,7 +55,7 @@ NAMES = {
     "response_format": "text.format",
     "structured_outputs": "text.format",
     "max_tokens": "max_output_tokens",
-    r"(keyword )?'?reasoning_effort'?": "reasoning.effort",
+    "reasoning_effort": "reasoning.effort",
 }
 
 

@@ -1,0 +1,85 @@
+"""Which variables a chat template reads, and the fields of requests that only some templates take.
+
+A template's own parser says which names it looks up: a name in its text or in a comment is none.
+"""
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.utils.checks import check_int, check_name, shorten
+
+FIELDS = ("reasoning_effort", "thinking", "documents")
+# How templates call what `{"type": "enabled"}` turns on.
+THINKING_NAMES = ("enable_thinking", "thinking")
+THINKING_TYPES = ("enabled", "disabled")
+
+
+@functools.lru_cache(16)
+def variables_of(template: str) -> frozenset[str] | None:
+    """The variables that a template reads and does not set itself; None if it is not valid."""
+    from jinja2 import TemplateError, meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        environment = _compile_jinja_template(template).environment
+        return frozenset(meta.find_undeclared_variables(environment.parse(template)))
+    except (TemplateError, ImportError, AttributeError):
+        return None
+
+
+def reads(template: str, name: str) -> bool:
+    """Whether a template reads a variable. If it is not valid, whether its text has the name."""
+    found = variables_of(template)
+    if found is not None:
+        return name in found
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
+def unread_fields(template: str, keywords: Mapping[str, Any]) -> list[str]:
+    """The fields among these keywords of a chat that change nothing, as the template is."""
+    return [
+        name
+        for name in FIELDS
+        if keywords.get(name) is not None
+        and not any(reads(template, one) for one in _names(name, keywords[name]))
+    ]
+
+
+def template_keywords(template: str, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords with `thinking` as the template has it.
+
+    It may be an object of Anthropic's API, `{"type": "enabled"}`: the template then gets true or
+    false. A field that the template does not read is a ValueError.
+    """
+    keywords = dict(keywords)
+    for name in unread_fields(template, keywords):
+        raise ValueError(f"{name}: the chat template does not mention it")
+    thinking = keywords.get("thinking")
+    if not isinstance(thinking, Mapping):
+        return keywords
+    enabled = _is_enabled(thinking)
+    del keywords["thinking"]
+    name = next(one for one in THINKING_NAMES if reads(template, one))
+    return {name: enabled, **keywords}
+
+
+def _names(name: str, value: Any) -> tuple[str, ...]:
+    """The variables that a field may become."""
+    return THINKING_NAMES if name == "thinking" and isinstance(value, Mapping) else (name,)
+
+
+def thinking_budget(thinking: Any) -> int | None:
+    """The most tokens of reasoning that an object `thinking` allows; None if it does not say."""
+    budget = thinking.get("budget_tokens") if isinstance(thinking, Mapping) else None
+    return None if budget is None else check_int("thinking.budget_tokens", budget, 1)
+
+
+def _is_enabled(thinking: Mapping[str, Any]) -> bool:
+    for name in thinking:
+        check_name(name, ("type", "budget_tokens"), "thinking: ")
+    kind = thinking.get("type")
+    if kind not in THINKING_TYPES:
+        raise ValueError(f'thinking.type must be "enabled" or "disabled", got {shorten(kind)}')
+    return bool(kind == "enabled")
