@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from nanovllm.server.errors import APIError
-from nanovllm.utils.checks import check_name
+from nanovllm.utils.checks import check_name, check_text
 from nanovllm.utils.json_text import shorten_json
 
 
@@ -41,6 +41,7 @@ def text_in(value: Any, place: str) -> str:
     """The value, which must be a text."""
     if not isinstance(value, str):
         raise TypeError(f"{place} must be a text, got {shorten_json(value)}")
+    check_text(place, value)
     return value
 
 
@@ -66,7 +67,7 @@ def kind_of(value: Any, place: str, kinds: Collection[str], default: str | None 
 def joined_texts(content: Any, place: str, kinds: Collection[str], known: Collection[str]) -> str:
     """A content that is a text, or a list of parts with a `text`: one line for each part."""
     if isinstance(content, str):
-        return content
+        return text_in(content, place)
     texts = []
     for index, part in enumerate(list_in(content, place)):
         where = f"{place}[{index}]"

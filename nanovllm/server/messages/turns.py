@@ -36,7 +36,7 @@ def _messages(turn: Any, place: str) -> Iterator[dict[str, Any]]:
     role = check_choice(f"{place}.role", given.get("role"), tuple(KINDS))
     content = given.get("content")
     if isinstance(content, str):
-        yield {"role": role, "content": content}
+        yield {"role": role, "content": text_in(content, f"{place}.content")}
         return
     blocks = list(_blocks(content, f"{place}.content", role))
     if role == "assistant":

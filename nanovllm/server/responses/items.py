@@ -83,7 +83,7 @@ class Conversation:
 def messages_of(items: Any, place: str) -> list[dict[str, Any]]:
     """The messages of a text, which a user says, or of a list of items."""
     if isinstance(items, str):
-        return [{"role": "user", "content": items}]
+        return [{"role": "user", "content": text_in(items, place)}]
     if not isinstance(items, list):
         raise TypeError(f"{place} must be a text or a list of items, got {shorten_json(items)}")
     conversation = Conversation()

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.chats.fields import check_fixed, given_fields, list_in, text_in
 from nanovllm.server.responses.items import messages_of
@@ -112,7 +114,10 @@ def parse_response(
         "stream_options": _stream_options(given.get("stream_options"), streams),
         "n": 1,
     }
-    return ResponseRequest(chat, messages, _shown(given, wants), wants)
+    shown = _shown(given, wants)
+    for name, value in shown.items():
+        _check_json(name, value)
+    return ResponseRequest(chat, messages, shown, wants)
 
 
 def _shown(given: Mapping[str, Any], stores: bool) -> dict[str, Any]:
@@ -134,6 +139,14 @@ def _shown(given: Mapping[str, Any], stores: bool) -> dict[str, Any]:
         "truncation": "disabled",
         "user": given.get("user"),
     }
+
+
+def _check_json(name: str, value: Any) -> None:
+    """Raise for a value that the response cannot repeat: half a character, or a long integer."""
+    try:
+        orjson.dumps(value)
+    except TypeError as error:
+        raise ValueError(f"{name} cannot be repeated in the response: {error}") from None
 
 
 def _system(text: str) -> dict[str, Any]:
