@@ -15,11 +15,11 @@ from nanovllm.server.clients import Clients, address_of
 from nanovllm.server.errors import APIError, as_api_error, error_response
 from nanovllm.server.limits import Limits
 from nanovllm.server.log import CLIENT_LEFT, RequestLine
+from nanovllm.server.messages.errors import KEY_HEADER
 from nanovllm.server.options import ServerOptions
 from nanovllm.utils.checks import shorten
 
 OPEN_PATHS = ("/", "/health", "/version", "/metrics")  # need no key, and are polled
-KEY_HEADER = "x-api-key"  # as Anthropic's clients send keys
 DRAINING_PATHS = ("/metrics", "/version")  # answered while the server drains
 
 

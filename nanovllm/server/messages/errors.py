@@ -3,6 +3,7 @@
 from typing import Any
 
 PATH = "/v1/messages"
+KEY_HEADER = "x-api-key"  # in which this API's clients send keys
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
     404: "not_found_error", 405: "invalid_request_error", 408: "timeout_error",
