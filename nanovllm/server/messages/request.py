@@ -46,7 +46,9 @@ NAMES = {
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
 }
-TOOL = ("type", "name", "description", "input_schema", "strict", "cache_control")
+# Arguments are always streamed as they come, and every prefix is cached.
+TOOL_NOTES = ("eager_input_streaming", "cache_control")
+TOOL = ("type", "name", "description", "input_schema", "strict", *TOOL_NOTES)
 CHOICES = {"auto": "auto", "any": "required", "none": "none", "tool": "function"}
 
 

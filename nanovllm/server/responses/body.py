@@ -35,12 +35,12 @@ def item_id(block: Block, name: str) -> str:
     return f"{PREFIXES[block.kind]}_{name}{block.index:02x}"
 
 
-def items_of(blocks: Sequence[Block], name: str, ending: Ending) -> list[dict[str, Any]]:
-    """The items of an answer. If it was cut, its last item is incomplete."""
-    statuses = ["completed"] * len(blocks)
-    if blocks and not is_complete(ending):
-        statuses[-1] = "incomplete"
-    return [item_of(block, name, status) for block, status in zip(blocks, statuses, strict=True)]
+def items_of(blocks: Sequence[Block], name: str, is_whole: bool) -> list[dict[str, Any]]:
+    """The items of an answer. If it is not whole, its last item is incomplete."""
+    items = [item_of(block, name, "completed") for block in blocks]
+    if items and not is_whole:
+        items[-1]["status"] = "incomplete"
+    return items
 
 
 def is_complete(ending: Ending) -> bool:

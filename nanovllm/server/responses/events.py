@@ -62,7 +62,7 @@ class ResponseForm:
 
     def body(self, blocks: Sequence[Block], ending: Ending) -> Mapping[str, Any]:
         """The response, which is stored, unless it has failed or is too large."""
-        items = items_of(blocks or [EMPTY], self._name, ending)
+        items = items_of(blocks or [EMPTY], self._name, is_complete(ending))
         body = {**self._head, **ending_fields(ending), "output": items, **without_effect(self)}
         stores = self._request.stores and body["status"] != "failed"
         if stores:
@@ -100,7 +100,7 @@ class ResponseForm:
 
     def fail(self, error: APIError) -> bytes:
         """The error, and the failed response with what there was of it."""
-        items = [item_of(block, self._name, "incomplete") for block in self._blocks]
+        items = items_of(self._blocks, self._name, is_whole=False)
         failed = {"status": "failed", "error": failure(error.status, str(error)), "output": items}
         data = self._event("error", **error_event(error))
         return data + self._event("response.failed", response={**self._head, **failed})
