@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import sys
 import zlib
@@ -428,6 +429,26 @@ def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The standard random model: grouped queries, untied, head_dim * heads == hidden."""
     return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def adder_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A server of the embedded model, whose chat template also shows tools; keys are k1 and k2."""
+    from servers import serving
+
+    from nanovllm.embedded import EMBEDDED_MODEL
+
+    path = tmp_path_factory.mktemp("adder") / "model"
+    shutil.copytree(EMBEDDED_MODEL, path, ignore=shutil.ignore_patterns("*.py*", "head"))
+    (path / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{{ m.tool_calls or '' }}"
+        "<|im_end|>\n{% endfor %}{% if tools %}<tool_call>{{ tools }}{% endif %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    keys = ("--api-key", "k1", "--api-key", "k2")
+    limits = ("--max-model-len", "512", "--max-num-seqs", "8", "--max-responses", "4")
+    with serving(path / "log", str(path), "--served-model-name", "adder", *keys, *limits) as server:
+        yield server
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""An HTTP server with OpenAI's API: Starlette in front of an AsyncLLM.
+"""An HTTP server with OpenAI's API, and Anthropic's: Starlette in front of an AsyncLLM.
 
 options.py   what the command line can set
 app.py       the routes, and what is common to all of them
@@ -8,6 +8,9 @@ body_parser.py  the requests in their bodies, within the server's limits
 generation.py   the outputs of these requests, whole or as events
 event_stream.py a response of server-sent events
 answered.py  answering with the result of work that ends when its client leaves
+chats/       chats for APIs that write them in their own forms:
+responses/   OpenAI's Responses API
+messages/    Anthropic's Messages API
 clients.py   counting what each client has at a time
 bodies.py    reading a request's body
 errors.py    errors as OpenAI's API writes them

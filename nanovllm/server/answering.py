@@ -14,7 +14,7 @@ from nanovllm.engine.remote.readers import params_size
 from nanovllm.openai.chunks import ChunkWriter
 from nanovllm.openai.request import APIRequest
 from nanovllm.openai.response import echoed_text, response_body
-from nanovllm.outputs import RequestMetrics, RequestOutput
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.adapters import ServedModels
 from nanovllm.server.answer_json import answer_json, packed
@@ -24,7 +24,7 @@ from nanovllm.server.body_parser import BodyParser
 from nanovllm.server.errors import request_error
 from nanovllm.server.event_stream import DONE, EventStream, Part, sse
 from nanovllm.server.generation import Generation, merged_events
-from nanovllm.server.log import RequestLine
+from nanovllm.server.log import RequestLine, record_first_of
 from nanovllm.server.options import ServerOptions
 from nanovllm.utils.slices import in_slices
 
@@ -58,7 +58,7 @@ class Answering:
     async def _body(self, line: RequestLine, asked: APIRequest) -> bytes:
         """The body of a whole response. Other tasks run while a long one is made."""
         asked, outputs = await self._generation.outputs(asked)
-        _record_first_token(line, [output.metrics for output in outputs])
+        record_first_of(line, [output.metrics for output in outputs])
         samples = [sample for output in outputs for sample in output["outputs"]]
         if all(sample["finish_reason"] == "error" for sample in samples):
             raise request_error(str(samples[0]["stop_reason"]))
@@ -136,14 +136,3 @@ class Answering:
         """The text of a prompt. A thread decodes a long one."""
         text = functools.partial(echoed_text, prompt, ids, params, self._llm.tokenizer)
         return await self._llm.readers.run(text, len(ids))
-
-
-def _record_first_token(line: RequestLine, times: Sequence[RequestMetrics]) -> None:
-    """Log when whole outputs, which have just ended, had their first token."""
-    since = [
-        one.end_to_end_time - one.time_to_first_token
-        for one in times
-        if one.time_to_first_token is not None
-    ]
-    if since:
-        line.record_first_token(max(since))

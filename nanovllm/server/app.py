@@ -21,11 +21,14 @@ from nanovllm.openai.request import CHAT, COMPLETIONS
 from nanovllm.openai.vectors import EMBEDDINGS, RERANK, SCORE
 from nanovllm.server.adapters import ServedModels
 from nanovllm.server.answering import Answering
+from nanovllm.server.chats.api import ChatAPI
 from nanovllm.server.clients import Clients
 from nanovllm.server.errors import APIError, raise_own
 from nanovllm.server.guard import Guard, known_hosts
+from nanovllm.server.messages.endpoints import Messages
 from nanovllm.server.metrics import metrics_text
 from nanovllm.server.options import ServerOptions
+from nanovllm.server.responses.endpoints import Responses
 from nanovllm.server.sleeping import Sleeping
 from nanovllm.server.tokens import TokenAnswering
 from nanovllm.server.vectors import VectorAnswering
@@ -44,12 +47,15 @@ def make_app(
     names = tuple(options.served_model_name or (llm.config.model,))
     models = ServedModels(llm, names, options)
     answering = Answering(llm, models, options, defaults)
+    chats = ChatAPI(llm, models, options, defaults)
     vectors = VectorAnswering(llm, models, options)
     tokens = TokenAnswering(llm, models, options)
     server = ServerEndpoints(llm, models, options.health_seconds)
     routes = [
         Route(CHAT, answering.handle, methods=["POST"]),
         Route(COMPLETIONS, answering.handle, methods=["POST"]),
+        *Responses(chats).routes,
+        *Messages(chats).routes,
         *(Route(url, vectors.handle, methods=["POST"]) for url in (EMBEDDINGS, *SCORE, *RERANK)),
         Route("/v1/load_lora_adapter", models.load, methods=["POST"]),
         Route("/v1/unload_lora_adapter", models.unload, methods=["POST"]),

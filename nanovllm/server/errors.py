@@ -19,6 +19,7 @@ from nanovllm.engine.errors import (
     RankError,
 )
 from nanovllm.engine.requests.prompt_length import PromptTooLongError
+from nanovllm.server.messages.errors import has_own_errors, messages_error
 from nanovllm.utils.checks import did_you_mean, shorten
 
 logger = logging.getLogger("nanovllm.server")
@@ -86,9 +87,12 @@ def _with_limit(message: str) -> str:
     return message + words
 
 
-def error_response(error: APIError) -> JSONResponse:
-    """The response to a request that has failed."""
-    body = error_body(error.status, str(error), error.code)
+def error_response(error: APIError, url: str = "") -> JSONResponse:
+    """The response to a request for this path that has failed."""
+    if has_own_errors(url):
+        body = messages_error(error.status, str(error))
+    else:
+        body = error_body(error.status, str(error), error.code)
     return JSONResponse(body, status_code=error.status, headers=HEADERS.get(error.status))
 
 

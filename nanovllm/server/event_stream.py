@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -19,16 +19,32 @@ DONE = b"data: [DONE]\n\n"
 Part = tuple[bytes, bool]  # a part of a stream: events, and whether they are the last
 
 
+def sse(value: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+def error_event(error: APIError) -> bytes:
+    """An error as the last event of a chat or a completion."""
+    return sse(error_body(error.status, str(error), error.code))
+
+
 class EventStream(Response):
     """A response that sends events as they come, and ends when the client disconnects.
 
     Its status is sent with the first event, so that an error before this can have another status.
+    Of a later error, `failure` makes the last events.
     """
 
     def __init__(
-        self, chunks: AsyncIterator[Part], timeout: float | None, line: RequestLine
+        self,
+        chunks: AsyncIterator[Part],
+        timeout: float | None,
+        line: RequestLine,
+        failure: Callable[[APIError], bytes] = error_event,
     ) -> None:
         self._chunks, self._timeout, self._line = chunks, timeout, line
+        self._failure = failure
         self.background = None
         self._begun = False
 
@@ -65,10 +81,5 @@ class EventStream(Response):
     async def _end_with(self, error: APIError, send: Send) -> None:
         """Send an error as the last event."""
         self._line.fail(error.status, str(error), error.code)
-        event = sse(error_body(error.status, str(error), error.code))
-        await send({"type": "http.response.body", "body": event, "more_body": False})
-
-
-def sse(value: Any) -> bytes:
-    """A server-sent event."""
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+        events = self._failure(error)
+        await send({"type": "http.response.body", "body": events, "more_body": False})

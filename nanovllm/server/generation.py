@@ -43,6 +43,11 @@ class Generation:
         )
         return asked, outputs
 
+    async def num_prompt_tokens(self, asked: APIRequest) -> int:
+        """The tokens of a chat's prompt."""
+        _, (prompt,) = await self._prepare(asked)
+        return len(prompt["prompt_token_ids"])
+
     @contextlib.asynccontextmanager
     async def requests(
         self, asked: APIRequest

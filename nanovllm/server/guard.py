@@ -15,6 +15,7 @@ from nanovllm.server.clients import Clients, address_of
 from nanovllm.server.errors import APIError, as_api_error, error_response
 from nanovllm.server.limits import Limits
 from nanovllm.server.log import CLIENT_LEFT, RequestLine
+from nanovllm.server.messages.errors import KEY_HEADER
 from nanovllm.server.options import ServerOptions
 from nanovllm.utils.checks import shorten
 
@@ -83,7 +84,8 @@ class Guard:
             line.rename(_id_of(headers))
             self._check(line.url, scope["method"], headers)
             counts = scope["method"] == "POST" and line.url not in OPEN_PATHS
-            client = self._key_of(headers) or address_of(scope)
+            line.key = self._key_of(headers)
+            client = line.key or address_of(scope)
             request = self.clients.request(client) if counts else contextlib.nullcontext()
             self.num_active += 1
             try:
@@ -96,7 +98,7 @@ class Guard:
                 raise
             found = as_api_error(error)
             line.fail(found.status, str(found), found.code)
-            await error_response(found)(scope, receive, send)
+            await error_response(found, line.url)(scope, receive, send)
 
     def _check(self, path: str, method: str, headers: Headers) -> None:
         """Raise if a request is refused."""
@@ -115,8 +117,11 @@ class Guard:
                 "origin_not_allowed",
             )  # fmt: skip
         if self._keys and path not in OPEN_PATHS and self._key_of(headers) is None:
-            why = "this key is wrong" if "authorization" in headers else "a key is needed"
-            raise APIError(401, f"{why}: Authorization: Bearer KEY", "invalid_api_key")
+            is_given = "authorization" in headers or KEY_HEADER in headers
+            why = "this key is wrong" if is_given else "a key is needed"
+            raise APIError(
+                401, f"{why}: Authorization: Bearer KEY, or {KEY_HEADER}: KEY", "invalid_api_key"
+            )
 
     def _knows(self, host: str) -> bool:
         """Whether the server has this name, which may have a port.
@@ -141,9 +146,15 @@ class Guard:
     def _key_of(self, headers: Headers) -> bytes | None:
         """The API key of a request; None if it has none, or none of the server's."""
         kind, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip().encode("latin-1")  # as it was sent
+        given = [key.strip()] if kind.lower() == "bearer" else []
+        if (own := headers.get(KEY_HEADER)) is not None:
+            given.append(own.strip())
+        return next(filter(self._is_key, (one.encode("latin-1") for one in given)), None)
+
+    def _is_key(self, given: bytes) -> bool:
+        """Whether the bytes of a header, as they were sent, are a key of the server."""
         matches = [hmac.compare_digest(given, one) for one in self._keys]
-        return given if kind.lower() == "bearer" and any(matches) else None
+        return any(matches)
 
 
 def _id_of(headers: Headers) -> str | None:

@@ -85,6 +85,15 @@ class Limits:
         " sample of a prompt may always have as many as `max_model_len` leaves",
         int_range(1),
     )
+    max_responses: int = option(
+        1024,
+        "most responses of `/v1/responses` that are kept in memory for `previous_response_id`; the"
+        " one that was not used for longest is dropped. 0 keeps none",
+        int_range(0),
+    )
+    max_responses_mib: int = option(
+        64, "most MiB of the responses that are kept, with their conversations", int_range(1)
+    )
     max_client_requests: int | None = option(
         None,
         "most requests of a client that are answered at a time; the next get status 429. A client"

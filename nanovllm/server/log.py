@@ -4,11 +4,12 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.types import Scope
 
+from nanovllm.outputs import RequestMetrics
 from nanovllm.server.clients import ClientRequest
 
 logger = logging.getLogger("nanovllm.server")
@@ -22,7 +23,8 @@ class RequestLine:
     """The logged values of a request: its path and id, how it ended, its tokens and times.
 
     Guard makes it, as `scope["line"]`, and writes it when the request has ended. It also has the
-    part of the counts of its `client` that belongs to this request, if it is counted.
+    part of the counts of its `client` that belongs to this request, if it is counted, and the API
+    key that it came with, which is not written.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -32,6 +34,7 @@ class RequestLine:
         self.first: float | None = None  # seconds until the first token
         self.reason: str | None = None
         self.client: ClientRequest | None = None
+        self.key: bytes | None = None
         self._tokens = ""
 
     def rename(self, name: str | None) -> None:
@@ -68,6 +71,17 @@ class RequestLine:
             "%s %s %d%s%s %.1f ms%s",
             _shown(self.url), self.name, status, self._tokens, first, whole, ending,
         )  # fmt: skip
+
+
+def record_first_of(line: RequestLine, times: Sequence[RequestMetrics]) -> None:
+    """Record when whole outputs, which have just ended, had their first token."""
+    since = [
+        one.end_to_end_time - one.time_to_first_token
+        for one in times
+        if one.time_to_first_token is not None
+    ]
+    if since:
+        line.record_first_token(max(since))
 
 
 def path_of(scope: Scope) -> str:

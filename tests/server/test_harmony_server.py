@@ -69,6 +69,84 @@ def test_calls_with_reasoning_whole_and_streamed(client: openai.OpenAI) -> None:
     assert again.choices[0].message.tool_calls is None
 
 
+def test_reasoning_in_responses(client: openai.OpenAI) -> None:
+    """Whole, streamed, and sent back: the model sees the same conversation as in a chat."""
+    names = ("model", "temperature")
+    extra = {name: value for name, value in ASKED.items() if name not in (*names, "messages")}
+    extra["max_output_tokens"] = extra.pop("max_tokens")
+    tools: Any = [{"type": "function", **TOOLS[0]["function"]}]
+    asked: Any = {**{name: ASKED[name] for name in names}, "input": "Hi", "tools": tools}
+    asked |= dict(tool_choice="required", parallel_tool_calls=False)
+    reasoned = set()
+    for seed in range(4):
+        own = {"extra_body": {**extra, "seed": seed}}
+        whole = client.responses.create(**asked, **own)
+        *_, last = client.responses.create(**asked, **own, stream=True)
+        assert last.type == "response.completed"
+        kinds = [item.type for item in whole.output]
+        assert kinds == [item.type for item in last.response.output]
+        texts = [
+            [item.content[0].text for item in response.output if item.type == "reasoning"]
+            for response in (whole, last.response)
+        ]
+        assert texts[0] == texts[1] and whole.usage and last.response.usage
+        number = whole.usage.output_tokens_details.reasoning_tokens
+        assert number == last.response.usage.output_tokens_details.reasoning_tokens
+        assert (number > 0) == bool(texts[0])
+        reasoned.add(kinds[0])
+        if kinds != ["reasoning", "function_call"]:
+            continue
+        call = whole.output[1]
+        result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "5"}  # type: ignore[union-attr]
+        more: Any = dict(model="tiny", tools=tools, max_output_tokens=1)
+        kept = client.responses.create(**more, input=[result], previous_response_id=whole.id)
+        function = {"name": "f", "arguments": call.arguments}  # type: ignore[union-attr]
+        answer = {
+            "role": "assistant", "content": None, "reasoning_content": texts[0][0],
+            "tool_calls": [{"id": "c", "type": "function", "function": function}],
+        }  # fmt: skip
+        talk: Any = [*HI, answer, {"role": "tool", "tool_call_id": "c", "content": "5"}]
+        same = client.chat.completions.create(
+            model="tiny", messages=talk, tools=TOOLS, max_tokens=1
+        )
+        assert kept.usage and same.usage
+        assert kept.usage.input_tokens == same.usage.prompt_tokens
+    assert "reasoning" in reasoned
+
+
+def test_reasoning_in_messages(client: openai.OpenAI) -> None:
+    """As blocks of thinking, whole and streamed."""
+    import anthropic
+
+    url = str(client.base_url).removesuffix("/v1/")
+    other = anthropic.Anthropic(base_url=url, api_key="-", timeout=LIMIT, max_retries=0)
+    names = ("temperature", "frequency_penalty", "logit_bias")
+    extra = {name: ASKED[name] for name in names}
+    tools: Any = [{"name": "f", "input_schema": SCHEMA}]
+    asked: Any = dict(model="tiny", messages=HI, max_tokens=900, tools=tools)
+    asked |= dict(
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        thinking={"type": "adaptive"},
+    )
+    reasoned = set()
+    for seed in range(4):
+        own = {"extra_body": {**extra, "seed": seed}}
+        whole = other.messages.create(**asked, **own)
+        with other.messages.stream(**asked, **own) as stream:
+            last = stream.get_final_message()
+        thoughts = [
+            [block.thinking for block in message.content if block.type == "thinking"]
+            for message in (whole, last)
+        ]
+        assert thoughts[0] == thoughts[1]
+        assert whole.stop_reason == last.stop_reason == "tool_use"
+        assert whole.content[-1].input == last.content[-1].input  # type: ignore[union-attr]
+        reasoned.add(bool(thoughts[0]))
+    assert True in reasoned
+    with pytest.raises(anthropic.BadRequestError, match="the model always reasons"):
+        other.messages.create(**{**asked, "thinking": {"type": "disabled"}})
+
+
 def test_a_response_format_is_for_the_final_channel(client: openai.OpenAI) -> None:
     described = {"name": "x", "schema": {"enum": ["a", 22]}}
     wanted: Any = {"type": "json_schema", "json_schema": described}
