@@ -30,45 +30,24 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM",
-    "AsyncLLM",
-    "BeamSearchOutput",
-    "BeamSearchParams",
-    "CompletionOutput",
-    "EmbeddingRequestOutput",
-    "LoRARequest",
-    "PoolingParams",
-    "PoolingRequestOutput",
-    "RankError",
-    "RequestOutput",
-    "SamplingParams",
-    "ScoringRequestOutput",
-    "StructuredOutputs",
-    "StructuredOutputsParams",
-    "TextPrompt",
-    "TokensPrompt",
-    "register_model",
-]
+    "LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchOutput", "BeamSearchParams",
+    "CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "EngineArgs", "LLMEngine",
+    "LoRARequest", "PoolingOutput", "PoolingParams", "PoolingRequestOutput", "PromptType",
+    "RankError", "RequestOutput", "SamplingParams", "ScoringOutput", "ScoringRequestOutput",
+    "StructuredOutputs", "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "register_model",
+]  # fmt: skip
 _MODULES = {
-    "LLM": "llm",
-    "AsyncLLM": "async_llm",
-    "BeamSearchOutput": "beams.outputs",
-    "BeamSearchParams": "beam_search_params",
-    "CompletionOutput": "outputs",
-    "EmbeddingRequestOutput": "vectors.outputs",
-    "LoRARequest": "lora_request",
-    "PoolingParams": "pooling_params",
-    "PoolingRequestOutput": "vectors.outputs",
-    "RankError": "engine.errors",
-    "RequestOutput": "outputs",
-    "SamplingParams": "sampling_params",
-    "ScoringRequestOutput": "vectors.outputs",
-    "StructuredOutputs": "structured_outputs",
-    "StructuredOutputsParams": "structured_outputs",
-    "TextPrompt": "prompts",
-    "TokensPrompt": "prompts",
-    "register_model": "models.outside",
-}
+    "LLM": "llm", "AsyncLLM": "async_llm", "RankError": "engine.errors",
+    "BeamSearchOutput": "beams.outputs", "BeamSearchParams": "beam_search_params",
+    "LoRARequest": "lora_request", "PoolingParams": "pooling_params",
+    "SamplingParams": "sampling_params", "register_model": "models.outside",
+    **dict.fromkeys(["CompletionOutput", "RequestOutput"], "outputs"),
+    **dict.fromkeys(["StructuredOutputs", "StructuredOutputsParams"], "structured_outputs"),
+    **dict.fromkeys(["PromptType", "TextPrompt", "TokensPrompt"], "prompts"),
+    "EngineArgs": "from_vllm.engine_args", "AsyncEngineArgs": "from_vllm.engine_args",
+    "LLMEngine": "from_vllm.llm_engine", "AsyncLLMEngine": "from_vllm.async_llm",
+}  # fmt: skip
+_VECTORS = ("Embedding", "Pooling", "Scoring")  # of names of outputs
 
 
 def __dir__() -> list[str]:

@@ -42,7 +42,8 @@ FEATURES = (
 NEEDED_ELSEWHERE = (
     "beam_search_params", "listed_values", "llm_parts", "lora_request", "metrics", "pooling_params",
     "prompt_dicts",
-    "speculative_config", "structured_outputs", "vllm_names", "utils.other_names",
+    "speculative_config", "structured_outputs", "vllm_names", "vllm_engine_names",
+    "vllm_model_names", "utils.other_names",
     "engine.requests.extras",
     "engine.requests.logprobs", "engine.requests.parts", "engine.requests.processors",
     "engine.requests.progress", "engine.requests.sample_limit", "engine.requests.statistics",
@@ -68,6 +69,7 @@ MOST_FEATURE_WORDS = 0.05
 FLOORS = (
     ("utils",),
     ("config", "sampling_params", "structured_outputs", "speculative_config", "vllm_names",
+     "vllm_engine_names", "vllm_model_names",
      "beam_search_params", "pooling_params", "lora_request",
      "prompts", "outputs", "metrics", "embedded", "option_names", "listed_values",
      "prompt_dicts"),
