@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from nanovllm.utils.checks import did_you_mean
-
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
 else:
@@ -26,8 +24,11 @@ class Record(dict[str, Any]):
             if name in self:
                 return self[name]
             # Python itself asks for names like __deepcopy__, often; a search takes 50 microseconds.
-            hint = "" if name.startswith("__") else did_you_mean(name, self)
-            raise AttributeError(f"{type(self).__name__} has no field {name!r}{hint}")
+            if name.startswith("__"):
+                raise AttributeError(name)
+            from nanovllm.vllm_attributes import missing_field
+
+            raise missing_field(self, name)
 
         __setattr__ = dict.__setitem__
 
@@ -39,14 +40,18 @@ class Record(dict[str, Any]):
 class RequestMetrics(Record):
     """Times of a request in seconds: queued, to the first token, for each later token, and total.
 
-    A time is None if its event did not happen: an aborted request may have no first token. With
-    several samples, the longest one counts.
+    `prefill_time` is from the first step to the first token, and `decode_time` from there to the
+    end. A time is None if its event did not happen: an aborted request may have no first token.
+    With several samples, the longest one counts; `num_preemptions` counts all samples.
     """
 
     queue_time: float | None
     time_to_first_token: float | None
     time_per_output_token: float | None
     end_to_end_time: float
+    prefill_time: float | None
+    decode_time: float | None
+    num_preemptions: int
 
 
 class EngineStats(Record):

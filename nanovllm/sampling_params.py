@@ -1,5 +1,6 @@
 """SamplingParams: how one request is sampled and when it stops."""
 
+import copy
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +21,7 @@ from nanovllm.utils.option import (
 
 if TYPE_CHECKING:
     from nanovllm.beam_search_params import BeamSearchParams as BeamSearchParams
+    from nanovllm.output_kind import RequestOutputKind as RequestOutputKind
     from nanovllm.structured_outputs import StructuredOutputs
     from nanovllm.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from nanovllm.utils.other_names import OtherName
@@ -35,6 +37,7 @@ else:
 
 
 ELSEWHERE = {
+    "RequestOutputKind": "nanovllm.output_kind",
     "BeamSearchParams": "nanovllm.beam_search_params",
     "StructuredOutputsParams": "nanovllm.structured_outputs",
 }
@@ -63,9 +66,10 @@ COUNT = int_range(0)
 PENALTY = float_range(-2.0, 2.0)
 KEPT = _listed("-1 or >= 1")
 IDS = _listed("a list of token ids")
+OUTPUT_KIND = _listed("a RequestOutputKind")
 
 
-@by_name("sampling parameter", _other_names)
+@by_name("sampling parameter", _other_names, can_change=True)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Parameters of one request; docs/options.md lists them."""
@@ -208,6 +212,12 @@ class SamplingParams:
         TRUE_OR_FALSE,
     )
     skip_special_tokens: bool = option(True, "leave special tokens out of the text", TRUE_OR_FALSE)
+    skip_reading_prefix_cache: bool | None = option(
+        None, "compute the whole prompt, cached or not", TRUE_OR_FALSE, NOTHING, only_python=True
+    )
+    output_kind: Any = option(
+        None, "the form of outputs of vLLM's classes", OUTPUT_KIND, NOTHING, only_python=True
+    )
     priority: int = option(
         0,
         "requests with a lower number are admitted sooner and keep their KV blocks longer; a"
@@ -225,6 +235,10 @@ class SamplingParams:
                 "stop must be None with detokenize=False, which makes no text to look for it, got"
                 f" {shorten(self.stop)}; see stop_token_ids"
             )
+
+    def clone(self) -> "SamplingParams":
+        """A copy; changes of one are not seen by the other."""
+        return copy.copy(self)
 
     def __hash__(self) -> int:
         values = (getattr(self, field.name) for field in dataclasses.fields(self))

@@ -28,7 +28,6 @@ SAMPLING = {
     },
     "guided_json_object": OtherName((None, False), "it is `json_object` of `structured_outputs`"),
     "structural_tag": OtherName((None,), "it is `structural_tag` of `structured_outputs`"),
-    "output_kind": OtherName((), "`generate` returns whole outputs, `stream` new parts"),
     "logprob_token_ids": OtherName((None,), NOT_HERE),
     "flat_logprobs": OtherName((False,), "logprobs are lists of dicts"),
     "use_beam_search": OtherName((False,), "see `LLM.beam_search`"),
@@ -57,6 +56,13 @@ POOLING = {
     "step_tag_id": OtherName((None,), NOT_HERE),
     "returned_token_ids": OtherName((None,), NOT_HERE),
     "extra_kwargs": OtherName((None, {}), NOT_HERE),
+}
+
+GENERATE = {  # keywords of `generate`
+    "prompt_adapter_request": OtherName((None,), "see `lora_request`"),
+    "guided_options_request": OtherName((None,), "see `structured_outputs` of `SamplingParams`"),
+    "tokenization_kwargs": OtherName((None, {}), "see `truncate_prompt_tokens`"),
+    "mm_processor_kwargs": OtherName((None, {}), "models are text only"),
 }
 
 VECTOR_CALLS = {  # options of `embed`, `encode` and `score`

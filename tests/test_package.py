@@ -35,7 +35,7 @@ MOST_MODULES, MOST_LINES = 110, 8_000
 # Rooms of features: the core runs without them.
 FEATURES = (
     "drafting", "structured", "adapters", "weights", "vectors", "beams", "chat", "openai", "batch",
-    "server", "bench", "command", "ray", "quantize",
+    "server", "bench", "command", "ray", "quantize", "from_vllm",
 )  # fmt: skip
 
 # What an option, a request, another device or another kind of model is the first to load.
@@ -43,7 +43,8 @@ NEEDED_ELSEWHERE = (
     "beam_search_params", "listed_values", "llm_parts", "lora_request", "metrics", "pooling_params",
     "prompt_dicts",
     "speculative_config", "structured_outputs", "vllm_names", "vllm_engine_names",
-    "vllm_model_names", "utils.other_names",
+    "exports", "vllm_model_names", "vllm_attributes", "output_kind", "utils.other_names",
+    "utils.changes",
     "engine.requests.extras",
     "engine.requests.logprobs", "engine.requests.parts", "engine.requests.processors",
     "engine.requests.progress", "engine.requests.sample_limit", "engine.requests.statistics",
@@ -69,14 +70,15 @@ MOST_FEATURE_WORDS = 0.05
 FLOORS = (
     ("utils",),
     ("config", "sampling_params", "structured_outputs", "speculative_config", "vllm_names",
-     "vllm_engine_names", "vllm_model_names",
+     "vllm_engine_names", "vllm_model_names", "vllm_attributes", "output_kind",
      "beam_search_params", "pooling_params", "lora_request",
      "prompts", "outputs", "metrics", "embedded", "option_names", "listed_values",
      "prompt_dicts"),
     ("kernels",), ("formats",), ("layers",), ("models",), ("engine",),
     ("drafting", "structured", "adapters", "weights", "vectors", "beams", "quantize"), ("chat",),
-    ("features", "llm", "llm_parts", "async_llm", "engine_main"), ("openai",), ("batch",),
-    ("server",), ("bench",), ("command",), ("ray",),
+    ("features", "llm", "llm_parts", "async_llm", "engine_main", "from_vllm"), ("openai",),
+    ("batch",), ("server",), ("bench",), ("command",), ("ray",),
+    ("exports",),
 )  # fmt: skip
 FLOOR_OF = {f"nanovllm.{room}": floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -220,7 +220,7 @@ def params_of(given: Any, priority: int | None) -> SamplingParams:
     params = SamplingParams() if given is None else given
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params must be a SamplingParams, got {shorten(params)}")
-    return params if priority is None else dataclasses.replace(params, priority=priority)
+    return params.clone() if priority is None else dataclasses.replace(params, priority=priority)
 
 
 def _for_copy(params: SamplingParams) -> SamplingParams:

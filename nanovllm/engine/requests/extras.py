@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from nanovllm.engine.features import Features
     from nanovllm.engine.requests.parts import Constraint, Constraints
 
+
+class UncachedParts(SequenceParts):
+    """The parts of a sequence that reads no cached prefix: all its tokens are wanted."""
+
+    @property
+    def first_wanted(self) -> list[int]:
+        """The first token."""
+        return [0]
+
+
 TOGETHER = 64  # bad words are tokenized before another thread may go on: about a millisecond
 
 
@@ -111,6 +121,8 @@ class Extras:
     ) -> SequenceParts:
         """The parts that a sample keeps for its extras; its prompt has `num_tokens`."""
         parts = SequenceParts()
+        if params.skip_reading_prefix_cache:
+            parts = UncachedParts()
         if params.penalizes:
             parts.counts = TokenCounts()
         if constraint is not None:

@@ -37,6 +37,11 @@ class Request:
         """How many known tokens each sample has."""
         return [seq.num_known_tokens - seq.num_prompt_tokens for seq in self.seqs]
 
+    def end(self, now: float) -> None:
+        """Record the end, and what is known then."""
+        self.times.ended = now
+        self.times.num_preemptions = sum(seq.num_preemptions for seq in self.seqs)
+
     def measure(self, meter: RequestMeter) -> None:
         """Count this request, which has ended, in `meter`."""
         nums = self.nums_generated
