@@ -3,6 +3,8 @@
 The others are names that `vllm` exports.
 """
 
+import importlib
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM as AsyncLLM
@@ -59,6 +61,7 @@ MODULES = {
         for what in ("", "Request")
     },
 }  # fmt: skip
+BESIDE_PARAMS = ("BeamSearchParams", "RequestOutputKind", "StructuredOutputsParams")
 INSTEAD = {
     "ModelRegistry": "use nanovllm.register_model(name, family): docs/adding_a_model.md",
     "initialize_ray_cluster": "nanovllm.ray runs engines on several machines: docs/ray.md",
@@ -84,3 +87,13 @@ def add_names(modules: dict[str, str], name: str) -> None:
         raise ImportError(f"cannot import name {name!r} from 'nanovllm': {INSTEAD[name]}")
     if name not in modules:
         raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+
+
+def beside_params(name: str) -> object:
+    """A class that vLLM has in the module of `SamplingParams`; raises if it is another name."""
+    module = "nanovllm.sampling_params"
+    if name in INSTEAD:
+        raise ImportError(f"cannot import name {name!r} from {module!r}: {INSTEAD[name]}")
+    if name not in BESIDE_PARAMS:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"nanovllm.{MODULES[name]}"), name)

@@ -1,5 +1,6 @@
 """The types of outputs, stream events and statistics: dicts with their fields as attributes too."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -105,6 +106,17 @@ class TokenLogprob(Record):
         return self.text
 
 
+class ByTokenId:
+    """The attribute of a field with log-probabilities: a list of `TokenLogprobs`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, record: Any, _: Any) -> Any:
+        module = import_module("nanovllm.token_logprobs")  # it imports this one
+        return self if record is None else module.by_token_id(record, self.name)
+
+
 class Completion(Record):
     """The result of a sequence.
 
@@ -112,16 +124,20 @@ class Completion(Record):
     decoding without the token or the string that stopped it, unless the request includes these; it
     is empty if the model has no tokenizer. `stop_reason` is the stop token id or the stop string
     that ended the sequence, and None for EOS and other endings.
-    `logprobs`, if requested, has a list for each token: the token itself, then the requested number
-    of most likely tokens without it.
+    `logprobs`, if requested, has an entry for each token: the token itself, then the requested
+    number of most likely tokens without it. In `output["logprobs"]` an entry is a list; in
+    `output.logprobs` it is a dict by token id, as in vLLM.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     stop_reason: int | str | None
-    logprobs: list[list[TokenLogprob]] | None
+    logprobs: list[dict[int, TokenLogprob]] | None
     cumulative_logprob: float | None
+
+    if not TYPE_CHECKING:
+        logprobs = ByTokenId("logprobs")
 
     @property
     def message(self) -> dict[str, Any] | None:
@@ -150,7 +166,7 @@ class RequestOutput(Completion):
     `prompt` is the prompt's text, which the chat template made for a conversation; it is None if
     the prompt was token ids. `num_cached_tokens` counts the prompt tokens found in the prefix cache
     on first admission. `prompt_logprobs`, if requested, has None for the first token of the prompt
-    and then a list for each token, as in `logprobs`; an aborted request has the computed ones.
+    and then an entry for each token, as in `logprobs`; an aborted request has the computed ones.
     """
 
     request_id: int
@@ -159,8 +175,11 @@ class RequestOutput(Completion):
     outputs: list[CompletionOutput]
     num_prompt_tokens: int
     num_cached_tokens: int
-    prompt_logprobs: list[list[TokenLogprob] | None] | None
+    prompt_logprobs: list[dict[int, TokenLogprob] | None] | None
     metrics: RequestMetrics
+
+    if not TYPE_CHECKING:
+        prompt_logprobs = ByTokenId("prompt_logprobs")
 
     @property
     def finished(self) -> bool:

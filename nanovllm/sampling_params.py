@@ -31,16 +31,11 @@ else:
 
     def __getattr__(name):
         """The classes that vLLM has here."""
-        if name not in ELSEWHERE:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(ELSEWHERE[name]), name)
+        if name.startswith("__"):  # Python asks for some at each import
+            raise AttributeError(name)
+        return importlib.import_module("nanovllm.exports").beside_params(name)
 
 
-ELSEWHERE = {
-    "RequestOutputKind": "nanovllm.output_kind",
-    "BeamSearchParams": "nanovllm.beam_search_params",
-    "StructuredOutputsParams": "nanovllm.structured_outputs",
-}
 MAX_SAMPLES = 16_384  # each takes some kilobytes before anything is computed
 
 
@@ -63,10 +58,10 @@ def _other_names() -> "Mapping[str, OtherName]":
 
 
 COUNT = int_range(0)
+KIND = _listed("a RequestOutputKind")
 PENALTY = float_range(-2.0, 2.0)
 KEPT = _listed("-1 or >= 1")
 IDS = _listed("a list of token ids")
-OUTPUT_KIND = _listed("a RequestOutputKind")
 
 
 @by_name("sampling parameter", _other_names, can_change=True)
@@ -216,7 +211,7 @@ class SamplingParams:
         None, "compute the whole prompt, cached or not", TRUE_OR_FALSE, NOTHING, only_python=True
     )
     output_kind: Any = option(
-        None, "the form of outputs of vLLM's classes", OUTPUT_KIND, NOTHING, only_python=True
+        None, "outputs of vLLM's classes: a RequestOutputKind", KIND, NOTHING, only_python=True
     )
     priority: int = option(
         0,

@@ -43,7 +43,8 @@ NEEDED_ELSEWHERE = (
     "beam_search_params", "listed_values", "llm_parts", "lora_request", "metrics", "pooling_params",
     "prompt_dicts",
     "speculative_config", "structured_outputs", "vllm_names", "vllm_engine_names",
-    "exports", "vllm_model_names", "vllm_attributes", "output_kind", "utils.other_names",
+    "exports", "vllm_model_names", "vllm_attributes", "output_kind", "token_logprobs",
+    "utils.other_names",
     "utils.changes",
     "engine.requests.extras",
     "engine.requests.logprobs", "engine.requests.parts", "engine.requests.processors",
@@ -71,6 +72,7 @@ FLOORS = (
     ("utils",),
     ("config", "sampling_params", "structured_outputs", "speculative_config", "vllm_names",
      "vllm_engine_names", "vllm_model_names", "vllm_attributes", "output_kind",
+     "token_logprobs",
      "beam_search_params", "pooling_params", "lora_request",
      "prompts", "outputs", "metrics", "embedded", "option_names", "listed_values",
      "prompt_dicts"),
@@ -398,11 +400,12 @@ def test_imports_are_resolved(tmp_path: Path) -> None:
 def test_llm_is_importable_from_the_top() -> None:
     assert nanovllm.LLM.__module__ == "nanovllm.llm"
     assert set(nanovllm.__all__) == {
-        "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput",
-        "EmbeddingRequestOutput", "LoRARequest", "PoolingParams", "PoolingRequestOutput",
-        "RankError", "RequestOutput", "SamplingParams", "ScoringRequestOutput",
-        "StructuredOutputs", "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
-        "register_model",
+        "LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchOutput",
+        "BeamSearchParams", "CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput",
+        "EngineArgs", "LLMEngine", "LoRARequest", "PoolingOutput", "PoolingParams",
+        "PoolingRequestOutput", "PromptType", "RankError", "RequestOutput", "RequestOutputKind",
+        "SamplingParams", "ScoringOutput", "ScoringRequestOutput", "StructuredOutputs",
+        "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "register_model",
     }  # fmt: skip
     assert all(hasattr(nanovllm, name) for name in nanovllm.__all__)
     assert {*nanovllm.__all__, "__version__"} <= set(dir(nanovllm)), "what notebooks complete"

@@ -73,17 +73,12 @@ def _add(sample: CompletionOutput, event: StreamEvent) -> None:
     sample["finish_reason"], sample["stop_reason"] = event.finish_reason, event.stop_reason
     if event.logprobs is not None:
         sample["logprobs"] += event.logprobs
-        sample["cumulative_logprob"] += sum(first_of(entry).logprob for entry in event.logprobs)
-
-
-def first_of(entry: Any) -> Any:
-    """The generated token of an entry of log-probabilities."""
-    return next(iter(entry))
+        sample["cumulative_logprob"] += sum(entry[0].logprob for entry in event.logprobs)
 
 
 def _copy(sample: CompletionOutput) -> CompletionOutput:
     """A copy that later events do not change."""
     copy = CompletionOutput(**sample)
     copy["token_ids"] = [*sample.token_ids]
-    copy["logprobs"] = None if sample.logprobs is None else [*sample.logprobs]
+    copy["logprobs"] = sample["logprobs"] and [*sample["logprobs"]]
     return copy

@@ -64,7 +64,7 @@ class Request:
             token_ids=outputs[0].token_ids,
             finish_reason=outputs[0].finish_reason,
             stop_reason=outputs[0].stop_reason,
-            logprobs=outputs[0].logprobs,
+            logprobs=outputs[0]["logprobs"],
             cumulative_logprob=outputs[0].cumulative_logprob,
             outputs=outputs,
             num_prompt_tokens=first.num_prompt_tokens,
