@@ -6,6 +6,8 @@ Importing the package takes no time: each name is imported when it is first used
 and `AsyncLLM` import PyTorch.
 """
 
+from os import environ as _environ
+
 # ruff: noqa: F405 - type checkers find the names of `__all__` in `exports`
 
 TYPE_CHECKING = False  # `typing` takes milliseconds
@@ -26,6 +28,9 @@ __all__ = [
     "TokensPrompt", "register_model",
 ]  # fmt: skip
 _MODULES = {"LLM": "llm", "SamplingParams": "sampling_params"}  # `exports` has all others
+
+if "NANOVLLM_LOG" in _environ:
+    __import__("nanovllm.utils.log").utils.log.log_by_environment(_environ["NANOVLLM_LOG"])
 
 
 def __dir__() -> list[str]:

@@ -72,7 +72,7 @@ FLOORS = (
     ("utils",),
     ("config", "sampling_params", "structured_outputs", "speculative_config", "vllm_names",
      "vllm_engine_names", "vllm_model_names", "vllm_attributes", "output_kind",
-     "token_logprobs",
+     "token_logprobs", "engine_options",
      "beam_search_params", "pooling_params", "lora_request",
      "prompts", "outputs", "metrics", "embedded", "option_names", "listed_values",
      "prompt_dicts"),

@@ -4,13 +4,18 @@ import argparse
 import asyncio
 import dataclasses
 import importlib
+import inspect
 import json
+import os
 import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from waiting import LIMIT
 
 import nanovllm
 from nanovllm import (
@@ -23,6 +28,7 @@ from nanovllm import (
     RequestOutput,
     SamplingParams,
 )
+from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.outputs import StreamEvent, TokenLogprob
 from nanovllm.sampling_params import RequestOutputKind
@@ -157,7 +163,7 @@ def test_arguments_make_engines() -> None:
     assert EngineArgs.from_cli_args(parser.parse_args(words)) == args
     engine = LLMEngine.from_engine_args(args)
     with engine.llm as llm:
-        assert llm.asked == nanovllm.config.Config(**dataclasses.asdict(args))
+        assert llm.asked == Config(**dataclasses.asdict(args))
 
 
 async def collected(outputs: Any) -> list[Any]:
@@ -195,7 +201,7 @@ def test_an_async_engine_yields_vllms_outputs() -> None:
 
 
 def test_streams_of_llm_have_no_other_form(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="output_kind is for llm.llm_engine and AsyncLLM"):
+    with pytest.raises(ValueError, match="output_kind is for llm"):
         llm.stream("a", SamplingParams(output_kind=DELTA))
     (output,) = llm.generate("7+8=", SamplingParams(**GREEDY, output_kind="delta"), use_tqdm=False)
     assert output.text == "15"
@@ -265,10 +271,38 @@ def test_a_function_is_called_with_every_worker(llm: LLM) -> None:
         return type(worker.model).__name__ + more
 
     assert llm.collective_rpc(name, args=("!",)) == ["CausalLM!"]
-    with pytest.raises(ValueError, match="workers have no method 'sleep': use LLM.sleep"):
+    with pytest.raises(ValueError, match="workers have no method 'sleep': use LLM"):
         llm.collective_rpc("sleep")
     with pytest.raises(ValueError, match="timeout must be None, got 5"):
         llm.collective_rpc(name, timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"), [("info", True), ("ERROR", False), ("off", False), ("loud", False)]
+)
+def test_the_environment_sets_the_level_of_logs(level: str, shown: bool) -> None:
+    script = "import nanovllm, logging; logging.getLogger('nanovllm.server').info('a message')"
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | {"NANOVLLM_LOG": level}, text=True,
+        stderr=subprocess.PIPE, timeout=LIMIT,
+    )  # fmt: skip
+    if level == "loud":
+        error = "NANOVLLM_LOG must be one of debug, info, warning, error, off, got 'loud'"
+        assert done.returncode == 1 and error in done.stderr
+    else:
+        assert done.stderr == "nanovllm: a message\n" * shown
+
+
+def test_options_are_in_the_signature() -> None:
+    """For `help`, notebooks and type checkers; by name only, as calls take them."""
+    shown = inspect.signature(LLM).parameters
+    assert [*shown] == [field.name for field in dataclasses.fields(Config)]
+    assert shown["model"].default is inspect.Parameter.empty
+    assert {one.kind for name, one in shown.items() if name != "model"} == {
+        inspect.Parameter.KEYWORD_ONLY
+    }
+    with pytest.raises(TypeError, match="positional arguments"):
+        LLM(EMBEDDED_MODEL, None)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -324,17 +358,16 @@ def test_names_of_vllm_can_be_imported_or_say_what_to_use() -> None:
         "initialize_ray_cluster",
         "PoolingParams",
     ]
-    missing = []
-    for name in exported:
-        try:
-            assert getattr(nanovllm, name) is not None and name in nanovllm.__all__
-        except ImportError as error:
-            missing.append(name)
-            assert str(error).startswith(f"cannot import name '{name}' from 'nanovllm': ")
-    assert missing == [
+    missing = [
         "ModelRegistry", "ClassificationOutput", "ClassificationRequestOutput",
         "initialize_ray_cluster",
     ]  # fmt: skip
+    for name in exported:
+        if name in missing:
+            with pytest.raises(ImportError, match=f"^cannot import name '{name}' from 'nanovllm':"):
+                getattr(nanovllm, name)
+        else:
+            assert getattr(nanovllm, name) is not None and name in nanovllm.__all__
     assert not hasattr(nanovllm, "anything_else")
-    with pytest.raises(ImportError, match="use StructuredOutputs: docs/structured.md"):
+    with pytest.raises(ImportError, match="use StructuredOutputs: docs/structured"):
         _ = importlib.import_module("nanovllm.sampling_params").GuidedDecodingParams
