@@ -69,6 +69,7 @@ INSTEAD = {
     "ClassificationRequestOutput": "no model classifies; LLM.score has scores of pairs",
     "RewardRequestOutput": "no model rewards; LLM.encode has hidden states",
     "GuidedDecodingParams": "use StructuredOutputs: docs/structured.md",
+    "FlexibleArgumentParser": "use argparse.ArgumentParser",
     "PoolerConfig": "pooling, normalize and dimensions are options of LLM.embed",
     "ExplicitEncoderDecoderPrompt": "models are decoders; use TextPrompt or TokensPrompt",
     "EmbedsPrompt": "prompts are texts or token ids; use TextPrompt or TokensPrompt",

@@ -9,6 +9,7 @@ from nanovllm.config import Config
 from nanovllm.utils.option import options_of
 
 T = TypeVar("T", bound="EngineArgs")
+P = TypeVar("P", bound="argparse._ActionsContainer")
 
 
 class EngineArgs(Config):
@@ -28,9 +29,11 @@ class EngineArgs(Config):
         return cls(**{name: getattr(args, name) for name in options_of(Config) if name in args})
 
     @staticmethod
-    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add the options as flags with dashes. One that is not given is not in the namespace."""
-        group = parser.add_argument_group("engine")
+    def add_cli_args(parser: P) -> P:
+        """Add the options as flags with dashes, to a parser or to a group of one.
+
+        An option that is not given is not in the namespace.
+        """
         for field in dataclasses.fields(Config):
             described = options_of(Config)[field.name]
             kinds = {field.type, *get_args(field.type)}
@@ -41,7 +44,7 @@ class EngineArgs(Config):
                 reader = {"type": kind.pop()}
             elif described.rule.pairs:
                 reader = {"nargs": "+"}
-            group.add_argument(
+            parser.add_argument(
                 "--" + field.name.replace("_", "-"), default=argparse.SUPPRESS,
                 help=described.help.replace("%", "%%"), **reader,
             )  # fmt: skip
