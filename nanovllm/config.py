@@ -217,9 +217,7 @@ class Config:
         none="one token a step, and on a CPU those that structured outputs force",
     )
     enable_lora: bool = option(
-        False,
-        "requests may use LoRA adapters, as `lora_request`: docs/adapters.md",
-        TRUE_OR_FALSE,
+        False, "requests may use LoRA adapters, as `lora_request`: docs/adapters.md", TRUE_OR_FALSE
     )
     max_loras: int = option(
         8,
@@ -254,6 +252,12 @@ class Config:
         " `deepseek_r1` with `</think>` alone, `harmony` in a channel; `none`: it is content",
         one_of(*REASONING_PARSERS, "openai_gptoss"),
         none="as the chat template shows",
+    )
+    logprobs_mode: str = option(
+        "raw_logprobs",
+        "what `logprobs` report: log-probabilities or logits, `raw` or after all parameters of the"
+        " request; of prompts always the raw ones",
+        one_of("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     )
     profiler_dir: str | None = option(
         None,

@@ -44,6 +44,7 @@ class EngineOptions(TypedDict, total=False):
     lora_modules: Iterable[str] | None
     tool_parser: str | None
     reasoning_parser: str | None
+    logprobs_mode: str
     profiler_dir: str | PathLike[str] | None
     seed: int | None
     block_size: int | None

@@ -62,6 +62,7 @@ KIND = _listed("a RequestOutputKind")
 PENALTY = float_range(-2.0, 2.0)
 KEPT = _listed("-1 or >= 1")
 IDS = _listed("a list of token ids")
+SOME_IDS = _listed("a list of token ids that is not empty")
 
 
 @by_name("sampling parameter", _other_names, can_change=True)
@@ -163,10 +164,7 @@ class SamplingParams:
         none=NOTHING,
     )
     allowed_token_ids: Iterable[int] | None = option(
-        None,
-        "the only tokens that may be sampled",
-        _listed("a list of token ids that is not empty"),
-        none="all",
+        None, "the only tokens that may be sampled", SOME_IDS, none="all"
     )
     bad_words: Iterable[str] | None = option(
         None,

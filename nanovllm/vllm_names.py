@@ -12,9 +12,6 @@ NOT_HERE = "not supported"
 
 ENGINE = {
     **CACHES, **STEPS, **SPECULATION, **PLACES, **MODELS, **ADAPTERS, **INPUTS, **OUTPUTS, **LOGS,
-    "logprobs_mode": OtherName(
-        ("raw_logprobs",), "log-probabilities are those before any parameter changes them"
-    ),
 }  # fmt: skip
 
 SAMPLING = {

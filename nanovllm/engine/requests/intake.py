@@ -66,7 +66,7 @@ class Intake:
         self.tokenizer, self._features, self._adapters = tokenizer, features, adapters
         self.vocab_size = model_config.vocab_size
         self.max_model_len, self._num_places = config.max_model_len, config.max_num_running
-        self.seed = config.seed
+        self.seed, self._mode = config.seed, config.logprobs_mode
         self.has_head = model_config.has_head
         eos_token_ids = set(model_config.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -215,7 +215,8 @@ class Intake:
     def _extras(self) -> "Extras":
         from nanovllm.engine.requests.extras import Extras
 
-        return Extras(self.tokenizer, self.vocab_size, self.eos_token_ids, self._features)
+        ids = self.vocab_size, self.eos_token_ids
+        return Extras(self.tokenizer, *ids, self._features, self._mode)
 
     def _longest(self, wanted: "Wanted | None") -> tuple[int, str]:
         """The most tokens of a prompt, and why: one less than the model's if tokens follow."""
