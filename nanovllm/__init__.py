@@ -6,69 +6,31 @@ Importing the package takes no time: each name is imported when it is first used
 and `AsyncLLM` import PyTorch.
 """
 
+from os import environ as _environ
+
+# ruff: noqa: F405 - type checkers find the names of `__all__` in `exports`
+
 TYPE_CHECKING = False  # `typing` takes milliseconds
 if TYPE_CHECKING:
     from typing import Any
 
-    from nanovllm.async_llm import AsyncLLM
-    from nanovllm.beam_search_params import BeamSearchParams
-    from nanovllm.beams.outputs import BeamSearchOutput
-    from nanovllm.engine.errors import RankError
+    from nanovllm.exports import *  # noqa: F403
     from nanovllm.llm import LLM
-    from nanovllm.lora_request import LoRARequest
-    from nanovllm.models.outside import register_model
-    from nanovllm.outputs import CompletionOutput, RequestOutput
-    from nanovllm.pooling_params import PoolingParams
-    from nanovllm.prompts import TextPrompt, TokensPrompt
     from nanovllm.sampling_params import SamplingParams
-    from nanovllm.structured_outputs import StructuredOutputs, StructuredOutputsParams
-    from nanovllm.vectors.outputs import (
-        EmbeddingRequestOutput,
-        PoolingRequestOutput,
-        ScoringRequestOutput,
-    )
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM",
-    "AsyncLLM",
-    "BeamSearchOutput",
-    "BeamSearchParams",
-    "CompletionOutput",
-    "EmbeddingRequestOutput",
-    "LoRARequest",
-    "PoolingParams",
-    "PoolingRequestOutput",
-    "RankError",
-    "RequestOutput",
-    "SamplingParams",
-    "ScoringRequestOutput",
-    "StructuredOutputs",
-    "StructuredOutputsParams",
-    "TextPrompt",
-    "TokensPrompt",
-    "register_model",
-]
-_MODULES = {
-    "LLM": "llm",
-    "AsyncLLM": "async_llm",
-    "BeamSearchOutput": "beams.outputs",
-    "BeamSearchParams": "beam_search_params",
-    "CompletionOutput": "outputs",
-    "EmbeddingRequestOutput": "vectors.outputs",
-    "LoRARequest": "lora_request",
-    "PoolingParams": "pooling_params",
-    "PoolingRequestOutput": "vectors.outputs",
-    "RankError": "engine.errors",
-    "RequestOutput": "outputs",
-    "SamplingParams": "sampling_params",
-    "ScoringRequestOutput": "vectors.outputs",
-    "StructuredOutputs": "structured_outputs",
-    "StructuredOutputsParams": "structured_outputs",
-    "TextPrompt": "prompts",
-    "TokensPrompt": "prompts",
-    "register_model": "models.outside",
-}
+    "LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchOutput", "BeamSearchParams",
+    "CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput", "EngineArgs", "LLMEngine",
+    "LoRARequest", "PoolingOutput", "PoolingParams", "PoolingRequestOutput", "PromptType",
+    "RankError", "RequestOutput", "RequestOutputKind", "SamplingParams", "ScoringOutput",
+    "ScoringRequestOutput", "StructuredOutputs", "StructuredOutputsParams", "TextPrompt",
+    "TokensPrompt", "register_model",
+]  # fmt: skip
+_MODULES = {"LLM": "llm", "SamplingParams": "sampling_params"}  # `exports` has all others
+
+if "NANOVLLM_LOG" in _environ:
+    __import__("nanovllm.utils.log").utils.log.log_by_environment(_environ["NANOVLLM_LOG"])
 
 
 def __dir__() -> list[str]:
@@ -76,10 +38,10 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> "Any":
-    if name not in _MODULES:
-        raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
     import importlib
 
+    if name not in _MODULES:
+        importlib.import_module("nanovllm.exports").add_names(_MODULES, name)
     try:
         return getattr(importlib.import_module(f"nanovllm.{_MODULES[name]}"), name)
     except AttributeError as error:  # which Python would report as a name that does not exist

@@ -16,6 +16,8 @@ from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.chat.chat_format import ChatFormat, Turn
+    from nanovllm.from_vllm.async_llm import AsyncLLMEngine
+    from nanovllm.from_vllm.engine_args import EngineArgs
     from nanovllm.pooling_params import PoolingParams
     from nanovllm.vectors.async_vectors import AsyncVectors
     from nanovllm.vectors.outputs import (
@@ -40,12 +42,19 @@ class AsyncLLM(AsyncEngine):
 
     features = AllFeatures()
 
+    @classmethod
+    def from_engine_args(cls, engine_args: "EngineArgs", **others: Any) -> "AsyncLLMEngine":
+        """Load a model by vLLM's `AsyncEngineArgs`; `generate` yields outputs in vLLM's form."""
+        from nanovllm.from_vllm.async_llm import made_of
+
+        return made_of(engine_args, others)
+
     async def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
         request_id: Any = None,
+        *,
         priority: int | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[StreamEvent]:
@@ -54,9 +63,18 @@ class AsyncLLM(AsyncEngine):
         A slow caller gets several tokens in an event. Leaving the loop, or cancelling the task,
         aborts the request. `request_id` names it for `abort`, and `priority` replaces that in the
         parameters. `lora_request` is an adapter, which is read while the engine's steps go on. A
-        bad prompt or adapter raises at the first event.
+        bad prompt or adapter raises at the first event. Parameters with an `output_kind` ask for
+        outputs in vLLM's form instead of events.
         """
         asked: Any = dict(request_id=request_id, priority=priority, lora_request=lora_request)
+        if getattr(sampling_params, "output_kind", None) is not None:
+            from nanovllm.from_vllm.async_outputs import outputs_of
+
+            outputs: Any = outputs_of(self, prompt, sampling_params, **asked)
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield output
+            return
         async with self.request(prompt, sampling_params, **asked) as request:
             async for event in request.events():
                 yield event

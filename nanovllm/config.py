@@ -4,13 +4,14 @@ It knows nothing about models or devices: the engine settles the values that dep
 checkpoint or the machine (the model's length, the pool's size).
 """
 
+import functools
 import re
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.utils.checks import check_texts
 from nanovllm.utils.option import (
     DIRECTORY,
     NOTHING,
@@ -59,20 +60,6 @@ def _check_device(name: str, value: Any) -> str:
     return str(value)
 
 
-def _check_modules(name: str, value: Any) -> tuple[str, ...]:
-    from nanovllm.lora_request import named_adapters
-
-    modules = check_texts(name, value)
-    named_adapters(modules)
-    return modules
-
-
-def _check_speculation(name: str, value: Any) -> "SpeculativeConfig":
-    from nanovllm.speculative_config import check_speculation
-
-    return check_speculation(name, value, SPECULATION.allowed)
-
-
 def _other_names() -> "dict[str, OtherName]":
     """vLLM's names, and the names of SamplingParams, which callers may give by mistake."""
     from nanovllm.sampling_params import SamplingParams
@@ -84,13 +71,18 @@ def _other_names() -> "dict[str, OtherName]":
     return sampling | ENGINE
 
 
-LORA_MODULES = Rule(_check_modules, "a list of texts like NAME=PATH", pairs=True)
+def _checked_in(module: str, allowed: str, pairs: bool = False) -> Rule:
+    """A rule whose check is `check_option` of a module, which is loaded for the first value."""
+    load = functools.partial(import_module, f"nanovllm.{module}")
+    return Rule(lambda *given: load().check_option(*given, allowed), allowed, pairs=pairs)
+
+
+LORA_MODULES = _checked_in("lora_request", "a list of texts like NAME=PATH", pairs=True)
 DEVICE = Rule(_check_device, DEVICES)
 DTYPE = type_of(DTYPES, {"half": "float16", "float": "float32"})  # PyTorch's other names
 KV_DTYPE = type_of(("auto", "fp8"), {"fp8_e4m3": "fp8"})  # and vLLM's
-SPECULATION = Rule(
-    _check_speculation, 'a dict such as {"method": "ngram", "num_speculative_tokens": 4}'
-)
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 4}'
+SPECULATION = _checked_in("speculative_config", f"a dict such as {NGRAM}")
 
 
 @by_name("option", _other_names)
@@ -102,6 +94,7 @@ class Config:
         "a directory with `config.json` and safetensors files, or a hub id, which is downloaded",
         PATH,
     )
+    _: KW_ONLY
     tokenizer: str | None = option(
         None, "another directory or hub id to load the tokenizer from", PATH, none="the model's"
     )
@@ -224,9 +217,7 @@ class Config:
         none="one token a step, and on a CPU those that structured outputs force",
     )
     enable_lora: bool = option(
-        False,
-        "requests may use LoRA adapters, as `lora_request`: docs/adapters.md",
-        TRUE_OR_FALSE,
+        False, "requests may use LoRA adapters, as `lora_request`: docs/adapters.md", TRUE_OR_FALSE
     )
     max_loras: int = option(
         8,
@@ -261,6 +252,12 @@ class Config:
         " `deepseek_r1` with `</think>` alone, `harmony` in a channel; `none`: it is content",
         one_of(*REASONING_PARSERS, "openai_gptoss"),
         none="as the chat template shows",
+    )
+    logprobs_mode: str = option(
+        "raw_logprobs",
+        "what `logprobs` report: log-probabilities or logits, `raw` or after all parameters of the"
+        " request; of prompts always the raw ones",
+        one_of("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     )
     profiler_dir: str | None = option(
         None,

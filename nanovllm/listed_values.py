@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from nanovllm.output_kind import check_output_kind
 from nanovllm.structured_outputs import check_structured_outputs
 from nanovllm.utils.checks import check_float, check_ids, check_int, check_texts, shorten
 
@@ -91,4 +92,5 @@ CHECKS: dict[str, Callable[[str, Any, str], Any]] = {
     "structured_outputs": check_structured_outputs,
     "truncate_prompt_tokens": _check_kept,
     "logits_processors": _check_calls,
+    "output_kind": check_output_kind,
 }

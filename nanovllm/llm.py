@@ -57,17 +57,22 @@ class LLM(LLMEngine):
         return LLMParts(proxy(self))
 
     def generate(
-        self, prompts: Prompt | Iterable[Prompt], sampling_params: Params = None,
-        use_tqdm: bool = True, lora_request: "LoRARequests" = None,
+        self, prompts: Prompt | Iterable[Prompt] | None = None, sampling_params: Params = None,
+        use_tqdm: bool = True, lora_request: "LoRARequests" = None, **others: Any,
     ) -> list[RequestOutput]:  # fmt: skip
         """Complete every prompt; return the outputs in the order of the prompts.
 
         A prompt is a str, a list of token ids, or a dict with `prompt` or `prompt_token_ids`.
         `sampling_params` and `lora_request`, an adapter, are None, one for all prompts, or a list
         with one for each. All prompts are checked before any is queued: an error names the prompt's
-        index, and changes nothing. If the call is interrupted, its requests are aborted.
+        index, and changes nothing. If the call is interrupted, its requests are aborted. Others are
+        vLLM's `priority`, a list, and `prompt_token_ids`, instead of prompts.
         """
         check_call(self, use_tqdm)
+        if others or prompts is None:
+            from nanovllm.from_vllm.calls import generate_inputs
+
+            prompts, sampling_params = generate_inputs(prompts, sampling_params, others)
         accepted = accept_prompts(self, prompts, sampling_params, lora_request)
         return complete(self, accepted, use_tqdm)
 
@@ -294,6 +299,13 @@ class LLM(LLMEngine):
     def stop_profile(self) -> list[Path]:
         """End the recording; returns the trace of each rank, for Perfetto or chrome://tracing."""
         return self.parts.profiles.stop()
+
+    if not TYPE_CHECKING:  # type checkers would accept any name
+
+        def __getattr__(self, name):
+            from nanovllm.from_vllm.attributes import attribute_of
+
+            return attribute_of(self, name)
 
     def __enter__(self) -> "LLM":
         return self

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.utils.checks import check_int, did_you_mean, shorten
+from nanovllm.utils.checks import check_int, check_texts, did_you_mean, shorten
 from nanovllm.utils.option import SOME_TEXT
 
 UNUSED = {  # vLLM's other fields
@@ -94,6 +94,13 @@ def check_lora_request(value: Any) -> LoRARequest | None:
     if value is not None and not isinstance(value, LoRARequest):
         raise TypeError(f"lora_request must be a LoRARequest or None, got {shorten(value)}")
     return value
+
+
+def check_option(name: str, value: Any, _: str) -> tuple[str, ...]:
+    """Return the texts NAME=PATH of an option; raise for others."""
+    modules = check_texts(name, value)
+    named_adapters(modules)
+    return modules
 
 
 def named_adapters(modules: Iterable[str]) -> dict[str, LoRARequest]:

@@ -1,8 +1,7 @@
 """The types of outputs, stream events and statistics: dicts with their fields as attributes too."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
-
-from nanovllm.utils.checks import did_you_mean
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -26,8 +25,11 @@ class Record(dict[str, Any]):
             if name in self:
                 return self[name]
             # Python itself asks for names like __deepcopy__, often; a search takes 50 microseconds.
-            hint = "" if name.startswith("__") else did_you_mean(name, self)
-            raise AttributeError(f"{type(self).__name__} has no field {name!r}{hint}")
+            if name.startswith("__"):
+                raise AttributeError(name)
+            from nanovllm.vllm_attributes import missing_field
+
+            raise missing_field(self, name)
 
         __setattr__ = dict.__setitem__
 
@@ -39,14 +41,18 @@ class Record(dict[str, Any]):
 class RequestMetrics(Record):
     """Times of a request in seconds: queued, to the first token, for each later token, and total.
 
-    A time is None if its event did not happen: an aborted request may have no first token. With
-    several samples, the longest one counts.
+    `prefill_time` is from the first step to the first token, and `decode_time` from there to the
+    end. A time is None if its event did not happen: an aborted request may have no first token.
+    With several samples, the longest one counts; `num_preemptions` counts all samples.
     """
 
     queue_time: float | None
     time_to_first_token: float | None
     time_per_output_token: float | None
     end_to_end_time: float
+    prefill_time: float | None
+    decode_time: float | None
+    num_preemptions: int
 
 
 class EngineStats(Record):
@@ -100,6 +106,17 @@ class TokenLogprob(Record):
         return self.text
 
 
+class ByTokenId:
+    """The attribute of a field with log-probabilities: a list of `TokenLogprobs`."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, record: Any, _: Any) -> Any:
+        module = import_module("nanovllm.token_logprobs")  # it imports this one
+        return self if record is None else module.by_token_id(record, self.name)
+
+
 class Completion(Record):
     """The result of a sequence.
 
@@ -107,16 +124,20 @@ class Completion(Record):
     decoding without the token or the string that stopped it, unless the request includes these; it
     is empty if the model has no tokenizer. `stop_reason` is the stop token id or the stop string
     that ended the sequence, and None for EOS and other endings.
-    `logprobs`, if requested, has a list for each token: the token itself, then the requested number
-    of most likely tokens without it.
+    `logprobs`, if requested, has an entry for each token: the token itself, then the requested
+    number of most likely tokens without it. In `output["logprobs"]` an entry is a list; in
+    `output.logprobs` it is a dict by token id, as in vLLM.
     """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     stop_reason: int | str | None
-    logprobs: list[list[TokenLogprob]] | None
+    logprobs: list[dict[int, TokenLogprob]] | None
     cumulative_logprob: float | None
+
+    if not TYPE_CHECKING:
+        logprobs = ByTokenId("logprobs")
 
     @property
     def message(self) -> dict[str, Any] | None:
@@ -145,7 +166,7 @@ class RequestOutput(Completion):
     `prompt` is the prompt's text, which the chat template made for a conversation; it is None if
     the prompt was token ids. `num_cached_tokens` counts the prompt tokens found in the prefix cache
     on first admission. `prompt_logprobs`, if requested, has None for the first token of the prompt
-    and then a list for each token, as in `logprobs`; an aborted request has the computed ones.
+    and then an entry for each token, as in `logprobs`; an aborted request has the computed ones.
     """
 
     request_id: int
@@ -154,8 +175,11 @@ class RequestOutput(Completion):
     outputs: list[CompletionOutput]
     num_prompt_tokens: int
     num_cached_tokens: int
-    prompt_logprobs: list[list[TokenLogprob] | None] | None
+    prompt_logprobs: list[dict[int, TokenLogprob] | None] | None
     metrics: RequestMetrics
+
+    if not TYPE_CHECKING:
+        prompt_logprobs = ByTokenId("prompt_logprobs")
 
     @property
     def finished(self) -> bool:

@@ -28,6 +28,7 @@ class TokensPrompt(_TokenIds, total=False):
 
 
 Prompt = str | Iterable[int] | TextPrompt | TokensPrompt
+PromptType = Prompt  # vLLM's name
 
 
 def split_prompt(prompt: Any) -> tuple[Any, str | None, int]:

@@ -1,5 +1,6 @@
 """SamplingParams: how one request is sampled and when it stops."""
 
+import copy
 import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +21,7 @@ from nanovllm.utils.option import (
 
 if TYPE_CHECKING:
     from nanovllm.beam_search_params import BeamSearchParams as BeamSearchParams
+    from nanovllm.output_kind import RequestOutputKind as RequestOutputKind
     from nanovllm.structured_outputs import StructuredOutputs
     from nanovllm.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
     from nanovllm.utils.other_names import OtherName
@@ -29,15 +31,11 @@ else:
 
     def __getattr__(name):
         """The classes that vLLM has here."""
-        if name not in ELSEWHERE:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(ELSEWHERE[name]), name)
+        if name.startswith("__"):  # Python asks for some at each import
+            raise AttributeError(name)
+        return importlib.import_module("nanovllm.exports").beside_params(name)
 
 
-ELSEWHERE = {
-    "BeamSearchParams": "nanovllm.beam_search_params",
-    "StructuredOutputsParams": "nanovllm.structured_outputs",
-}
 MAX_SAMPLES = 16_384  # each takes some kilobytes before anything is computed
 
 
@@ -60,12 +58,14 @@ def _other_names() -> "Mapping[str, OtherName]":
 
 
 COUNT = int_range(0)
+KIND = _listed("a RequestOutputKind")
 PENALTY = float_range(-2.0, 2.0)
 KEPT = _listed("-1 or >= 1")
 IDS = _listed("a list of token ids")
+SOME_IDS = _listed("a list of token ids that is not empty")
 
 
-@by_name("sampling parameter", _other_names)
+@by_name("sampling parameter", _other_names, can_change=True)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Parameters of one request; docs/options.md lists them."""
@@ -164,10 +164,7 @@ class SamplingParams:
         none=NOTHING,
     )
     allowed_token_ids: Iterable[int] | None = option(
-        None,
-        "the only tokens that may be sampled",
-        _listed("a list of token ids that is not empty"),
-        none="all",
+        None, "the only tokens that may be sampled", SOME_IDS, none="all"
     )
     bad_words: Iterable[str] | None = option(
         None,
@@ -208,6 +205,12 @@ class SamplingParams:
         TRUE_OR_FALSE,
     )
     skip_special_tokens: bool = option(True, "leave special tokens out of the text", TRUE_OR_FALSE)
+    skip_reading_prefix_cache: bool | None = option(
+        None, "compute the whole prompt, cached or not", TRUE_OR_FALSE, NOTHING, only_python=True
+    )
+    output_kind: Any = option(
+        None, "outputs of vLLM's classes: a RequestOutputKind", KIND, NOTHING, only_python=True
+    )
     priority: int = option(
         0,
         "requests with a lower number are admitted sooner and keep their KV blocks longer; a"
@@ -225,6 +228,10 @@ class SamplingParams:
                 "stop must be None with detokenize=False, which makes no text to look for it, got"
                 f" {shorten(self.stop)}; see stop_token_ids"
             )
+
+    def clone(self) -> "SamplingParams":
+        """A copy; changes of one are not seen by the other."""
+        return copy.copy(self)
 
     def __hash__(self) -> int:
         values = (getattr(self, field.name) for field in dataclasses.fields(self))

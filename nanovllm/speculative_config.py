@@ -95,7 +95,7 @@ class SpeculativeConfig:
                 )
 
 
-def check_speculation(name: str, value: Any, allowed: str) -> SpeculativeConfig:
+def check_option(name: str, value: Any, allowed: str) -> SpeculativeConfig:
     """Return the config of a dict, with errors that name the option; return a config as it is.
 
     `allowed` completes "must be". A dict with a model and without a method has the method

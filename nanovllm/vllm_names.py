@@ -5,71 +5,14 @@ does; other values are errors that say what to use. docs/from_vllm.md shows thes
 """
 
 from nanovllm.utils.other_names import OtherName
+from nanovllm.vllm_engine_names import CACHES, PLACES, SPECULATION, STEPS
+from nanovllm.vllm_model_names import ADAPTERS, INPUTS, LOGS, MODELS, OUTPUTS
 
 NOT_HERE = "not supported"
 
 ENGINE = {
-    "block_size": OtherName(ours="kvcache_block_size"),
-    "num_gpu_blocks_override": OtherName(ours="num_kvcache_blocks"),
-    "async_scheduling": OtherName(ours="overlap"),
-    "tool_call_parser": OtherName(ours="tool_parser"),
-    "enable_auto_tool_choice": OtherName(
-        (True, False), "calls are read where a request has tools; `tool_choice` may be `none`"
-    ),
-    "trust_remote_code": OtherName((False, True), "code in a checkpoint is never run"),
-    "disable_log_stats": OtherName(
-        (True, False), "nothing is logged; `get_metrics`, `stats` and `metrics` always have all"
-    ),
-    "swap_space": OtherName((0, 0.0), "a preempted sequence is computed again, not swapped"),
-    "cpu_offload_gb": OtherName((0, 0.0), "weights stay on the device; see `tensor_parallel_size`"),
-    "enable_chunked_prefill": OtherName(
-        (True, None), "prompts longer than `max_num_batched_tokens` are computed in chunks"
-    ),
-    "scheduling_policy": OtherName(
-        ("fcfs", "priority"), "`priority` of a request decides, then the order of arrival"
-    ),
-    "preemption_mode": OtherName((None, "recompute"), "preempted sequences are computed again"),
-    "kv_cache_memory_bytes": OtherName(
-        (None,), "see `num_kvcache_blocks` and `gpu_memory_utilization`"
-    ),
-    "calculate_kv_scales": OtherName(
-        (False, True), "an fp8 cache has the checkpoint's scales, or one for each token and head"
-    ),
-    "lora_dtype": OtherName(("auto", None), "adapters have the model's `dtype`"),
-    "fully_sharded_loras": OtherName((False, True), "ranks hold the parts of their layers"),
-    "structured_outputs_config": OtherName((None,), NOT_HERE),
-    "limit_mm_per_prompt": OtherName((None, {}), "models are text only"),
-    "compilation_config": OtherName((None, {}), "`enforce_eager` decides whether graphs are used"),
-    "max_seq_len_to_capture": OtherName((None, 8192), "graphs serve sequences of any length"),
-    "disable_log_requests": OtherName((False, True), "requests are not logged"),
-    "disable_custom_all_reduce": OtherName(
-        (False,), "with NCCL_P2P_DISABLE=1 in the environment, NCCL makes all sums"
-    ),
-    "distributed_executor_backend": OtherName(
-        (None, "mp", "uni"),
-        "ranks are processes of one machine; nanovllm.ray runs engines on several",
-    ),
-    "pipeline_parallel_size": OtherName((1,), "see `tensor_parallel_size`"),
-    "data_parallel_size": OtherName((1,), "nanovllm.ray runs several engines"),
-    "tokenizer_mode": OtherName(("auto",), "the tokenizer is the one of transformers"),
-    "tokenizer_revision": OtherName((None,), "`tokenizer` may be a directory"),
-    "skip_tokenizer_init": OtherName((False,), "a model without tokenizer files takes token ids"),
-    "hf_token": OtherName((None,), "set HF_TOKEN in the environment"),
-    "hf_overrides": OtherName((None, {}), "edit config.json"),
-    "rope_scaling": OtherName((None, {}), "edit config.json"),
-    "rope_theta": OtherName((None,), "edit config.json"),
-    "generation_config": OtherName(
-        ("vllm",), "the defaults are those of `SamplingParams`; see `get_default_sampling_params`"
-    ),
-    "override_generation_config": OtherName((None, {}), "pass `SamplingParams`"),
-    "profiler_config": OtherName((None,), "see `profiler_dir`"),
-    "max_logprobs": OtherName((-1, 20), "`logprobs` has no limit"),
-    "logprobs_mode": OtherName(
-        ("raw_logprobs",), "log-probabilities are those before any parameter changes them"
-    ),
-    "task": OtherName(("auto", "generate"), "models generate text"),
-    "runner": OtherName(("auto", "generate"), "models generate text"),
-}
+    **CACHES, **STEPS, **SPECULATION, **PLACES, **MODELS, **ADAPTERS, **INPUTS, **OUTPUTS, **LOGS,
+}  # fmt: skip
 
 SAMPLING = {
     "best_of": OtherName((None, 1), "all `n` samples are returned"),
@@ -82,10 +25,17 @@ SAMPLING = {
     },
     "guided_json_object": OtherName((None, False), "it is `json_object` of `structured_outputs`"),
     "structural_tag": OtherName((None,), "it is `structural_tag` of `structured_outputs`"),
-    "output_kind": OtherName((), "`generate` returns whole outputs, `stream` new parts"),
     "logprob_token_ids": OtherName((None,), NOT_HERE),
     "flat_logprobs": OtherName((False,), "logprobs are lists of dicts"),
     "use_beam_search": OtherName((False,), "see `LLM.beam_search`"),
+    "early_stopping": OtherName((False,), "see `BeamSearchParams`"),
+    "length_penalty": OtherName((1, 1.0), "see `BeamSearchParams`"),
+    "stream_interval": OtherName((None, 1), "each step gives each sequence its tokens"),
+    "skip_clone": OtherName((False, True), "an engine keeps a copy"),
+    "prompt_logprob_token_ids": OtherName((None,), "see `prompt_logprobs`"),
+    "prompt_logprob_start": OtherName((None,), "see `prompt_logprobs`"),
+    "routed_experts_prompt_start": OtherName((0,), NOT_HERE),
+    "trace_decode_token_ids": OtherName((None,), NOT_HERE),
     "thinking_token_budget": OtherName((None,), NOT_HERE),
     "repetition_detection": OtherName((None,), NOT_HERE),
     "extra_args": OtherName((None, {}), NOT_HERE),
@@ -103,6 +53,13 @@ POOLING = {
     "step_tag_id": OtherName((None,), NOT_HERE),
     "returned_token_ids": OtherName((None,), NOT_HERE),
     "extra_kwargs": OtherName((None, {}), NOT_HERE),
+}
+
+GENERATE = {  # keywords of `generate`
+    "prompt_adapter_request": OtherName((None,), "see `lora_request`"),
+    "guided_options_request": OtherName((None,), "see `structured_outputs` of `SamplingParams`"),
+    "tokenization_kwargs": OtherName((None, {}), "see `truncate_prompt_tokens`"),
+    "mm_processor_kwargs": OtherName((None, {}), "models are text only"),
 }
 
 VECTOR_CALLS = {  # options of `embed`, `encode` and `score`

@@ -286,7 +286,7 @@ def test_streams_join_to_outputs_while_others_leave(
     )
     for index, output in zip(stay, expected, strict=True):
         wanted = [
-            (s.text, s.token_ids, s.logprobs, s.finish_reason, s.stop_reason)
+            (s.text, s.token_ids, s["logprobs"], s.finish_reason, s.stop_reason)
             for s in output.outputs
         ]
         assert results[index] == wanted

@@ -174,7 +174,7 @@ def test_the_embedded_head_reads_them(model_dir: Path) -> None:
         assert output.hidden_states is not None and output.logprobs is not None
         logprobs = head(output.hidden_states).float().log_softmax(-1)
         for row, token_id, entry in zip(logprobs, output.token_ids, output.logprobs, strict=True):
-            assert row[token_id].item() == pytest.approx(entry[0].logprob, abs=1e-5)
+            assert row[token_id].item() == pytest.approx(entry[token_id].logprob, abs=1e-5)
 
 
 def test_async_outputs_have_them(model_dir: Path, model: Any) -> None:

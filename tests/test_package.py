@@ -35,21 +35,25 @@ MOST_MODULES, MOST_LINES = 110, 8_000
 # Rooms of features: the core runs without them.
 FEATURES = (
     "drafting", "structured", "adapters", "weights", "vectors", "beams", "chat", "openai", "batch",
-    "server", "bench", "command", "ray", "quantize",
+    "server", "bench", "command", "ray", "quantize", "from_vllm",
 )  # fmt: skip
 
 # What an option, a request, another device or another kind of model is the first to load.
 NEEDED_ELSEWHERE = (
     "beam_search_params", "listed_values", "llm_parts", "lora_request", "metrics", "pooling_params",
     "prompt_dicts",
-    "speculative_config", "structured_outputs", "vllm_names", "utils.other_names",
+    "speculative_config", "structured_outputs", "vllm_names", "vllm_engine_names",
+    "exports", "vllm_model_names", "vllm_attributes", "output_kind", "token_logprobs",
+    "utils.other_names",
+    "utils.changes",
     "engine.requests.extras",
     "engine.requests.logprobs", "engine.requests.parts", "engine.requests.processors",
     "engine.requests.progress", "engine.requests.sample_limit", "engine.requests.statistics",
     "engine.requests.stop_text",
     "engine.requests.token_counts",
     "engine.run.profile", "engine.run.graphs", "engine.run.logprobs", "engine.run.narrowing",
-    "engine.run.reports", "engine.run.upload_stream", "engine.ranks", "engine.remote",
+    "engine.run.reports", "engine.run.processed_logits", "engine.run.upload_stream",
+    "engine.ranks", "engine.remote",
     "engine.start.warm_up", "engine.start.device_memory", "engine.cache.codes",
     "engine.cache.divide",
     "engine.schedule.growth", "engine.cache.windows",
@@ -68,13 +72,16 @@ MOST_FEATURE_WORDS = 0.05
 FLOORS = (
     ("utils",),
     ("config", "sampling_params", "structured_outputs", "speculative_config", "vllm_names",
+     "vllm_engine_names", "vllm_model_names", "vllm_attributes", "output_kind",
+     "token_logprobs", "engine_options",
      "beam_search_params", "pooling_params", "lora_request",
      "prompts", "outputs", "metrics", "embedded", "option_names", "listed_values",
      "prompt_dicts"),
     ("kernels",), ("formats",), ("layers",), ("models",), ("engine",),
     ("drafting", "structured", "adapters", "weights", "vectors", "beams", "quantize"), ("chat",),
-    ("features", "llm", "llm_parts", "async_llm", "engine_main"), ("openai",), ("batch",),
-    ("server",), ("bench",), ("command",), ("ray",),
+    ("features", "llm", "llm_parts", "async_llm", "engine_main", "from_vllm"), ("openai",),
+    ("batch",), ("server",), ("bench",), ("command",), ("ray",),
+    ("exports",),
 )  # fmt: skip
 FLOOR_OF = {f"nanovllm.{room}": floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -394,11 +401,12 @@ def test_imports_are_resolved(tmp_path: Path) -> None:
 def test_llm_is_importable_from_the_top() -> None:
     assert nanovllm.LLM.__module__ == "nanovllm.llm"
     assert set(nanovllm.__all__) == {
-        "LLM", "AsyncLLM", "BeamSearchOutput", "BeamSearchParams", "CompletionOutput",
-        "EmbeddingRequestOutput", "LoRARequest", "PoolingParams", "PoolingRequestOutput",
-        "RankError", "RequestOutput", "SamplingParams", "ScoringRequestOutput",
-        "StructuredOutputs", "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
-        "register_model",
+        "LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchOutput",
+        "BeamSearchParams", "CompletionOutput", "EmbeddingOutput", "EmbeddingRequestOutput",
+        "EngineArgs", "LLMEngine", "LoRARequest", "PoolingOutput", "PoolingParams",
+        "PoolingRequestOutput", "PromptType", "RankError", "RequestOutput", "RequestOutputKind",
+        "SamplingParams", "ScoringOutput", "ScoringRequestOutput", "StructuredOutputs",
+        "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "register_model",
     }  # fmt: skip
     assert all(hasattr(nanovllm, name) for name in nanovllm.__all__)
     assert {*nanovllm.__all__, "__version__"} <= set(dir(nanovllm)), "what notebooks complete"

@@ -79,7 +79,9 @@ def test_times_of_two_requests_in_turn(model_dir: Path) -> None:
         first, second = (outputs[request_id] for request_id in asked)
         seconds = time.perf_counter() - start
     for metrics in (first, second):
-        queue, token, each, end = metrics.values()
+        queue, token, each, end, prefill, decode, preemptions = metrics.values()
+        assert preemptions == 0 and queue + prefill == pytest.approx(token)
+        assert token + decode == pytest.approx(end)
         assert queue is not None and token is not None and each is not None
         assert 0 <= queue < token < end <= seconds
         assert token + 7 * each == pytest.approx(end)

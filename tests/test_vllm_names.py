@@ -1,6 +1,7 @@
 """vLLM's names of options: other names of ours, values that change nothing, and clear refusals."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ MAKERS: dict[str, tuple[Any, dict[str, OtherName]]] = {
     "pooling": (PoolingParams, POOLING),
 }
 FIELDS = {"engine": Config, "sampling": SamplingParams, "pooling": PoolingParams}
+ENGINE_ARGS = (Path(__file__).parent / "data" / "vllm_engine_args.txt").read_text().split()
 NAMES = [(kind, name) for kind, (_, names) in MAKERS.items() for name in names]
 
 
@@ -44,6 +46,23 @@ def test_a_name_is_explained_and_is_no_field(kind: str, name: str) -> None:
     other = MAKERS[kind][1][name]
     assert name not in fields
     assert (other.ours in fields) != bool(other.why)
+
+
+def test_every_option_of_vllm_is_known() -> None:
+    """An option of vLLM's `EngineArgs`, of any version, has its effect or an error that helps."""
+    assert len(ENGINE_ARGS) > 270
+    known = {field.name for field in dataclasses.fields(Config)}
+    for name in ENGINE_ARGS:
+        if name not in known and not ENGINE.get(name, OtherName()).ours:
+            with pytest.raises(ValueError, match=f"^{name}=<object object at .*: .*\\w"):
+                Config(model="some/model", **{name: object()})  # type: ignore[arg-type]
+
+
+def test_old_names_of_speculation_say_where_it_is() -> None:
+    wanted = {"speculative_model": "model", "num_speculative_tokens": "num_speculative_tokens"}
+    for name, key in wanted.items():
+        with pytest.raises(ValueError, match=rf'^{name}=5: speculative_config={{"{key}": ...}}$'):
+            Config(model="some/model", **{name: 5})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -98,9 +117,6 @@ def test_no_parameter_is_suggested_that_is_not_likely_meant(name: str) -> None:
 def test_no_option_is_suggested_that_is_not_likely_meant() -> None:
     for name in (
         "enable_flashinfer",
-        "speculative_model",
-        "served_model_name",
-        "model_impl",
         "max_seq_len",
         "size",
         "max",

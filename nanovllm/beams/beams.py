@@ -39,6 +39,8 @@ class Beams:
         check_call(self.engine, use_tqdm)
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be a BeamSearchParams, got {shorten(params)}")
+        if (mode := self.engine.config.logprobs_mode) != "raw_logprobs":
+            raise ValueError(f"beam_search needs logprobs_mode='raw_logprobs', got {mode!r}")
         if concurrency_limit is not None:
             check_int("concurrency_limit", concurrency_limit, 1)
         given = prompt_list("prompts", prompts)

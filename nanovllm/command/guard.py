@@ -47,7 +47,8 @@ def prepare_streams() -> None:
 
 def run_guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """Run a command and return its status; an error becomes a message on stderr."""
-    log_to_stderr(logging.INFO if args.verbose else logging.WARNING)
+    if args.verbose or "NANOVLLM_LOG" not in os.environ:
+        log_to_stderr(logging.INFO if args.verbose else logging.WARNING)
     try:
         status = run(args)
         sys.stdout.flush()

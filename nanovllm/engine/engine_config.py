@@ -32,6 +32,7 @@ class EngineConfig:
     scheduling: str
     overlap: bool
     seed: int
+    logprobs_mode: str
     enable_lora: bool
     max_loras: int
     max_lora_rank: int

@@ -26,6 +26,9 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import shorten
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from nanovllm.engine_options import EngineOptions
     from nanovllm.lora_request import LoRARequest
     from nanovllm.metrics import Metric
 
@@ -52,8 +55,8 @@ class LLMEngine:
     features: Features = NO_FEATURES
     _warns = True  # whether to warn if the model has no tokenizer
 
-    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
-        asked = self.asked = Config(model=model, **options)  # type: ignore[arg-type]
+    def __init__(self, model: str | os.PathLike[str], **options: "Unpack[EngineOptions]") -> None:
+        asked = self.asked = Config(model=model, **options)  # type: ignore[arg-type, misc]
         self.model_path = path = resolve_model(
             asked.model, revision=asked.revision, download_dir=asked.download_dir,
             quantization=asked.quantization,
@@ -88,6 +91,8 @@ class LLMEngine:
         self.at_close: list[Callable[[], None]] = [self.adapters.close]
         self.refusal: NotReadyError | None = None  # why no request can be computed now
         self._launched: Launched | None = None  # a step in flight
+
+    __init__.__wrapped__ = Config.__init__  # type: ignore[attr-defined]  # where help looks
 
     def add_request(
         self,

@@ -1,6 +1,11 @@
-"""Logging in nanovllm's own processes: the command, and an engine in a separate process."""
+"""Logging: of nanovllm's own processes, and where NANOVLLM_LOG in the environment asks for it."""
 
 import logging
+
+LEVELS = {
+    "debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING,
+    "error": logging.ERROR, "off": logging.CRITICAL + 1,
+}  # fmt: skip
 
 
 def log_to_stderr(level: int) -> None:
@@ -11,3 +16,10 @@ def log_to_stderr(level: int) -> None:
     logger.handlers = [handler]
     logger.setLevel(level)
     logger.propagate = False
+
+
+def log_by_environment(name: str) -> None:
+    """Write messages from the level of this name on to stderr, as NANOVLLM_LOG asks."""
+    if name.lower() not in LEVELS:
+        raise ValueError(f"NANOVLLM_LOG must be one of {', '.join(LEVELS)}, got {name!r}")
+    log_to_stderr(LEVELS[name.lower()])

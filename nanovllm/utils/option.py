@@ -19,7 +19,6 @@ from nanovllm.utils.checks import (
     check_float,
     check_int,
     check_text,
-    did_you_mean,
     shorten,
 )
 
@@ -68,12 +67,15 @@ class Option:
 
 
 def by_name(
-    what: str, other_names: "Callable[[], Mapping[str, OtherName]]" = dict
+    what: str,
+    other_names: "Callable[[], Mapping[str, OtherName]]" = dict,
+    can_change: bool = False,
 ) -> Callable[[type[T]], type[T]]:
     """A decorator that lets the constructor of a frozen dataclass take `other_names` too.
 
-    `other_names` is called when a name is not a field's. An unknown name and an assignment to a
-    field are errors that say what to do. Errors call a field `what`.
+    `other_names` is called when a name is not a field's. An unknown name is an error that says what
+    to do, and so is an assignment to a field, unless the class `can_change`: then the object is
+    checked as when it is made. Errors call a field `what`.
     """
 
     def decorate(kind: type[T]) -> type[T]:
@@ -88,13 +90,12 @@ def by_name(
                 given = own_names(what, fields, other_names(), given)
             made(self, *args, **given)
 
-        def refuse(_: T, name: str, __: object) -> None:
-            hint = f"; dataclasses.replace(..., {name}=...) makes a changed copy"
-            if name not in fields:
-                hint = f" and has no field {name!r}{did_you_mean(name, fields)}"
-            raise dataclasses.FrozenInstanceError(f"{kind.__name__} cannot be changed{hint}")
+        def change(self: T, name: str, value: object) -> None:
+            from nanovllm.utils.changes import change_field
 
-        decorated.__init__, decorated.__setattr__ = init, refuse
+            change_field(self, name, value, fields, can_change)
+
+        decorated.__init__, decorated.__setattr__ = init, change
         return kind
 
     return decorate

@@ -34,6 +34,15 @@ def test_vllms_names_are_up_to_date() -> None:
         assert f"`{field.name}`" in text or field.name in ours_alone
 
 
+def test_the_types_of_options_are_up_to_date() -> None:
+    """If it fails: python tools/write_options.py. Every option has a type, for completion."""
+    tool = runpy.run_path(str(ROOT / "tools" / "write_options.py"))
+    text = (ROOT / "nanovllm" / "engine_options.py").read_text(encoding="utf-8")
+    assert tool["engine_types"]() == text
+    for line in ("seed: int | None", "tokenizer: str | PathLike[str] | None", "block_size: int |"):
+        assert f"\n    {line}" in text
+
+
 def test_a_row_has_flag_default_range_and_meaning() -> None:
     tool = runpy.run_path(str(ROOT / "tools" / "write_options.py"))
     rows = tool["table"](Config).splitlines()

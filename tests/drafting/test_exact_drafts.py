@@ -124,8 +124,8 @@ def all_samples(outputs: list[RequestOutput]) -> list[Any]:
         [
             (
                 one.token_ids, one.text, one.finish_reason, one.stop_reason,
-                one.logprobs and [[(t.token_id, round(t.logprob, 3)) for t in step[:2]]
-                                  for step in one.logprobs],
+                one["logprobs"] and [[(t.token_id, round(t.logprob, 3)) for t in step[:2]]
+                                     for step in one["logprobs"]],
             )
             for one in output.outputs
         ]

@@ -101,7 +101,7 @@ def seen(outputs: list[RequestOutput]) -> list[Any]:
 def logprobs_of(outputs: list[RequestOutput]) -> torch.Tensor:
     """The log-probabilities of all tokens for which they were asked for."""
     samples = [sample for output in outputs for sample in output.outputs]
-    return torch.tensor([step[0].logprob for one in samples for step in one.logprobs or ()])
+    return torch.tensor([step[0].logprob for one in samples for step in one["logprobs"] or ()])
 
 
 def steps_of(llm: LLM, structured: dict[str, Any], seed: int = 0) -> tuple[int, list[int]]:

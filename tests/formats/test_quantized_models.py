@@ -270,7 +270,7 @@ def test_norms_and_activations_round_rows_for_the_layers_after_them(
         with LLM(path, **options) as llm:
             alone = 0
             (output,) = llm.generate([{"prompt_token_ids": list(range(70))}], params, False)
-        found.append((alone, output.outputs[0].logprobs))
+        found.append((alone, output.outputs[0]["logprobs"]))
     # The last layer computes keys and values for all rows, and the rest for one.
     assert [number for number, _ in found] == [1, 5]
     assert found[0][1] == found[1][1]

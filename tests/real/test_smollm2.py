@@ -206,7 +206,7 @@ def test_less_exact_numbers_agree_with_float32(
     ranks = [
         entry[0].rank
         for output, story in zip(read, stories, strict=True)
-        for entry in output.prompt_logprobs[len(story.prompt_token_ids) :]
+        for entry in output["prompt_logprobs"][len(story.prompt_token_ids) :]
     ]
     agreement = sum(rank == 1 for rank in ranks) / len(ranks)
     assert least <= agreement <= 1 and len(ranks) > 200

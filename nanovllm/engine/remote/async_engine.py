@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import MAX_WAITING, Config
 from nanovllm.engine.errors import EngineEndedError
@@ -30,6 +30,11 @@ from nanovllm.structured_outputs import GRAMMAR_SECONDS
 from nanovllm.utils.checks import check_int, shorten
 from nanovllm.utils.option import float_range
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from nanovllm.engine_options import EngineOptions
+
 
 class AsyncEngine:
     """Queues requests of callers, and passes the engine's events to them.
@@ -48,9 +53,9 @@ class AsyncEngine:
         *,
         max_waiting: int = MAX_WAITING,
         grammar_seconds: float = GRAMMAR_SECONDS,
-        **options: Any,
+        **options: "Unpack[EngineOptions]",
     ) -> None:
-        asked = self.asked = Config(model=model, **options)  # type: ignore[arg-type]
+        asked = self.asked = Config(model=model, **options)  # type: ignore[arg-type, misc]
         self.max_waiting = check_int("max_waiting", max_waiting, 0)
         float_range(0.0, above=True).check("grammar_seconds", grammar_seconds)
         self.model_path = path = resolve_model(
@@ -220,7 +225,7 @@ def params_of(given: Any, priority: int | None) -> SamplingParams:
     params = SamplingParams() if given is None else given
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params must be a SamplingParams, got {shorten(params)}")
-    return params if priority is None else dataclasses.replace(params, priority=priority)
+    return params.clone() if priority is None else dataclasses.replace(params, priority=priority)
 
 
 def _for_copy(params: SamplingParams) -> SamplingParams:

@@ -91,7 +91,7 @@ class EngineRequests:
         """Count a request, if all its samples have ended."""
         if request.unfinished:
             return
-        request.times.ended = now
+        request.end(now)
         self._begun.pop(request.request_id, None)  # without a first token
         self.counter.finished += 1
         self.finished[request.request_id] = request
@@ -105,7 +105,7 @@ class EngineRequests:
         del self.unfinished[request.request_id]
         self._scheduler.abort(*request.unfinished)
         self._begun.pop(request.request_id, None)
-        request.times.ended = time.perf_counter()
+        request.end(time.perf_counter())
         self.counter.aborted += 1
         request.measure(self.meter)
 

@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from nanovllm.engine.features import Features
     from nanovllm.engine.requests.parts import Constraint, Constraints
 
+
+class UncachedParts(SequenceParts):
+    """The parts of a sequence that reads no cached prefix: all its tokens are wanted."""
+
+    @property
+    def first_wanted(self) -> list[int]:
+        """The first token."""
+        return [0]
+
+
 TOGETHER = 64  # bad words are tokenized before another thread may go on: about a millisecond
 
 
@@ -24,9 +34,14 @@ class Extras:
     """Checks lists of tokens and words against the model, and makes parts of sequences."""
 
     def __init__(
-        self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int], features: "Features"
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        features: "Features",
+        logprobs_mode: str = "raw_logprobs",
     ) -> None:
-        self.tokenizer, self._features = tokenizer, features
+        self.tokenizer, self._features, self._mode = tokenizer, features, logprobs_mode
         self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
         self._constraints: Constraints | None = None  # made when one is first asked for
         self._report_limit = ReportLimit()
@@ -45,6 +60,11 @@ class Extras:
                     f"{name}: there is no text, as the model directory has no tokenizer; pass"
                     " tokenizer=... when the engine is made"
                 )
+        if params.logprobs is not None and params.logits_processors and "raw" not in self._mode:
+            raise ValueError(
+                "logprobs must be None with logits_processors where logprobs_mode is"
+                f" {self._mode!r}: callables would be called twice, got {params.logprobs}"
+            )
         asks = params.stop_token_ids and params.min_tokens
         stopping = self._stopping(params) if asks else ()
         if len(stopping) >= self.vocab_size:
@@ -111,6 +131,8 @@ class Extras:
     ) -> SequenceParts:
         """The parts that a sample keeps for its extras; its prompt has `num_tokens`."""
         parts = SequenceParts()
+        if params.skip_reading_prefix_cache:
+            parts = UncachedParts()
         if params.penalizes:
             parts.counts = TokenCounts()
         if constraint is not None:
@@ -120,6 +142,7 @@ class Extras:
         if params.logprobs is not None or params.prompt_logprobs is not None:
             of_prompt = params.prompt_logprobs is not None and index == 0  # one sample has them
             parts.logprobs = Logprobs(num_tokens if of_prompt else 0, self._report_limit)
+            parts.logprobs.mode = self._mode
         if params.hidden_states:
             parts.keeper = self._features.keeper(num_tokens, keeps_prompt=index == 0)
         return parts

@@ -33,7 +33,7 @@ def accept_prompts(
 def params_list(params: Any, num_prompts: int) -> list[Any]:
     """One SamplingParams for each prompt; given are None, one for all, or a list of them."""
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
+        return [params.clone() if params else SamplingParams()] * num_prompts
     if not isinstance(params, Sequence) or isinstance(params, str):
         raise TypeError(
             f"sampling_params must be a SamplingParams or a list of them, got {shorten(params)}"
@@ -42,7 +42,7 @@ def params_list(params: Any, num_prompts: int) -> list[Any]:
         raise ValueError(
             f"sampling_params must be one or as many as prompts ({num_prompts}), got {len(params)}"
         )
-    return list(params)
+    return [one.clone() if isinstance(one, SamplingParams) else one for one in params]
 
 
 def complete(engine: LLMEngine, accepted: list[Accepted], use_tqdm: bool) -> list[RequestOutput]:

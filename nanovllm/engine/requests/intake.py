@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Collection
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,7 @@ class Intake:
         self.tokenizer, self._features, self._adapters = tokenizer, features, adapters
         self.vocab_size = model_config.vocab_size
         self.max_model_len, self._num_places = config.max_model_len, config.max_num_running
-        self.seed = config.seed
+        self.seed, self._mode = config.seed, config.logprobs_mode
         self.has_head = model_config.has_head
         eos_token_ids = set(model_config.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -85,7 +86,7 @@ class Intake:
 
         With `wanted`, the prompt is computed for these results, and nothing is generated.
         """
-        return self.adapted(self._accept(prompt, params, wanted), lora_request)
+        return self.adapted(self._accept(prompt, copy(params), wanted), lora_request)
 
     def accept_all(
         self, asked: Collection[tuple[Prompt, SamplingParams]], lora_request: "LoRARequests"
@@ -211,7 +212,8 @@ class Intake:
     def _extras(self) -> "Extras":
         from nanovllm.engine.requests.extras import Extras
 
-        return Extras(self.tokenizer, self.vocab_size, self.eos_token_ids, self._features)
+        ids = self.vocab_size, self.eos_token_ids
+        return Extras(self.tokenizer, *ids, self._features, self._mode)
 
     def _longest(self, wanted: "Wanted | None") -> tuple[int, str]:
         """The most tokens of a prompt, and why: one less than the model's if tokens follow."""
@@ -235,24 +237,25 @@ class Intake:
 
 def asks_more(params: SamplingParams) -> bool:
     """Whether parameters need `Extras`: for lists, words, reports or callables."""
-    return (
+    return bool(
         params.penalizes
         or params.logprobs is not None
         or params.prompt_logprobs is not None
         or params.allowed_token_ids is not None
         or params.structured_outputs is not None
         or params.hidden_states
+        or params.skip_reading_prefix_cache
         or any((params.stop, params.stop_token_ids, params.logit_bias, params.bad_words))
-        or bool(params.logits_processors)
+        or params.logits_processors
     )
 
 
 def check_whole(params: SamplingParams) -> None:
     """Raise if parameters ask for results that only whole outputs have, and no stream events."""
     if params.hidden_states:
-        raise ValueError(
-            "hidden_states must be False in a stream, whose events have none, got True"
-        )
+        raise ValueError("hidden_states must be False in a stream, whose events have none")
+    if params.output_kind is not None:
+        raise ValueError("output_kind is for llm.llm_engine and AsyncLLM; see docs/from_vllm.md")
 
 
 def _one_each(lora_request: "LoRARequests", num_prompts: int) -> "list[LoRARequest | None]":

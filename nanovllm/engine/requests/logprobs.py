@@ -29,6 +29,7 @@ class Logprobs:
 
     def __init__(self, num_prompt_tokens: int = 0, limit: ReportLimit | None = None) -> None:
         self.is_lazy = False
+        self.mode = "raw_logprobs"  # the engine's `logprobs_mode`
         self._limit = limit
         self.prompt: list[Entry] = []
         self.wanted = range(max(0, num_prompt_tokens - 1))

@@ -24,6 +24,7 @@ class RequestTimes:
     scheduled: float | None = None
     first_token: float | None = None
     ended: float | None = None
+    num_preemptions: int = 0
 
     def metrics(self, num_output_tokens: int) -> RequestMetrics:
         """Durations; None for what has not happened. After an interrupt the end may be unset."""
@@ -38,6 +39,9 @@ class RequestTimes:
                 else (ended - first) / (num_output_tokens - 1)
             ),
             end_to_end_time=ended - self.arrived,
+            prefill_time=None if first is None else first - (self.scheduled or first),
+            decode_time=None if first is None else ended - first,
+            num_preemptions=self.num_preemptions,
         )
 
 

@@ -37,6 +37,11 @@ class Request:
         """How many known tokens each sample has."""
         return [seq.num_known_tokens - seq.num_prompt_tokens for seq in self.seqs]
 
+    def end(self, now: float) -> None:
+        """Record the end, and what is known then."""
+        self.times.ended = now
+        self.times.num_preemptions = sum(seq.num_preemptions for seq in self.seqs)
+
     def measure(self, meter: RequestMeter) -> None:
         """Count this request, which has ended, in `meter`."""
         nums = self.nums_generated
@@ -59,7 +64,7 @@ class Request:
             token_ids=outputs[0].token_ids,
             finish_reason=outputs[0].finish_reason,
             stop_reason=outputs[0].stop_reason,
-            logprobs=outputs[0].logprobs,
+            logprobs=outputs[0]["logprobs"],
             cumulative_logprob=outputs[0].cumulative_logprob,
             outputs=outputs,
             num_prompt_tokens=first.num_prompt_tokens,

@@ -48,10 +48,9 @@ class Draws:
             computed = self._draw(computed.first(inputs.num_samples), inputs)
         columns: tuple[Columns, ...] = ()
         if inputs.report is not None:
-            assert computed.token_ids is not None
             from nanovllm.engine.run.logprobs import drawn_columns
 
-            columns = drawn_columns(computed.logits, computed.token_ids, inputs.report)
+            columns = drawn_columns(computed, inputs, self._kernels)
         return computed.results(inputs.num_samples), columns
 
     def draw_masked(self, computed: Computed, rows: torch.Tensor, masks: torch.Tensor) -> Computed:

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from nanovllm.engine.run.computed import REPORTED, ComputeLogits
-from nanovllm.engine.run.reports import Columns, ReportInputs
+from nanovllm.engine.run.computed import REPORTED, Computed, ComputeLogits
+from nanovllm.engine.run.draw_inputs import DrawInputs
+from nanovllm.engine.run.reports import Columns
 from nanovllm.engine.run.transfer import Array, download, upload
 from nanovllm.kernels.plain.ranking import most_likely
+from nanovllm.kernels.table import Kernels
 
 MAX_LOGITS = 1 << 23  # at a time; each takes about 50 bytes
 
@@ -23,20 +25,29 @@ def rows_at_a_time(vocab_size: int) -> int:
 
 def warm_up_logprobs(logits: torch.Tensor) -> None:
     """Use the most device memory that reports on logits [B, V] need: all tokens are sorted."""
-    likely_columns(logits, logits.new_zeros(len(logits), dtype=torch.long), logits.shape[1])
+    logprobs = logits.float().log_softmax(dim=1)
+    likely_columns(logprobs, logits.new_zeros(len(logits), dtype=torch.long), logits.shape[1])
 
 
-def drawn_columns(
-    logits: torch.Tensor, token_ids: torch.Tensor, inputs: ReportInputs
-) -> tuple[Columns, ...]:
-    """The columns of drawn tokens [B] from logits [B, V], a few rows at a time, in flight."""
+def drawn_columns(computed: Computed, inputs: DrawInputs, kernels: Kernels) -> tuple[Columns, ...]:
+    """The columns of a step's drawn tokens, a few rows at a time, in flight."""
+    report, logits, token_ids = inputs.report, computed.logits, computed.token_ids
+    assert report is not None and token_ids is not None
     columns = []
     size = rows_at_a_time(logits.shape[1])
-    for start in range(0, len(inputs.rows), size):
-        rows = upload(inputs.rows[start : start + size], logits.device)
+    for start in range(0, len(report.rows), size):
+        wanted = report.rows[start : start + size]
+        rows = upload(wanted, logits.device)
         chosen = token_ids[rows].clamp_(min=0)  # where no token could be drawn, none is reported
-        number = max(inputs.numbers[start : start + size])
-        columns.append(download_columns(likely_columns(logits[rows], chosen, number)))
+        number = max(report.numbers[start : start + size])
+        values = logits[rows].float()
+        if report.mode.startswith("processed"):
+            from nanovllm.engine.run.processed_logits import process
+
+            process(values, wanted, computed, inputs, kernels)
+        if report.mode.endswith("logprobs"):
+            values = values.log_softmax(dim=1)
+        columns.append(download_columns(likely_columns(values, chosen, number)))
     return tuple(columns)
 
 
@@ -58,7 +69,12 @@ def prompt_columns(
         if is_first:
             chosen = upload(arrays["reported_ids"][part], logits.device)
             number = int(arrays["reported_numbers"][part].max())
-            columns.append(download_columns(likely_columns(logits, chosen, number)))
+            values = logits.float()
+            logprobs = values.log_softmax(dim=1)
+            if "reported_as_logits" in arrays:
+                as_logits = upload(arrays["reported_as_logits"][part], logits.device)
+                logprobs = torch.where(as_logits[:, None] > 0, values, logprobs)
+            columns.append(download_columns(likely_columns(logprobs, chosen, number)))
     return tuple(columns)
 
 
@@ -67,9 +83,11 @@ def download_columns(columns: Columns) -> Columns:
     return Columns(*map(download, columns))
 
 
-def likely_columns(logits: torch.Tensor, chosen: torch.Tensor, number: int) -> Columns:
-    """The tokens `chosen` [B], and after each the `number` most likely ones."""
-    logprobs = logits.float().log_softmax(dim=1)
+def likely_columns(logprobs: torch.Tensor, chosen: torch.Tensor, number: int) -> Columns:
+    """The tokens `chosen` [B], and after each the `number` most likely ones.
+
+    `logprobs` [B, V] are log-probabilities, or what else is reported in their place.
+    """
     values, ids = most_likely(logprobs, number)
     own = logprobs.gather(1, chosen[:, None])
     ranks = (logprobs > own).sum(dim=1, keepdim=True)

@@ -34,6 +34,7 @@ class ReportInputs:
 
     rows: Array
     numbers: list[int]  # how many of the most likely tokens, for each row
+    mode: str  # the engine's `logprobs_mode`
 
 
 def scheduled_of(seq: Sequence, tokens: range) -> range:
@@ -78,12 +79,16 @@ def report_arrays(seqs: list[Sequence], starts: Array) -> dict[str, Array]:
     ids = [(s.token_ids if s.generates else s.parts.keeper.labels)[i] for s, i, _ in reports]
     numbers = [number for _, _, number in reports]
     named = {REPORTED: tokens, "reported_ids": ids, "reported_numbers": numbers}
+    as_logits = [s.generates and s.parts.logprobs.mode.endswith("logits") for s, _, _ in reports]
+    if any(as_logits):
+        named["reported_as_logits"] = as_logits
     return {name: np.array(values, np.int64) for name, values in named.items()}
 
 
 def drawn_report_inputs(seqs: list[Sequence], rows: list[int]) -> ReportInputs:
     """The samples at `rows`, of sequences that report their next token."""
-    return ReportInputs(np.array(rows), [seqs[row].params.logprobs or 0 for row in rows])
+    numbers = [seqs[row].params.logprobs or 0 for row in rows]
+    return ReportInputs(np.array(rows), numbers, seqs[rows[0]].parts.logprobs.mode)
 
 
 def drawn_reports(seqs: list[Sequence], offsets: list[int], inputs: ReportInputs) -> list[Report]:

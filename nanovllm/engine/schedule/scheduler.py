@@ -181,6 +181,7 @@ class Scheduler:
         enter(self.waiting, seq)
         self.admission.retry()  # the next in line may be another sequence, which fits
         self.num_preemptions += 1
+        seq.num_preemptions += 1
 
     def abort(self, *seqs: Sequence) -> None:
         """Remove unfinished sequences and their siblings, waiting or running."""

@@ -113,7 +113,7 @@ class Sequence:
         "parts", "followers", "generates", "root", "finish_reason", "stop_reason",
         # Tokens, and how far they are known and computed.
         "token_ids", "num_prompt_tokens", "num_cached_tokens", "num_scheduled_tokens",
-        "num_pending_tokens", "num_possible_tokens", "num_hit_tokens",
+        "num_pending_tokens", "num_possible_tokens", "num_hit_tokens", "num_preemptions",
         "min_num_tokens", "max_num_tokens", "eos_token_ids", "stop_token_ids",
         # What caches keep of the sequence.
         "room", "block_tables", "block_hashes", "num_published_blocks", "num_passed_blocks",
@@ -159,6 +159,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         self.num_pending_tokens = self.num_possible_tokens = 0
         self.num_hit_tokens: int | None = None  # prefix-cache hits, set on first admission
+        self.num_preemptions = 0
         self.block_hashes: list[int] = []  # of the first full blocks, as far as computed
         self.release_cache()
         max_tokens = max_model_len if params.max_tokens is None else params.max_tokens

@@ -69,7 +69,7 @@ def check(llm: LLM, reference: Any) -> None:
     """Compare tokens, and log-probabilities to 1e-4."""
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, PARAMS, use_tqdm=False), strict=True):
         tokens, known = expected(reference, prompt)
-        found = [entry[0].logprob for entry in output.prompt_logprobs[1:]]
+        found = [entry[0].logprob for entry in output["prompt_logprobs"][1:]]
         torch.testing.assert_close(torch.tensor(found), torch.tensor(known), rtol=0, atol=1e-4)
         assert output["token_ids"] == tokens
     audit_at_rest(llm)
@@ -128,7 +128,7 @@ def test_values_in_bfloat16_are_near(device: str, tmp_path: Path) -> None:
         for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, PARAMS, use_tqdm=False),
                                   strict=True):  # fmt: skip
             _, known = expected(reference, prompt)
-            found = [entry[0].logprob for entry in output.prompt_logprobs[1:]]
+            found = [entry[0].logprob for entry in output["prompt_logprobs"][1:]]
             torch.testing.assert_close(torch.tensor(found), torch.tensor(known), rtol=0, atol=0.1)
 
 

@@ -1,0 +1,69 @@
+"""vLLM's `collective_rpc`: a function is called with the worker of every rank."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from nanovllm.from_vllm.llm_engine import refuse_others
+from nanovllm.utils.checks import shorten
+
+INSTEAD = {
+    "load_weights": "LLM.update_weights takes tensors",
+    "update_weights": "LLM.update_weights takes tensors",
+    "reload_weights": "use LLM.reload_weights",
+    "sleep": "use LLM.sleep",
+    "wake_up": "use LLM.wake_up",
+    "start_profile": "use LLM.start_profile",
+    "stop_profile": "use LLM.stop_profile",
+    "add_lora": "requests name their adapters, as lora_request",
+    "init_weight_update_group": "LLM.update_weights takes tensors",
+}
+
+
+class Worker:
+    """What a function reads of its rank: the model, as vLLM's workers have it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.model_runner = SimpleNamespace(model=model)
+
+    def get_model(self) -> Any:
+        """The rank's model, a `torch.nn.Module`."""
+        return self.model
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function with a worker; it can be sent to other ranks if its parts can."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def __call__(self, model: Any) -> Any:
+        return self.function(Worker(model), *self.args, **self.kwargs)
+
+
+def collective_rpc(
+    llm: Any,
+    method: Callable[..., Any] | str,
+    timeout: float | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    **others: Any,
+) -> list[Any]:
+    """Call `method(worker, *args, **kwargs)` on every rank; rank 0's result is first.
+
+    A worker has the rank's model as `model`, `model_runner.model` and `get_model()`. Functions
+    reach other ranks as those of `LLM.apply_model`. Methods of vLLM's workers, as texts, are
+    refused with what to use.
+    """
+    refuse_others("collective_rpc", others | {"timeout": timeout})
+    if isinstance(method, str):
+        why = INSTEAD.get(method, "pass a function of a worker; see LLM.apply_model")
+        raise ValueError(f"collective_rpc: workers have no method {method!r}: {why}")
+    if not callable(method):
+        raise TypeError(f"collective_rpc: method must be a function, got {shorten(method)}")
+    results: list[Any] = llm.apply_model(Call(method, tuple(args), dict(kwargs or {})))
+    return results

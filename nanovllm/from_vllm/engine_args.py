@@ -1,0 +1,62 @@
+"""vLLM's `EngineArgs` and `AsyncEngineArgs`: the options of an engine that is made later."""
+
+import argparse
+import dataclasses
+import json
+from typing import Any, TypeVar, get_args
+
+from nanovllm.config import Config
+from nanovllm.utils.option import options_of
+
+T = TypeVar("T", bound="EngineArgs")
+P = TypeVar("P", bound="argparse._ActionsContainer")
+
+
+class EngineArgs(Config):
+    """The options of an `LLM`, by our names or vLLM's, checked when it is made.
+
+    `LLMEngine.from_engine_args(args)` and `LLM(**dataclasses.asdict(args))` make engines of it.
+    """
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options by name."""
+        return {name: getattr(self, name) for name in options_of(Config)}
+
+    @classmethod
+    def from_cli_args(cls: type[T], args: argparse.Namespace) -> T:
+        """The options that a parser with `add_cli_args` has read."""
+        return cls(**{name: getattr(args, name) for name in options_of(Config) if name in args})
+
+    @staticmethod
+    def add_cli_args(parser: P) -> P:
+        """Add the options as flags with dashes, to a parser or to a group of one.
+
+        An option that is not given is not in the namespace.
+        """
+        for field in dataclasses.fields(Config):
+            described = options_of(Config)[field.name]
+            kinds = {field.type, *get_args(field.type)}
+            reader: dict[str, Any] = {"type": json.loads}
+            if bool in kinds:
+                reader = {"action": argparse.BooleanOptionalAction}
+            elif kind := kinds & {int, float, str}:
+                reader = {"type": kind.pop()}
+            elif described.rule.pairs:
+                reader = {"nargs": "+"}
+            parser.add_argument(
+                "--" + field.name.replace("_", "-"), default=argparse.SUPPRESS,
+                help=described.help.replace("%", "%%"), **reader,
+            )  # fmt: skip
+        return parser
+
+
+class AsyncEngineArgs(EngineArgs):
+    """The options of an `AsyncLLM`: `AsyncLLMEngine.from_engine_args(args)`."""
+
+
+def checked_args(args: Any) -> EngineArgs:
+    """Return the value if it is an `EngineArgs`; raise otherwise."""
+    if not isinstance(args, EngineArgs):
+        raise TypeError(f"engine_args must be an EngineArgs, got {type(args).__name__}")
+    return args
