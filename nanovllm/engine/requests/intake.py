@@ -91,8 +91,12 @@ class Intake:
         self, asked: Collection[tuple[Prompt, SamplingParams]], lora_request: "LoRARequests"
     ) -> list[Accepted]:
         """Accept prompts with their parameters; an error names the prompt that it is about."""
-        accepted, adapters = [], _one_each(lora_request, len(asked))
-        known: dict[LoRARequest, Any] = {}
+        accepted, known = list[Accepted](), dict["LoRARequest", Any]()
+        adapters: list[LoRARequest | None] = [None] * len(asked)
+        if lora_request is not None:
+            from nanovllm.lora_request import lora_requests
+
+            adapters = lora_requests(lora_request, len(asked))
         for index, (prompt, params) in enumerate(asked):
             try:
                 one = self._accept(prompt, params)
@@ -113,13 +117,9 @@ class Intake:
         """
         if lora_request is None:
             return accepted
-        from nanovllm.lora_request import check_lora_request
+        from nanovllm.lora_request import read_once
 
-        check_lora_request(lora_request)
-        known = {} if known is None else known
-        if lora_request not in known:
-            known[lora_request] = self._adapters.read(lora_request)
-        return replace(accepted, adapter=known[lora_request])
+        return replace(accepted, adapter=read_once(self._adapters.read, lora_request, known))
 
     def compiles(self, params: SamplingParams) -> bool:
         """Whether `accept` will compile a constraint, which may take long."""
@@ -139,11 +139,9 @@ class Intake:
         is_text = isinstance(source, str)
         token_ids = self._tokenize(source, params, *limit) if is_text else as_list("prompt", source)
         if (kept := params.truncate_prompt_tokens) is not None:
-            if kept > most:
-                raise ValueError(
-                    f"truncate_prompt_tokens must be at most {most} ({why}), got {kept}"
-                )
-            token_ids = token_ids[-(most if kept == -1 else kept) :]
+            from nanovllm.engine.requests.cut import last_tokens
+
+            token_ids = last_tokens(token_ids, kept, *limit)
         if not 1 <= len(token_ids) <= most:
             raise ValueError(f"prompt must have 1 to {most} tokens ({why}), got {len(token_ids)}")
         plain = set(map(type, token_ids)) <= {int}
@@ -152,10 +150,9 @@ class Intake:
             token_ids = [check_int("prompt token id", t, 0, self.vocab_size - 1) for t in token_ids]
         room = self.max_model_len - len(token_ids)
         if params.min_tokens > room:
-            raise ValueError(
-                f"min_tokens must be at most {room} (max_model_len={self.max_model_len} less"
-                f" {len(token_ids)} prompt tokens), got {params.min_tokens}"
-            )
+            from nanovllm.engine.requests.cut import refuse_min_tokens
+
+            refuse_min_tokens(params.min_tokens, self.max_model_len, len(token_ids))
         bad_words = None if extras is None else extras.bad_words(params)
         constraint = None if extras is None else extras.constraint(params)
         keeper = None if wanted is None else wanted.keeper(len(token_ids))
@@ -256,12 +253,3 @@ def check_whole(params: SamplingParams) -> None:
         raise ValueError(
             "hidden_states must be False in a stream, whose events have none, got True"
         )
-
-
-def _one_each(lora_request: "LoRARequests", num_prompts: int) -> "list[LoRARequest | None]":
-    """One adapter or None for each prompt."""
-    if lora_request is None:
-        return [None] * num_prompts
-    from nanovllm.lora_request import lora_requests
-
-    return lora_requests(lora_request, num_prompts)
