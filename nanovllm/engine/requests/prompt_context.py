@@ -1,6 +1,6 @@
 """The last tokens of a prompt that an output's text depends on, where it is not the last alone.
 
-This is so behind special tokens that are skipped, byte-fallback tokens and parts of a character.
+This is so behind special tokens that are skipped, and behind byte-fallback tokens.
 """
 
 from typing import Any
@@ -15,17 +15,17 @@ MOST = 64  # tokens that are looked at: a prompt may have a hundred thousand of 
 def prompt_context(tokenizer: Any, skip_special_tokens: bool, seq: Sequence) -> list[int]:
     """The prompt's tokens from the last one on whose text is the same behind any other.
 
-    If there is none among the last MOST tokens, or the tokenizer's kind of decoder is unknown, the
-    list is empty, and the output's text begins as a text of its own.
+    If there is none among the last MOST tokens, if the prompt ends within a character, or if the
+    tokenizer's kind of decoder is unknown, the list is empty: the text begins as one of its own.
     """
     num_tokens, pieces = seq.num_prompt_tokens, token_pieces(tokenizer, skip_special_tokens)
     last = seq.token_ids[max(0, num_tokens - MOST) : num_tokens]
     if not pieces.are_known:
         return []
-    for start in reversed(range(len(last))):
-        if pieces[last[start]] is not None:
-            return last[start:]
-    return last if num_tokens <= MOST else []
+    known = (start for start in reversed(range(len(last))) if pieces[last[start]] is not None)
+    context = last[next(known, 0 if num_tokens <= MOST else len(last)) :]
+    text: str = tokenizer.decode(context, skip_special_tokens=skip_special_tokens)
+    return [] if text.endswith(REPLACEMENT) else context
 
 
 def behind_prompt(tokenizer: Any, skip_special_tokens: bool, seq: Sequence) -> Detokenizer:
@@ -53,13 +53,5 @@ class DetokenizerBehind(Detokenizer):
         super().__init__(tokenizer, skip_special_tokens)
         self.add_all(context)
         if not self._is_at_end:
-            self._pass_window()
-
-    def _pass_window(self) -> None:
-        """Count all text as emitted, except the bytes of a character that is not whole."""
-        text, size = self._decode(self._window), len(self._window)
-        ends = (self._decode(self._window[: size - cut]) for cut in range(4))
-        whole = next((end for end in ends if not end.endswith(REPLACEMENT)), text)
-        self._num_emitted, self._pending = len(whole), text[len(whole) :]
-        before = self._decode(self._token_ids)
-        self._pieces = [before[: len(before) - len(self._pending)]]
+            self._num_emitted, self._pending = len(self._decode(self._window)), ""
+            self._pieces = [self._decode(self._token_ids)]
