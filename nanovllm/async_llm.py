@@ -108,6 +108,10 @@ class AsyncLLM(AsyncEngine):
         Options are the keywords of `LLM.chat`. Otherwise as `generate`.
         """
         params = params_of(sampling_params, priority)
+        if options:
+            from nanovllm.chat.given_templates import with_template_texts
+
+            options = with_template_texts(self.tokenizer, options)
         turn = await self.chat_turn(messages, params, **options)
         asked: Any = dict(request_id=request_id, lora_request=lora_request)
         events = self.generate(turn.prompt, turn.params, **asked)

@@ -25,7 +25,8 @@ class LLMParts:
         from nanovllm.chat.chat_format import ChatFormat
 
         asked, most = self.engine.asked, self.engine.config.max_model_len
-        return ChatFormat(self.engine.tokenizer, asked.tool_parser, asked.reasoning_parser, most)
+        parsers = asked.tool_parser, asked.reasoning_parser
+        return ChatFormat(self.engine.tokenizer, *parsers, most, reads_files=True)
 
     @functools.cached_property
     def vectors(self) -> "Vectors":

@@ -1,7 +1,7 @@
 """LoRARequest: which adapter a request uses. The engine reads the adapter's files."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,3 +125,16 @@ def lora_requests(given: Any, num_prompts: int) -> list[LoRARequest | None]:
             f"lora_request must be one or as many as prompts ({num_prompts}), got {len(given)}"
         )
     return [check_lora_request(one) for one in given]
+
+
+def read_once(
+    read: Callable[[LoRARequest], Any],
+    lora_request: LoRARequest,
+    known: dict[LoRARequest, Any] | None,
+) -> Any:
+    """The adapter of a request, checked, and read unless it is `known`, where it is then kept."""
+    check_lora_request(lora_request)
+    known = {} if known is None else known
+    if lora_request not in known:
+        known[lora_request] = read(lora_request)
+    return known[lora_request]

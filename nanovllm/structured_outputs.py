@@ -22,9 +22,6 @@ from nanovllm.utils.other_names import OtherName
 OTHER_NAMES = {
     "backend": OtherName((None,), "llguidance makes all constraints"),
     "disable_fallback": OtherName((False, True), "llguidance makes all constraints"),
-    "disable_additional_properties": OtherName(
-        (False,), "write `additionalProperties` into the schema"
-    ),
 }
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 GRAMMAR_SECONDS = 10.0  # to wait for a constraint that is compiled; for AsyncLLM and the server
@@ -51,17 +48,22 @@ def _dumps(value: Any) -> str:
 
 
 def _schema_of(name: str, value: Any) -> Any:
-    """The schema that pydantic makes of a type, a model or a TypeAdapter; or `value` itself."""
+    """The schema that pydantic makes of a type, a model or a TypeAdapter; or `value` itself.
+
+    Its objects are closed, unless the type allows others, as pydantic's `extra="allow"` does.
+    """
     make = getattr(value, "model_json_schema", None) or getattr(value, "json_schema", None)
     is_type = isinstance(value, type) or typing.get_origin(value) is not None
     if not callable(make) and not is_type:
         return value
+    from nanovllm.utils.closed_schemas import closed
+
     try:
         if callable(make):
-            return make()
+            return closed(make())
         from pydantic import TypeAdapter
 
-        return TypeAdapter(value).json_schema()
+        return closed(TypeAdapter(value).json_schema())
     except ImportError:
         raise TypeError(
             f"{name}: pydantic, which makes a schema of {shorten(value)}, is not installed"
@@ -144,6 +146,12 @@ class StructuredOutputs:
         SOME_TEXT,
         none="any whitespace",
     )
+    disable_additional_properties: bool = option(
+        False,
+        "of JSON: objects have no other properties where the schema does not say whether they may"
+        " (those of pydantic models and other types never have)",
+        TRUE_OR_FALSE,
+    )
     after: str | None = option(
         None,
         "a text, such as `</think>`, that the model may write anything before: the constraint"
@@ -163,6 +171,20 @@ class StructuredOutputs:
             raise ValueError(f"whitespace options are for json and json_object, not {self.kind}")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise ValueError("give one of disable_any_whitespace and whitespace_pattern")
+        if self.disable_additional_properties:
+            self._close()
+
+    def _close(self) -> None:
+        """Let the objects of the schema have no other properties."""
+        from nanovllm.utils.closed_schemas import closed
+
+        if self.json is None:
+            raise ValueError(f"disable_additional_properties is for json, not {self.kind}")
+        try:
+            text = _dumps(closed(json.loads(self.json)))
+        except RecursionError:
+            raise ValueError("json is nested too deeply") from None
+        object.__setattr__(self, "json", text)
 
     @property
     def kind(self) -> str:

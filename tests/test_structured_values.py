@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 
 import nanovllm
 from nanovllm import SamplingParams, StructuredOutputs, sampling_params
+from nanovllm.utils.closed_schemas import closed
 
 
 class Color(enum.Enum):
@@ -70,13 +71,13 @@ TYPES: dict[str, Any] = {
 def test_a_type_is_a_schema_as_pydantic_describes_it(name: str) -> None:
     kind = TYPES[name]
     adapter = pydantic.TypeAdapter(kind)
-    expected = adapter.json_schema()
+    expected = closed(adapter.json_schema())
     for given in (kind, adapter):
         assert json.loads(StructuredOutputs(json=given).json) == expected
 
 
 def test_a_model_is_a_schema() -> None:
-    assert json.loads(StructuredOutputs(json=Person).json) == Person.model_json_schema()
+    assert json.loads(StructuredOutputs(json=Person).json) == closed(Person.model_json_schema())
 
 
 @pytest.mark.parametrize("kind", [Callable[[int], int], type(nanovllm), Person.__init__])
@@ -178,3 +179,31 @@ def test_a_marker_has_few_bytes() -> None:
         StructuredOutputs(regex="a", after="é" * 129)
     with pytest.raises(ValueError, match=r"structured_outputs: after must have at most 256 bytes"):
         SamplingParams(structured_outputs=dict(regex="a", after="a" * 160_000))
+
+
+class Open(pydantic.BaseModel, extra="allow"):
+    inner: Person
+    numbers: dict[str, int]
+
+
+def test_objects_of_types_are_closed_unless_the_type_says_otherwise() -> None:
+    """A model adds names of its own at high temperatures, which pydantic then drops."""
+    for kind in (Point, Pair, Person, list[Person], pydantic.TypeAdapter(Person)):
+        assert '"additionalProperties":false' in StructuredOutputs(json=kind).json
+    schema = json.loads(StructuredOutputs(json=Open).json)
+    assert schema["additionalProperties"] is True
+    assert schema["properties"]["numbers"]["additionalProperties"] == {"type": "integer"}
+    assert schema["$defs"]["Person"]["additionalProperties"] is False
+
+
+def test_an_option_closes_the_objects_of_any_schema() -> None:
+    inner = {"properties": {"properties": {"const": {"properties": {}}}}}
+    schema = {"anyOf": [inner, {"type": "object"}], "$defs": {"a": {**inner, "title": "A"}}}
+    assert json.loads(StructuredOutputs(json=schema).json) == schema
+    asked = StructuredOutputs(json=schema, disable_additional_properties=True)
+    shut = {**inner, "additionalProperties": False}
+    assert json.loads(asked.json) == {
+        "anyOf": [shut, {"type": "object"}], "$defs": {"a": {**shut, "title": "A"}},
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="disable_additional_properties is for json, not regex"):
+        StructuredOutputs(regex="a", disable_additional_properties=True)

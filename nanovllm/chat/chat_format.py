@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 from nanovllm.chat.answers import AnswerFormat
 from nanovllm.chat.conversation import chat_texts, given_template, has_chat_template
+from nanovllm.chat.given_templates import check_templates, with_template_texts
 from nanovllm.chat.harmony.turns import HarmonyTurns, uses_harmony
 from nanovllm.chat.reasoning import END, START, reasoning_of
 from nanovllm.chat.template_fields import unread_fields
@@ -43,7 +45,8 @@ class ChatFormat:
     """How the model of a tokenizer answers chats.
 
     `tool_parser` and `reasoning_parser` are names, or None to read them from the chat template.
-    Prompts have less than `max_model_len` tokens, to leave one to generate.
+    Prompts have less than `max_model_len` tokens, to leave one to generate. If it `reads_files`, a
+    given template may be a path.
     """
 
     def __init__(
@@ -52,9 +55,11 @@ class ChatFormat:
         tool_parser: str | None,
         reasoning_parser: str | None,
         max_model_len: int,
+        reads_files: bool = False,
     ) -> None:
         self._tokenizer, self._max_model_len = tokenizer, max_model_len
         self._tool_parser, self._reasoning_parser = tool_parser, reasoning_parser
+        self._reads_files = reads_files
 
     @property
     def has_template(self) -> bool:
@@ -82,6 +87,9 @@ class ChatFormat:
         tools = described_tools(tools)
         choice = tool_choice_of(tools, tool_choice, parallel_tool_calls)
         shown = tools if choice.tools else None
+        if self._reads_files:
+            keywords = with_template_texts(self._tokenizer, keywords)
+        keywords = check_templates(self._tokenizer, keywords)
         template = str(given_template(keywords) or self._template(choice))
         texts = chat_texts(
             self._tokenizer, template, messages, shown, add_generation_prompt, keywords
@@ -178,6 +186,10 @@ class ChatFormat:
             raise ValueError(
                 "tools: the chat template shows no known way to write calls; name it with"
                 f" tool_parser: one of {', '.join(FORMATS)}"
+            )
+        if name is None and not re.search(r"\btools\b", template):
+            raise ValueError(
+                "tools: the chat template knows no tools, so the model would not see them"
             )
         return None if name is None else FORMATS[name]
 

@@ -12,6 +12,7 @@ from nanovllm.structured.lark import (
     pattern_literal,
     schemas_in_lark,
 )
+from nanovllm.structured.patterns import portable, python_pattern
 from nanovllm.structured.schemas import check_schema, without_neutral
 from nanovllm.structured.structural_tags.formats import schemas_in
 from nanovllm.structured.structural_tags.grammar import tag_grammar
@@ -37,8 +38,8 @@ def grammar_text(
         options: Any = {**JSON_OPTIONS, "whitespace_flexible": not asked.disable_any_whitespace}
         if asked.whitespace_pattern is not None:
             _check_whitespace(asked.whitespace_pattern, tokenizer)
-            options["whitespace_pattern"] = asked.whitespace_pattern
-        written = json.dumps(without_neutral(value), ensure_ascii=False)
+            options["whitespace_pattern"] = python_pattern(asked.whitespace_pattern)
+        written = json.dumps(portable(value), ensure_ascii=False)
         return LLMatcher.grammar_from_json_schema(written, overrides=options)
     if asked.regex is not None:
         return f"start: TEXT\nTEXT: {pattern_literal(asked.regex)}"

@@ -8,7 +8,8 @@ from typing import Any
 
 from nanovllm.structured.costs import check_lark, check_pattern
 from nanovllm.structured.gbnf import gbnf_to_lark
-from nanovllm.structured.schemas import check_schema, without_neutral
+from nanovllm.structured.patterns import portable, python_pattern
+from nanovllm.structured.schemas import check_schema
 from nanovllm.utils.checks import shorten
 from nanovllm.utils.json_text import parse_json_at
 
@@ -29,17 +30,16 @@ def literal(text: str) -> str:
 
 
 def pattern_literal(pattern: str) -> str:
-    """A regular expression in Lark; an invalid one is a ValueError with the place of the error."""
+    """A `regex` in Lark; an invalid one is a ValueError with the place of the error."""
     from llguidance import LLMatcher
 
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
         raise ValueError("a backslash at the end has nothing to escape")
     check_pattern(pattern)
-    written = f"/{_escaped(pattern)}/"
-    error = LLMatcher.validate_grammar(f"start: TEXT\nTEXT: {written}")
+    error = LLMatcher.validate_grammar(f"start: TEXT\nTEXT: /{_escaped(pattern)}/")
     if error:
         raise ValueError(reason_in_pattern(pattern, error))
-    return written
+    return f"/{_escaped(python_pattern(pattern))}/"
 
 
 def _escaped(pattern: str) -> str:
@@ -126,4 +126,4 @@ def _with_options(place: str, schema: Any) -> Any:
         raise ValueError(f"{place}/x-guidance: there may be {allowed} alone, got {shorten(given)}")
     schema = {name: value for name, value in schema.items() if name != "x-guidance"}
     check_schema(schema, place)
-    return {"x-guidance": {**given, **JSON_OPTIONS}, **without_neutral(schema)}
+    return {"x-guidance": {**given, **JSON_OPTIONS}, **portable(schema)}

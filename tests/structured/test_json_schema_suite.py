@@ -58,7 +58,6 @@ LOOSE = {
             "23:59:60+00:30", "23:59:60-01:00", "23:59:60-00:30", "22:59:60Z", "23:58:60Z",
         )
     ],
-    "optional/ecmascript-regex": ['"\ufeff"'],
 }  # fmt: skip
 # Valid instances that do not pass.
 STRICT = {
@@ -79,7 +78,7 @@ STRICT = {
         )
     ],
     "optional/ecmascript-regex": [
-        '"\ufeff"', '"\\u0001"', '"\\u000b"',  # of control characters \\b, \\f, \\n, \\r and \\t
+        '"\\u0001"', '"\\u000b"',  # of control characters \\b, \\f, \\n, \\r and \\t
     ],
     # Forms that are seldom used.
     "optional/format/email": [

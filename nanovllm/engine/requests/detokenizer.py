@@ -1,7 +1,8 @@
 """Incremental detokenization: token ids go in one by one, pieces of text come out.
 
 All pieces together equal the tokenizer's own `decode` of all ids. Each sequence has its own
-Detokenizer, which knows nothing about requests, stop strings or streams.
+Detokenizer, which knows nothing about requests, stop strings or streams. The text of an output goes
+on behind its prompt: `begin_behind` and `prompt_context` give it the prompt's last tokens.
 """
 
 import codecs
@@ -51,6 +52,14 @@ class Detokenizer:
         self._run = codecs.getincrementaldecoder("utf-8")()  # of trailing byte-fallback tokens
         self._run_is_broken = False
         self._is_in_run = False  # the last shown token is a byte-fallback token
+
+    def begin_behind(self, token_id: int) -> bool:
+        """Begin behind a prompt that ends with this token. False if that needs the ones before."""
+        if (piece := self._token_pieces[token_id]) is None:
+            return False
+        self._token_ids, self._window, self._num_emitted = [token_id], [token_id], piece.num_first
+        self._pieces = [self._decode(self._window)]
+        return True
 
     def add(self, token_id: int) -> str:
         """Take the next token; return the text that is now final and was not returned before."""

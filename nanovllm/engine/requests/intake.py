@@ -92,8 +92,12 @@ class Intake:
         self, asked: Collection[tuple[Prompt, SamplingParams]], lora_request: "LoRARequests"
     ) -> list[Accepted]:
         """Accept prompts with their parameters; an error names the prompt that it is about."""
-        accepted, adapters = [], _one_each(lora_request, len(asked))
-        known: dict[LoRARequest, Any] = {}
+        accepted, known = list[Accepted](), dict["LoRARequest", Any]()
+        adapters: list[LoRARequest | None] = [None] * len(asked)
+        if lora_request is not None:
+            from nanovllm.lora_request import lora_requests
+
+            adapters = lora_requests(lora_request, len(asked))
         for index, (prompt, params) in enumerate(asked):
             try:
                 one = self._accept(prompt, params)
@@ -114,13 +118,9 @@ class Intake:
         """
         if lora_request is None:
             return accepted
-        from nanovllm.lora_request import check_lora_request
+        from nanovllm.lora_request import read_once
 
-        check_lora_request(lora_request)
-        known = {} if known is None else known
-        if lora_request not in known:
-            known[lora_request] = self._adapters.read(lora_request)
-        return replace(accepted, adapter=known[lora_request])
+        return replace(accepted, adapter=read_once(self._adapters.read, lora_request, known))
 
     def compiles(self, params: SamplingParams) -> bool:
         """Whether `accept` will compile a constraint, which may take long."""
@@ -140,11 +140,9 @@ class Intake:
         is_text = isinstance(source, str)
         token_ids = self._tokenize(source, params, *limit) if is_text else as_list("prompt", source)
         if (kept := params.truncate_prompt_tokens) is not None:
-            if kept > most:
-                raise ValueError(
-                    f"truncate_prompt_tokens must be at most {most} ({why}), got {kept}"
-                )
-            token_ids = token_ids[-(most if kept == -1 else kept) :]
+            from nanovllm.engine.requests.cut import last_tokens
+
+            token_ids = last_tokens(token_ids, kept, *limit)
         room = self.max_model_len - len(token_ids)
         if not 1 <= len(token_ids) <= most or params.min_tokens > room:
             from nanovllm.engine.requests.prompt_length import refuse_length
@@ -256,12 +254,3 @@ def check_whole(params: SamplingParams) -> None:
         raise ValueError("hidden_states must be False in a stream, whose events have none")
     if params.output_kind is not None:
         raise ValueError("output_kind is for llm.llm_engine and AsyncLLM; see docs/from_vllm.md")
-
-
-def _one_each(lora_request: "LoRARequests", num_prompts: int) -> "list[LoRARequest | None]":
-    """One adapter or None for each prompt."""
-    if lora_request is None:
-        return [None] * num_prompts
-    from nanovllm.lora_request import lora_requests
-
-    return lora_requests(lora_request, num_prompts)

@@ -3,6 +3,7 @@
 from typing import Any
 
 from nanovllm.engine.requests.detokenizer import Detokenizer
+from nanovllm.engine.requests.token_pieces import token_pieces
 from nanovllm.engine.schedule.sequence import End, Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -17,6 +18,18 @@ def text_end(seq: Sequence) -> int:
     return seq.num_known_tokens - left_out
 
 
+def text_of(seq: Sequence, tokenizer: Any) -> str:
+    """The text of a sequence that has not been followed, as an OutputText would have it."""
+    first, skips = seq.num_prompt_tokens - 1, seq.params.skip_special_tokens
+    piece = token_pieces(tokenizer, skips)[seq.token_ids[first]]
+    if piece is None:
+        from nanovllm.engine.requests.prompt_context import text_behind
+
+        return text_behind(tokenizer, seq, text_end(seq))
+    text: str = tokenizer.decode(seq.token_ids[first : text_end(seq)], skip_special_tokens=skips)
+    return text[piece.num_first :]
+
+
 class OutputText:
     """A follower with the text of one sequence; without a tokenizer there is none.
 
@@ -24,6 +37,7 @@ class OutputText:
     """
 
     stop: str | None = None  # the string that has ended the text
+    _detokenizer: Detokenizer | None = None
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
@@ -37,7 +51,8 @@ class OutputText:
         new = range(seq.num_prompt_tokens + self._num_tokens, text_end(seq))
         try:
             self._num_tokens += len(new)
-            if self._detokenizer is not None and new:
+            if self._tokenizer is not None and new:
+                self._detokenizer = self._detokenizer or self._begin(seq)
                 self._add_tokens(self._detokenizer, seq, new)
         except BaseException:  # an interrupt may leave anything half done: start over then
             self.reset()
@@ -77,9 +92,16 @@ class OutputText:
         """Start over: the next `update` adds every token again."""
         self._pieces: list[str] = []
         self.num_chars = self._num_tokens = 0
-        self._detokenizer: Detokenizer | None = None
-        if self._tokenizer is not None:
-            self._detokenizer = Detokenizer(self._tokenizer, self._skip_special_tokens)
+        self._detokenizer = None
+
+    def _begin(self, seq: Sequence) -> Detokenizer:
+        """A Detokenizer that has come to the end of the prompt."""
+        detokenizer = Detokenizer(self._tokenizer, self._skip_special_tokens)
+        if not detokenizer.begin_behind(seq.token_ids[seq.num_prompt_tokens - 1]):
+            from nanovllm.engine.requests.prompt_context import behind_prompt
+
+            return behind_prompt(self._tokenizer, self._skip_special_tokens, seq)
+        return detokenizer
 
     def _add_tokens(self, detokenizer: Detokenizer, seq: Sequence, new: range) -> None:
         self._add(detokenizer.add_all(seq.token_ids[new.start : new.stop]), may_stop=False)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.engine.requests.measures import RequestMeter, RequestTimes
-from nanovllm.engine.requests.output_text import text_end
+from nanovllm.engine.requests.output_text import text_of
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import CompletionOutput, FinishReason, RequestOutput
 
@@ -113,6 +113,5 @@ def ending(seq: Sequence, tokenizer: Any) -> tuple[str, FinishReason, int | str 
         if followed.stop is not None and stop is None and reason != "abort":  # held back
             reason, stop = "stop", followed.stop
     elif tokenizer is not None:
-        token_ids = seq.token_ids[seq.num_prompt_tokens : text_end(seq)]
-        text = tokenizer.decode(token_ids, skip_special_tokens=seq.params.skip_special_tokens)
+        text = text_of(seq, tokenizer)
     return text, reason, stop

@@ -23,8 +23,9 @@ class Stream:
         """The new events of an open request. A request that another call has aborted is None."""
         index = self.open[request_id]
         if request is None:
-            samples = enumerate(self.reported[index])
-            return [_aborted(index, i, request_id) for i, place in samples if place is not None]
+            from nanovllm.engine.requests.aborted import last_events
+
+            return last_events(index, self.reported[index], request_id)
         return [e for seq in request.seqs if (e := self.event(index, seq)) is not None]
 
     def event(self, index: int, seq: Sequence) -> StreamEvent | None:
@@ -60,11 +61,3 @@ class Stream:
             stop_reason=stop,
             logprobs=likely,
         )
-
-
-def _aborted(index: int, sample: int, request_id: int) -> StreamEvent:
-    """The last event of an aborted sample; the call that aborted it has its output."""
-    return StreamEvent(
-        index=index, sample=sample, request_id=request_id, text="", token_ids=[],
-        finish_reason="abort", stop_reason=None, logprobs=None,
-    )  # fmt: skip

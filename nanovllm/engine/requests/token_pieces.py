@@ -39,7 +39,11 @@ class TokenPieces(dict[int, "Piece | None"]):
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
         super().__init__()
-        self.cleans_up = _cleans_up(tokenizer)
+        self.cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+        if self.cleans_up:
+            from nanovllm.engine.requests.clean_up import cleans_up
+
+            self.cleans_up = cleans_up(tokenizer)
         self._skip_special_tokens = skip_special_tokens
         self.are_known = not self.cleans_up and _is_separable(tokenizer)
         self._backend = tokenizer.backend_tokenizer if self.are_known else None
@@ -101,15 +105,3 @@ def _is_separable(tokenizer: Any) -> bool:
     return [step["type"] for step in steps] in SEPARABLE and all(
         step["start"] <= 1 and step["stop"] == 0 for step in strips
     )
-
-
-def _cleans_up(tokenizer: Any) -> bool:
-    """Whether `decode` rewrites text. transformers 5 ignores the tokenizer's option for BPE."""
-    from transformers import PreTrainedTokenizerFast
-
-    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
-        return False
-    name = "clean_up_tokenization"
-    if getattr(type(tokenizer), name, None) is not getattr(PreTrainedTokenizerFast, name):
-        return True
-    return " ." not in tokenizer.decode(tokenizer.encode("a .", add_special_tokens=False))

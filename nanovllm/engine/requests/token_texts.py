@@ -3,6 +3,8 @@
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from nanovllm.engine.requests.token_pieces import token_pieces
+
 _texts: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
 
 
@@ -12,8 +14,16 @@ def token_texts(tokenizer: Any) -> dict[int, str]:
 
 
 def token_text(token_id: int, tokenizer: Any, known: dict[int, str]) -> str:
-    """The text of a single token, which becomes `known`; a part of a character is U+FFFD."""
+    """The text of a single token, which becomes `known`; a part of a character is U+FFFD.
+
+    It has the space that a first token of a text may lose.
+    """
     text = known.get(token_id)
     if text is None:
-        text = known[token_id] = tokenizer.decode([token_id], skip_special_tokens=False)
+        piece = token_pieces(tokenizer, False)[token_id]
+        if piece is not None:
+            text = piece.text
+        else:
+            text = tokenizer.decode([token_id], skip_special_tokens=False)
+        known[token_id] = text
     return text

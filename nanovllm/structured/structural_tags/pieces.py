@@ -3,7 +3,8 @@
 import json
 
 from nanovllm.structured.lark import JSON_OPTIONS, lark_of, pattern_literal
-from nanovllm.structured.schemas import check_schema, without_neutral
+from nanovllm.structured.patterns import portable
+from nanovllm.structured.schemas import check_schema
 from nanovllm.structured.structural_tags.formats import Format, count_of, text_of, texts_of
 from nanovllm.structured.structural_tags.writer import Ends, GrammarWriter, none_of
 from nanovllm.utils.checks import shorten
@@ -25,7 +26,7 @@ def json_schema(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> 
         raise ValueError(f"{place} must be a JSON schema, got {shorten(schema)}")
     schema = {} if schema is True else schema
     check_schema(schema, place)
-    written = json.dumps({"x-guidance": JSON_OPTIONS, **without_neutral(schema)})
+    written = json.dumps({"x-guidance": JSON_OPTIONS, **portable(schema)})
     return f"{writer.rule(f'%json {written}')} {writer.marks(ends)}"
 
 
