@@ -1,7 +1,6 @@
 """The parts of models with latent attention: blocks with or without experts, and whole models."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from nanovllm.layers.block import Block
 from nanovllm.layers.feed_forward import FeedForward
@@ -11,6 +10,7 @@ from nanovllm.models import parts
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.experts import sparse_mlp
 from nanovllm.models.latents import LatentConfig, SparseLatentConfig
+from nanovllm.models.later_layers import without_later
 
 
 def latent_block(
@@ -40,7 +40,4 @@ def latent_model(config: LatentConfig, make: Build) -> CausalLM:
 
     Tensors of layers that predict later tokens are skipped.
     """
-    model = parts.causal_lm(config, make, latent_block(config))
-    names = model.names
-    model.names = replace(names, skipped=(*names.skipped, *config.unused_names))
-    return model
+    return without_later(parts.causal_lm(config, make, latent_block(config)), config)
