@@ -22,14 +22,15 @@ def latent_block(
 
     def block(index: int, make: Build) -> Block:
         mixer = kind(make.inside("self_attn"), config.hidden_size, config.latent)
-        feed_forward = _feed_forward(config, index, make.inside("mlp"))
+        part = feed_forward(config, index, make.inside("mlp"))
         norms = parts.pre_norms(config)
-        return Block(make, norms, mixer, feed_forward, residual_scale=residual_scale)
+        return Block(make, norms, mixer, part, residual_scale=residual_scale)
 
     return block
 
 
-def _feed_forward(config: LatentConfig, index: int, make: Build) -> FeedForward:
+def feed_forward(config: LatentConfig, index: int, make: Build) -> FeedForward:
+    """The experts of a layer, or its gated part."""
     if isinstance(config, SparseLatentConfig) and index in config.experts.layers:
         return sparse_mlp(config, make)
     return parts.mlp(config, make)
