@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 FILE = "model.safetensors"
-# The names of GLM-4.5's head, which is a layer behind those of the model.
+# The names of heads that are a layer behind those of the model, and the models with such heads.
 LATER = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm",
          "norm": "shared_head.norm"}  # fmt: skip
+LATER_TYPES = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Spelling:
     def of(cls, path: Path) -> "Spelling":
         config = json.loads((path / "config.json").read_text())
         number = config.get("num_hidden_layers")
-        is_later = config["model_type"] == "glm4_moe"
+        is_later = config["model_type"] in LATER_TYPES
         return cls(f"model.layers.{number}." if is_later else None, -1 if is_later else 0)
 
     def there(self, name: str) -> str:
@@ -62,7 +63,7 @@ def add_head(path: Path, *, seed: int = 1, is_good: bool = False, little: float 
     """
     weights, spelling = load_file(path / FILE), Spelling.of(path)
     generator = torch.Generator().manual_seed(seed)
-    of_layer = sorted(n for n in weights if ".self_attn.q_proj.weight" in n)[spelling.like]
+    of_layer = sorted(n for n in weights if n.endswith(".self_attn.o_proj.weight"))[spelling.like]
     layer = of_layer.partition("self_attn")[0]
     norm = weights[f"{layer.partition('layers.')[0]}norm.weight"]
     hidden = norm.numel()

@@ -14,6 +14,7 @@ from quantized_checkpoints import (
     as_gptq,
     as_packed,
     as_packed_with_groups,
+    as_powers,
     as_weight,
 )
 
@@ -66,6 +67,14 @@ TRANSFORMERS_FP8 = dict(
 FP8 = {
     "fp8, blocks of 128": uniform(fp8_config([128, 128]), fp8_kind(128, 128)),
     "fp8, small blocks": uniform(fp8_config([64, 32]), fp8_kind(64, 32, dtype=torch.bfloat16)),
+    # As DeepSeek V3.1 is published, and as transformers writes it: in a byte each.
+    **{
+        f"fp8, powers of two{' in bytes' * in_bytes}": uniform(
+            fp8_config([64, 32], scale_fmt="ue8m0"),
+            Kind(as_powers(in_bytes), (64, 32), is_float=True, scale_dtype=torch.float8_e8m0fnu),
+        )
+        for in_bytes in (False, True)
+    },
     "fp8, by transformers": uniform(TRANSFORMERS_FP8, fp8_kind(32, 32)),
     "fp8, some layers": uniform(
         fp8_config([32, 32], modules_to_not_convert=None,

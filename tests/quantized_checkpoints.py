@@ -140,6 +140,8 @@ def _scales(
     steps = 2.0**kind.bits - 1
     if kind.symmetric:
         scales = torch.maximum(-low, high) / (448 if kind.is_float else steps / 2)
+        if kind.scale_dtype == torch.float8_e8m0fnu:  # up, so that no code is clamped
+            scales = scales.log2().ceil().exp2()
         return scales.to(kind.scale_dtype), None
     scales = ((high - low) / steps).to(kind.scale_dtype)
     lowest = -float(1 << (kind.bits - 1))
@@ -171,6 +173,17 @@ def as_weight(
         if input_scale is not None:
             tensors[input_scale] = scales * INPUT_SCALE
         return tensors
+
+    return store
+
+
+def as_powers(in_bytes: bool) -> Callable[[Codes], dict[str, torch.Tensor]]:
+    """FP8 with scales that are powers of two, in a byte each or in float32."""
+    name, of_weight = "weight_scale_inv", as_weight("weight_scale_inv")
+
+    def store(codes: Codes) -> dict[str, torch.Tensor]:
+        tensors = of_weight(codes)
+        return tensors if in_bytes else tensors | {name: tensors[name].float()}
 
     return store
 

@@ -76,10 +76,12 @@ class DecodesOnly(AttentionBackend):
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend
 
-    def prefill(self, q: torch.Tensor, *others: object) -> torch.Tensor:
-        """The queries, in place of a result that nothing reads."""
-        del others
-        return q
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: KVLayer, context: Context
+    ) -> torch.Tensor:
+        """The queries, in place of a result that nothing reads; of latent rows, as many columns."""
+        del k, v, context
+        return q[..., : kv.value_width]
 
     def decode(self, q: torch.Tensor, kv: KVLayer, context: Context) -> torch.Tensor:
         return self._backend.decode(q, kv, context)

@@ -43,7 +43,7 @@ logger = logging.getLogger("nanovllm")
 # In a model's config.json.
 NUM_LAYERS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 OWN_TABLE = "mtp_use_dedicated_embeddings"
-SUPPORTED = "those of Qwen3-Next, Qwen3.5 and GLM-4.5 are"
+SUPPORTED = "those of Qwen3-Next, Qwen3.5, GLM-4.5 and 4.7-Flash, and DeepSeek V3 are"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from nanovllm.utils.checks import check_choice
 def read_fp8(config: Mapping[str, Any]) -> Quantization:
     """The quantization that the config of an FP8 checkpoint describes."""
     check_only(config, "fmt", "e4m3", "float8_e4m3fn", None)
-    check_only(config, "scale_fmt", "float", None)
+    check_only(config, "scale_fmt", "float", "ue8m0", None)  # stored scales say it themselves
     check_only(config, "expert_dtype", "fp8", None)
     check_only(config, "modules_to_convert", [], None)
     check_only(config, "dequantize", False, None)

@@ -137,10 +137,10 @@ def nothing(*_: Any) -> None:
 
 # Plain operations in modules of their own names.
 OPERATIONS = (
-    "rms_norm", "silu_and_mul", "norm_rope_store", "store_kvcache", "mask", "sample", "draw",
-    "experts", "biased_experts", "read_table", "guess_ngrams", "guess_inputs", "accept",
-    "block_linear", "block_rows", "gelu_and_mul", "add_normed", "causal_conv", "gated_delta",
-    "state_space", "gated_norm", "sigmoid_and_mul", "latent_rows", "choose_experts",
+    "rms_norm", "biased_experts", "norm_rope_store", "store_kvcache", "mask", "sample", "draw",
+    "experts", "silu_and_mul", "read_table", "guess_ngrams", "guess_inputs", "accept",
+    "channel_delta", "block_rows", "gelu_and_mul", "add_normed", "causal_conv", "gated_delta",
+    "state_space", "gated_norm", "sigmoid_and_mul", "latent_rows", "choose_experts", "block_linear",
 )  # fmt: skip
 # The module of each operation, and its name there, if that is another one.
 PLAIN_PLACES = {name: f"plain.{name}" for name in OPERATIONS} | {

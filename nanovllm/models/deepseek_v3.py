@@ -11,6 +11,7 @@ from nanovllm.models.latents import (
     SIZES,
     SparseLatentConfig,
     check_only,
+    draft_layer,
     is_interleaved,
     latent_decoder,
     latent_experts,
@@ -46,7 +47,7 @@ def read(file: Mapping[str, Any]) -> SparseLatentConfig:
     return SparseLatentConfig(
         **latent_decoder(given, interleaved=is_interleaved(given)),
         experts=latent_experts(given, routing(given), layers_after_dense(given)),
-        num_drafts=number_of_later(file),
+        num_later=number_of_later(file),
     )
 
 
@@ -71,4 +72,4 @@ def build(config: SparseLatentConfig, make: "Build") -> "CausalLM":
     return latent_model(config, make)
 
 
-FAMILY = Family(read, build)
+FAMILY = Family(read, build, draft_layer=draft_layer)

@@ -9,6 +9,7 @@ from nanovllm.models.family import Family
 from nanovllm.models.fields import MAX_LAYERS
 from nanovllm.models.latents import (
     SparseLatentConfig,
+    draft_layer,
     latent_decoder,
     latent_experts,
     latent_fields,
@@ -43,7 +44,7 @@ def read(file: Mapping[str, Any]) -> SparseLatentConfig:
     return SparseLatentConfig(
         **latent_decoder(fields, interleaved=fields.flag("rope_interleave")),
         experts=latent_experts(fields, deepseek_v3.routing(fields), layers),
-        num_drafts=number_of_later(file),
+        num_later=number_of_later(file),
     )
 
 
@@ -54,4 +55,4 @@ def build(config: SparseLatentConfig, make: "Build") -> "CausalLM":
     return latent_model(config, make)
 
 
-FAMILY = Family(read, build)
+FAMILY = Family(read, build, draft_layer=draft_layer)

@@ -1,7 +1,6 @@
 """The parts of models with latent attention: blocks with or without experts, and whole models."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from nanovllm.layers.block import Block
 from nanovllm.layers.feed_forward import FeedForward
@@ -11,6 +10,7 @@ from nanovllm.models import parts
 from nanovllm.models.decoder import CausalLM
 from nanovllm.models.experts import sparse_mlp
 from nanovllm.models.latents import LatentConfig, SparseLatentConfig
+from nanovllm.models.later_layers import without_later
 
 
 def latent_block(
@@ -22,14 +22,15 @@ def latent_block(
 
     def block(index: int, make: Build) -> Block:
         mixer = kind(make.inside("self_attn"), config.hidden_size, config.latent)
-        feed_forward = _feed_forward(config, index, make.inside("mlp"))
+        part = feed_forward(config, index, make.inside("mlp"))
         norms = parts.pre_norms(config)
-        return Block(make, norms, mixer, feed_forward, residual_scale=residual_scale)
+        return Block(make, norms, mixer, part, residual_scale=residual_scale)
 
     return block
 
 
-def _feed_forward(config: LatentConfig, index: int, make: Build) -> FeedForward:
+def feed_forward(config: LatentConfig, index: int, make: Build) -> FeedForward:
+    """The experts of a layer, or its gated part."""
     if isinstance(config, SparseLatentConfig) and index in config.experts.layers:
         return sparse_mlp(config, make)
     return parts.mlp(config, make)
@@ -40,7 +41,4 @@ def latent_model(config: LatentConfig, make: Build) -> CausalLM:
 
     Tensors of layers that predict later tokens are skipped.
     """
-    model = parts.causal_lm(config, make, latent_block(config))
-    names = model.names
-    model.names = replace(names, skipped=(*names.skipped, *config.unused_names))
-    return model
+    return without_later(parts.causal_lm(config, make, latent_block(config)), config)

@@ -7,7 +7,6 @@ from typing import Any
 
 from nanovllm.kernels.operands.routing import Routing
 from nanovllm.layers.latent_sizes import LatentSizes
-from nanovllm.models.config import ModelConfig
 from nanovllm.models.experts import (
     ExpertsConfig,
     SharedExpert,
@@ -15,6 +14,7 @@ from nanovllm.models.experts import (
     experts_per_token,
 )
 from nanovllm.models.fields import NO_WINDOW, Fields, check_activation, decoder_fields
+from nanovllm.models.later_layers import LaterLayersConfig
 from nanovllm.models.shapes import LayerShape, MatrixShape
 from nanovllm.utils.checks import shorten
 
@@ -26,14 +26,10 @@ SIZES: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentConfig(ModelConfig):
-    """With the sizes of latent attention; `head_dim` is that of the rotated part.
-
-    Files have `num_drafts` more layers, which predict later tokens. They are not used.
-    """
+class LatentConfig(LaterLayersConfig):
+    """With the sizes of latent attention; `head_dim` is that of the rotated part."""
 
     latent: LatentSizes
-    num_drafts: int = 0
 
     def layer_shape(self, index: int) -> LayerShape:
         shape, latent, hidden = super().layer_shape(index), self.latent, self.hidden_size
@@ -43,16 +39,15 @@ class LatentConfig(ModelConfig):
             num_others=shape.num_others + latent.num_others(hidden),
         )  # fmt: skip
 
-    @property
-    def unused_names(self) -> tuple[str, ...]:
-        """The beginnings of the names of tensors that the model does not use."""
-        first = self.num_hidden_layers
-        return tuple(f"model.layers.{i}." for i in range(first, first + self.num_drafts))
-
 
 @dataclass(frozen=True, kw_only=True)
 class SparseLatentConfig(LatentConfig, SparseConfig):
     """With experts as well."""
+
+
+def draft_layer(config: SparseLatentConfig) -> SparseLatentConfig:
+    """With experts in layer 0, as in the draft head of the files."""
+    return replace(config, experts=replace(config.experts, layers=frozenset({0})))
 
 
 def latent_matrices(

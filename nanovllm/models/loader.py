@@ -22,7 +22,7 @@ from nanovllm.utils.interrupts import make_bar
 
 logger = logging.getLogger("nanovllm")
 
-FLOATS = ("F64", "F32", "F16", "BF16")  # by safetensors' names
+FLOATS = ("F64", "F32", "F16", "BF16", "F8_E8M0")  # by safetensors' names
 TYPES = {torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8", torch.int32: "I32", torch.int64: "I64"}
 NUM_THREADS = 4  # for copying: a thread waits while pages of the file are read
 SMALL = 1 << 28  # bytes of files that one thread copies: others would leave a MiB of heap each

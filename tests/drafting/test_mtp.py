@@ -34,7 +34,8 @@ from nanovllm.kernels.plain.read_table import TableState
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
-FAMILIES = [name for name in SAMPLES if name.startswith(("Qwen3.5", "Qwen3-Next", "GLM-4.5"))]
+HEADS = "Qwen3.5", "Qwen3-Next", "GLM-4.5", "GLM-4.7-Flash", "DeepSeek-V3"
+FAMILIES = [name for name in SAMPLES if name.startswith(HEADS)]
 MTP: dict[str, Any] = dict(method="mtp", num_speculative_tokens=3)
 PROMPTS = make_prompts()[:20]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -366,9 +367,10 @@ def test_files_without_the_heads_tensors_are_an_error(good: Path, tmp_path: Path
         make_llm(path, speculative_config=MTP)
 
 
-def test_a_layer_behind_those_of_the_model_is_a_head(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["GLM-4.5", "DeepSeek-V3"])
+def test_a_layer_behind_those_of_the_model_is_a_head(name: str, tmp_path: Path) -> None:
     """Updates and errors name its tensors as the files do; copies of other tensors are skipped."""
-    path = add_head(write(tmp_path / "model", SAMPLES["GLM-4.5"]), is_good=True)
+    path = add_head(write(tmp_path / "model", SAMPLES[name]), is_good=True)
     weights = load_file(path / FILE)
     head = {n: t for n, t in weights.items() if n.startswith("model.layers.3.")}
     joins = "model.layers.3.eh_proj.weight"

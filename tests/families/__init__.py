@@ -1,6 +1,7 @@
 """Small models of the families in `nanovllm/models`, for test_families.py: a module a kind."""
 
 from families import (
+    delta_latents,
     dense,
     dense_published,
     experts,
@@ -33,6 +34,7 @@ SAMPLES: dict[str, Sample] = {
     **mistral3.SAMPLES,
     **hybrids.SAMPLES,
     **latents.SAMPLES,
+    **delta_latents.SAMPLES,
     **lfm2.SAMPLES,
     **spaces.SAMPLES,
     **routed.SAMPLES,
@@ -50,6 +52,7 @@ PUBLISHED: dict[str, Published] = {
     **mistral3.PUBLISHED,
     **hybrids.PUBLISHED,
     **latents_published.PUBLISHED,
+    **delta_latents.PUBLISHED,
     **lfm2.PUBLISHED,
     **spaces.PUBLISHED,
     **routed.PUBLISHED,

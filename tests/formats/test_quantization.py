@@ -52,7 +52,7 @@ def in_group(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         ("fp8", ["must be an object", "'fp8'"]),
         ({"quant_method": "bitsandbytes"}, ["quant_method='bitsandbytes'", "'gptq'"]),
         ({**FP8, "fmt": "e5m2"}, ["fmt='e5m2'", "'e4m3'"]),
-        ({**FP8, "scale_fmt": "ue8m0"}, ["scale_fmt='ue8m0'"]),
+        ({**FP8, "scale_fmt": "ue4m3"}, ["scale_fmt='ue4m3'", "'ue8m0'"]),
         ({**FP8, "activation_scheme": "none"}, ["activation_scheme", "'none'", "'dynamic'"]),
         ({**FP8, "activation_scheme": "static"}, ["activation_scheme='static'", "'dynamic'"]),
         ({**FP8, "weight_block_size": [128]}, ["2 sizes", "[128]"]),

@@ -582,6 +582,17 @@ def gated_delta(
     gated_delta(qkv, a, b, rates, states, step)
 
 
+def channel_delta(queries: int, heads: int, size: int, lowest: float | None = None) -> None:
+    from nanovllm.kernels.operands.rates import ChannelRates
+    from nanovllm.kernels.triton.state.channel_delta import channel_delta
+
+    step, states = state_step(queries), states_of((heads, size, size), torch.float32)
+    tokens, inner = len(step.after), heads * size
+    rates = ChannelRates(torch.empty(heads), torch.empty(inner), lowest)
+    channel_delta(bf16(tokens, 3 * inner), bf16(tokens, inner), bf16(tokens, heads), rates, states,
+                  step)  # fmt: skip
+
+
 def state_space(
     queries: int, groups: int, heads: int, head_dim: int, size: int,
     dtype: torch.dtype = torch.bfloat16,
@@ -891,6 +902,7 @@ CALLS: dict[str, Callable[[], object]] = {
             ("gated_delta, keys of 96", gated_delta, 30, 30, 96, torch.bfloat16, 192),
             ("gated_delta, float32", gated_delta, 16, 32, 128, torch.float32),
             ("gated_delta, float16", gated_delta, 16, 32, 128, torch.float16),
+            ("channel_delta, Kimi Linear", channel_delta, 32, 128),
             ("state_space, Mamba-2", state_space, 1, 80, 64, 128),
             ("state_space, states of 256", state_space, 1, 48, 64, 256),
             ("state_space, float32", state_space, 8, 128, 64, 128, torch.float32),
@@ -972,7 +984,7 @@ def capabilities(name: str) -> tuple[int, ...]:
     alone = any(part in name for part in parts)
     alone |= "attention" in name and not any(part in name for part in COMMON_ATTENTION)
     alone |= name.startswith("latent") and name.endswith(("few tokens", "float32"))
-    states = name.startswith(("gated_delta", "state_space"))
+    states = name.startswith(("gated_delta", "channel_delta", "state_space"))
     alone |= states and "Qwen3-Next" not in name and "Mamba-2" not in name
     alone |= name.startswith("quantized_rows") and name.endswith(RARER_ROWS)
     if name.startswith("rounded_linear, e4m3"):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.operands.rates import DeltaRates, SpaceRates
+from nanovllm.kernels.operands.rates import ChannelRates, DeltaRates, SpaceRates
 from nanovllm.kernels.operands.state_step import StateStep
 
 SLOTS, CHECKPOINTS = 48, 24  # all, and the first one with checkpoints
@@ -76,9 +76,10 @@ def one_by_one(
 
 
 def delta(
-    qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rates: DeltaRates, states: torch.Tensor,
-    step: StateStep,
+    qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rates: DeltaRates | ChannelRates,
+    states: torch.Tensor, step: StateStep,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Heads that forget [T, H, 1], or whose channels do [T, H, Dk]."""
     _, heads, dk, dv = states.shape
     qkv, a, b = qkv.double(), a.double(), b.double()
     keys = (qkv.shape[1] - heads * dv) // 2
@@ -91,11 +92,14 @@ def delta(
         )
         for x in (q, k)
     )
-    forget = (-rates.log_rate.double().exp() * F.softplus(a + rates.bias.double())).exp()
-    learn = rates.most * b.sigmoid()
+    x, rate = (a + rates.bias.double()).unflatten(1, (heads, -1)), rates.log_rate.double().exp()
+    forget = (-rate[:, None] * F.softplus(x)).exp()
+    if isinstance(rates, ChannelRates) and rates.lowest is not None:
+        forget = (rates.lowest * (rate[:, None] * x).sigmoid()).exp()
+    learn = b.sigmoid() * (rates.most if isinstance(rates, DeltaRates) else 1)
 
     def update(row: torch.Tensor, memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        memory = memory * forget[row][..., None, None]
+        memory = memory * forget[row][..., None]
         change = (v[row] - torch.einsum("nhk,nhkv->nhv", k[row], memory)) * learn[row][..., None]
         memory = memory + k[row][..., None] * change[..., None, :]
         return torch.einsum("nhk,nhkv->nhv", q[row], memory) * dk**-0.5, memory

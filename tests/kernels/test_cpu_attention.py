@@ -123,6 +123,17 @@ def test_chunks_and_prefixes_equal_their_twin(shape: Shape, split: int) -> None:
         assert_prefills_as_its_twin(shape, True, "cpu", Compiled)
 
 
+@pytest.mark.parametrize(
+    ("value_dim", "is_latent", "most"), [(128, False, 33), (512, False, 65), (512, True, 65)]
+)
+def test_a_state_has_memory_for_the_columns_of_a_value(
+    value_dim: int, is_latent: bool, most: int
+) -> None:
+    """In KiB: not for those of the widest tile, whose vectors may have 16 numbers."""
+    size = attention.slot_bytes(value_dim, is_latent)
+    assert size % 64 == 0 and size <= most << 10
+
+
 @pytest.mark.parametrize("window", [None, 1500])
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("group", [2, 16, 24])

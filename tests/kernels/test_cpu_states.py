@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nanovllm.kernels.cpu.table import cpu_kernels
-from nanovllm.kernels.operands.rates import DeltaRates, SpaceRates
+from nanovllm.kernels.operands.rates import ChannelRates, DeltaRates, SpaceRates
 from nanovllm.kernels.operands.state_step import StateStep
 from nanovllm.kernels.table import PLAIN, Kernels
 
@@ -67,6 +67,18 @@ def delta(
     )  # fmt: skip
 
 
+def channels(
+    tokens: int, dtype: torch.dtype, heads: int, dk: int, dv: int, lowest: float | None,
+    decay: float = 0,
+) -> Layer:  # fmt: skip
+    rates = ChannelRates(torch.randn(heads) + decay, torch.randn(heads * dk), lowest)
+    sizes = 2 * heads * dk + heads * dv, heads * dk, heads
+    return Layer(
+        lambda kernels, inputs, *args: kernels.channel_delta(*inputs, rates, *args),
+        [columns(tokens, size, dtype) for size in sizes], slots_of(heads, dk, dv), rates,
+    )  # fmt: skip
+
+
 def space(
     tokens: int, dtype: torch.dtype, groups: int, heads: int, dim: int, size: int, decay: float = 0
 ) -> Layer:  # fmt: skip
@@ -91,12 +103,14 @@ def conv(tokens: int, dtype: torch.dtype, channels: int, width: int, full: bool)
 
 DELTAS = [(2, 4, 8, 6), (1, 3, 6, 8), (1, 1, 13, 77), (1, 2, 64, 64), (2, 2, 128, 128),
           (1, 1, 256, 256)]  # fmt: skip
+CHANNELS = [(2, 8, 6, None), (3, 13, 77, -5.0), (2, 128, 128, None), (1, 64, 64, -5.0)]
 SPACES = [(2, 4, 3, 5), (1, 2, 64, 128), (2, 2, 16, 16), (1, 3, 20, 33), (1, 1, 33, 64)]
 CONVS = [(6, 4, True), (300, 3, False), (128, 2, True), (130, 8, False), (1, 5, True)]
 LAYERS = {
     f"{make.__name__}-{sizes}": partial(make, **dict(zip(names, sizes, strict=True)))
     for make, names, all_sizes in (
         (delta, ("key_heads", "heads", "dk", "dv"), DELTAS),
+        (channels, ("heads", "dk", "dv", "lowest"), CHANNELS),
         (space, ("groups", "heads", "dim", "size"), SPACES),
         (conv, ("channels", "width", "full"), CONVS),
     )
@@ -134,6 +148,7 @@ STEPS = st.one_of(
 @kernel_settings(40)
 @given(st.sampled_from([*LAYERS]), st.sampled_from(DTYPES), STEPS, st.integers(0, 2**31))
 @example("delta-(2, 2, 128, 128)", torch.bfloat16, prefill([70, 1, 33], [2, 31, 32, 33]), 0)
+@example("channels-(2, 128, 128, None)", torch.float32, prefill([70, 1, 33], [2, 31, 32, 33]), 0)
 @example("space-(1, 2, 64, 128)", torch.bfloat16, prefill([70, 1, 33], [2, 31, 32, 33]), 0)
 @example("conv-(130, 8, False)", torch.bfloat16, prefill([1, 3, 9, 2], [2, 3]), 0)
 def test_results_are_those_of_the_twin(
@@ -200,15 +215,17 @@ def test_a_sequence_does_not_depend_on_the_batch(name: str) -> None:
     assert torch.equal(alone_states[slot], states[slot])
 
 
-def exact_delta(qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rates: DeltaRates) -> Any:
+def exact_delta(
+    qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rates: DeltaRates | ChannelRates
+) -> Any:  # fmt: skip
     """Outputs and the last memory of one head, token by token in float64."""
     q, k, v = (x / (i == 2 or (x.square().sum(1, True) + 1e-6).sqrt())
                for i, x in enumerate(qkv.double().chunk(3, 1)))  # fmt: skip
     decays = (-rates.log_rate.double().exp() * F.softplus(a.double() + rates.bias)).exp()
-    learns = rates.most * b.double().sigmoid()
+    learns = b.double().sigmoid() * (rates.most if isinstance(rates, DeltaRates) else 1)
     memory, outs = torch.zeros(q.shape[1], v.shape[1], dtype=torch.float64), []
     for token in range(len(q)):
-        memory = memory * decays[token]
+        memory = memory * decays[token, :, None]  # of the head, or of each channel
         change = (v[token] - k[token] @ memory) * learns[token]
         memory = memory + torch.outer(k[token], change)
         outs.append(q[token] @ memory / q.shape[1] ** 0.5)
@@ -228,16 +245,17 @@ def exact_space(xbc: torch.Tensor, dt: torch.Tensor, rates: SpaceRates) -> Any:
 
 
 @pytest.mark.parametrize("decay", [-6.0, 0.0, 4.0])
-@pytest.mark.parametrize("kind", ["delta", "space"])
+@pytest.mark.parametrize("kind", ["delta", "channels", "space"])
 def test_errors_stay_small_over_many_tokens(kind: str, decay: float) -> None:
     """Float64 is the judge: of memories that last for one token, or for hundreds."""
     torch.manual_seed(6)
-    tokens, make = 700, delta if kind == "delta" else space
-    layer = make(tokens, torch.float32, 1, 1, 64, 64, decay)
+    tokens, sizes = 700, (1, 64, 64, None) if kind == "channels" else (1, 1, 64, 64)
+    make: Any = {"delta": delta, "channels": channels, "space": space}[kind]
+    layer = make(tokens, torch.float32, *sizes, decay)
     layer.states[0] = 0
     step = prefill([tokens], [])
     out = layer.run(CPU, step, layer.states)
-    exact, last = (exact_delta if kind == "delta" else exact_space)(*layer.inputs, layer.rates)
+    exact, last = (exact_space if kind == "space" else exact_delta)(*layer.inputs, layer.rates)
     for found, expected in ((out[:, 0], exact), (layer.states[15, 0], last)):
         error = (found - expected).norm() / expected.norm()
         assert error < 3e-6, float(error)

@@ -1,12 +1,15 @@
 """The recurrences of layers with states, against definitions written for one sequence."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.operands.rates import DeltaRates, SpaceRates
+from nanovllm.kernels.operands.rates import ChannelRates, DeltaRates, SpaceRates
 from nanovllm.kernels.operands.state_step import StateStep
 from nanovllm.kernels.plain.causal_conv import causal_conv
+from nanovllm.kernels.plain.channel_delta import channel_delta
 from nanovllm.kernels.plain.gated_delta import gated_delta
 from nanovllm.kernels.plain.gated_norm import gated_norm
 from nanovllm.kernels.plain.state_space import state_space
@@ -56,6 +59,36 @@ def test_the_gated_delta_rule_is_that_of_transformers(most: float) -> None:
             v[None, part].unflatten(2, (-1, dv)),
             g=(-rates.log_rate.exp() * F.softplus(a + rates.bias))[None, part],
             beta=most * b.sigmoid()[None, part], initial_state=old[None, 1 + i],
+            output_final_state=True, use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        torch.testing.assert_close(out[part], expected[0])
+        torch.testing.assert_close(states[11 + i], state[0])
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "bailing_hybrid"])
+def test_channels_forget_by_themselves_as_in_transformers(family: str) -> None:
+    """Without a lowest logarithm, and with one. Their gate and their recurrence."""
+    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    torch.manual_seed(1)
+    heads, dim, low = 3, 8, None if family == "kimi_linear" else -5.0
+    step, parts = steps(LENGTHS)
+    qkv, a, b = torch.randn(9, 3 * heads * dim), torch.randn(9, heads * dim), torch.randn(9, heads)
+    rates = ChannelRates(torch.randn(heads), torch.randn(heads * dim), low)
+    states = torch.randn(16, heads, dim, dim)
+    old = states.clone()
+    out = channel_delta(qkv, a, b, rates, states, step)
+    sizes = dict(linear_head_dim=dim, linear_num_heads=heads, hidden_size=heads * dim)
+    name = "KimiLinearForgetGate" if low is None else "BailingHybridForgetGate"
+    config = SimpleNamespace(**sizes, kda_safe_gate=True, kda_lower_bound=low)
+    gate = getattr(module, name)(config)
+    gate.A_log.data, gate.dt_bias.data = rates.log_rate.view(gate.A_log.shape), rates.bias
+    for layer in ("f_a_proj", "f_b_proj", "f_proj"):
+        setattr(gate, layer, torch.nn.Identity())
+    forgets, (q, k, v) = gate(a[None]), qkv.unflatten(1, (-1, dim)).chunk(3, 1)
+    for i, part in enumerate(parts):
+        expected, state = module.recurrent_kimi_delta_attention(
+            q[None, part], k[None, part], v[None, part], g=forgets[:, part],
+            beta=b.sigmoid()[None, part], initial_state=old[None, 1 + i],
             output_final_state=True, use_qk_l2norm_in_kernel=True,
         )  # fmt: skip
         torch.testing.assert_close(out[part], expected[0])

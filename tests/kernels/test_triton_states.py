@@ -9,7 +9,7 @@ import recurrences
 import torch
 from recurrences import CHECKPOINTS, DUMP, Prefill, decode_step, slots_of
 
-from nanovllm.kernels.operands.rates import DeltaRates, SpaceRates
+from nanovllm.kernels.operands.rates import ChannelRates, DeltaRates, SpaceRates
 from nanovllm.kernels.operands.state_chunks import divide
 from nanovllm.kernels.operands.state_step import StateStep
 from nanovllm.kernels.table import PLAIN
@@ -22,6 +22,7 @@ pytestmark = [
 ]
 TRITON = triton_kernels()
 
+OPERATIONS = {"Delta": "gated_delta", "Channels": "channel_delta", "Space": "state_space"}
 # Around the borders of chunks. Kept are the 7th and 103rd token of the fifth sequence, and tokens
 # before and at the ends of the last one's chunks.
 LENGTHS = (1, 63, 64, 65, 130, 200)
@@ -60,6 +61,26 @@ class Delta:
 
 
 @dataclass(frozen=True)
+class Channels:
+    """Heads of a gated delta rule whose channels forget by themselves."""
+
+    heads: int = 2
+    dk: int = 16
+    dv: int = 16
+    dtype: torch.dtype = torch.float32
+    log_rate: float = 0.0
+    lowest: float | None = None
+
+    def make(self, tokens: int, device: str) -> tuple[Any, ...]:
+        alike = Delta(self.heads, self.heads, self.dk, self.dv, self.dtype, self.log_rate)
+        qkv, _, b, rates, states = alike.make(tokens, device)
+        size = self.heads * self.dk
+        a = torch.randn(tokens, 2 * size).to(device, self.dtype)[:, size:]
+        bias = torch.randn(size).to(device)
+        return qkv, a, b, ChannelRates(rates.log_rate, bias, self.lowest), states
+
+
+@dataclass(frozen=True)
 class Space:
     """Heads of a state space."""
 
@@ -81,10 +102,12 @@ class Space:
         return xbc, dt, rates, slots_of((self.heads, self.dim, self.size), torch.float32, device)
 
 
-SHAPES: list[Delta | Space] = [
+Shape = Delta | Channels | Space
+SHAPES: list[Shape] = [
     Delta(), Delta(2, 4, 12, 20, log_rate=2.0, most=2.0), Delta(1, 1, 64, 64, log_rate=-6.0),
     Delta(1, 1, 128, 128), Delta(1, 2, 16, 24, torch.bfloat16, -3.0),
     Delta(1, 1, 64, 64, torch.bfloat16, 1.0), Delta(1, 1, 24, 16, torch.float16),
+    Channels(2, 12, 20, log_rate=2.0), Channels(1, 64, 64, torch.bfloat16, -3.0, lowest=-5.0),
     Space(), Space(2, 4, 12, 20, log_rate=2.0, high=0.2), Space(1, 1, 64, 64, log_rate=-6.0),
     Space(1, 1, 64, 128), Space(1, 2, 16, 24, torch.bfloat16, -3.0),
     Space(1, 1, 64, 64, torch.bfloat16, 1.0), Space(1, 1, 24, 16, torch.float16),
@@ -93,12 +116,11 @@ SHAPES: list[Delta | Space] = [
 BOUNDS = {torch.float32: 2e-6, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 
 
-def run(kernels: Any, shape: Delta | Space, inputs: tuple[Any, ...], step: StateStep) -> Any:
+def run(kernels: Any, shape: Shape, inputs: tuple[Any, ...], step: StateStep) -> Any:
     """The outputs and the states."""
     *others, states = inputs
     states = states.clone()
-    operation = kernels.gated_delta if isinstance(shape, Delta) else kernels.state_space
-    return operation(*others, states, step), states
+    return getattr(kernels, OPERATIONS[type(shape).__name__])(*others, states, step), states
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, bound: float) -> None:
@@ -106,9 +128,9 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, bound: float) -> N
     assert float(error) <= bound, f"{float(error):.2e} of the largest"
 
 
-def check(shape: Delta | Space, step: StateStep, device: str, bound: float) -> None:
+def check(shape: Shape, step: StateStep, device: str, bound: float) -> None:
     inputs = shape.make(len(step.after), device)
-    recurrence = recurrences.delta if isinstance(shape, Delta) else recurrences.space
+    recurrence = recurrences.space if isinstance(shape, Space) else recurrences.delta
     expected, new = recurrence(*inputs, step)
     out, states = run(TRITON, shape, inputs, step)
     assert out.dtype == shape.dtype
@@ -120,7 +142,7 @@ def check(shape: Delta | Space, step: StateStep, device: str, bound: float) -> N
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_prefill_is_the_recurrence(shape: Delta | Space, kernel_device: str) -> None:
+def test_prefill_is_the_recurrence(shape: Shape, kernel_device: str) -> None:
     """Chunks end early at kept tokens, and states replace those that they began with."""
     check(shape, MANY.step(kernel_device), kernel_device, BOUNDS[shape.dtype])
 
@@ -128,11 +150,10 @@ def test_prefill_is_the_recurrence(shape: Delta | Space, kernel_device: str) -> 
 @pytest.mark.parametrize("queries", [0, 1, 3])
 @pytest.mark.parametrize(
     "shape", [Delta(2, 4, 12, 20, torch.bfloat16), Delta(dk=128, dv=64), Space(2, 4, 12, 20),
+              Channels(2, 12, 20, torch.bfloat16, lowest=-5.0), Channels(1, 128, 64),
               Space(1, 2, 32, 128, torch.bfloat16)], ids=str
 )  # fmt: skip
-def test_few_tokens_are_the_recurrence(
-    shape: Delta | Space, queries: int, kernel_device: str
-) -> None:
+def test_few_tokens_are_the_recurrence(shape: Shape, queries: int, kernel_device: str) -> None:
     """Of decode steps, or of a prefill of few tokens each: in float32 inside for all types."""
     step = decode_step(queries, kernel_device) if queries else FEW.step(kernel_device)
     check(shape, step, kernel_device, BOUNDS[torch.float32])
@@ -140,7 +161,7 @@ def test_few_tokens_are_the_recurrence(
 
 @pytest.mark.parametrize("shape", [Delta(dtype=torch.bfloat16), Space(dtype=torch.bfloat16)])
 def test_a_sequence_depends_on_no_other_one_and_on_no_step(
-    shape: Delta | Space, kernel_device: str
+    shape: Shape, kernel_device: str
 ) -> None:
     """Positions decide where chunks end: not the step, nor the rows."""
     inputs = shape.make(sum(LENGTHS), kernel_device)
@@ -257,10 +278,12 @@ def test_gated_norms_are_their_twins(
 
 
 LARGE = Prefill((1000, 4099, 17, 1, 640), (0, 100, 30, 7, 64), {999 + 64: CHECKPOINTS})
-LARGE_SHAPES: list[Delta | Space] = [
+LARGE_SHAPES: list[Shape] = [
     Delta(16, 32, 128, 128, torch.bfloat16, -2.0), Delta(4, 4, 64, 64, torch.bfloat16),
     Delta(6, 6, 96, 192, torch.bfloat16, most=2.0), Delta(4, 8, 256, 256, torch.bfloat16),
     Delta(4, 8, 128, 128, torch.float16), Delta(4, 8, 128, 128, torch.float32),
+    Channels(32, 128, 128, torch.bfloat16), Channels(32, 128, 128, torch.bfloat16, 1.0, -5.0),
+    Channels(4, 128, 128),
     Space(1, 80, 64, 128, torch.bfloat16), Space(8, 128, 64, 128, torch.bfloat16, 1.0),
     Space(1, 48, 64, 256, torch.bfloat16), Space(1, 24, 64, 128, torch.float16),
     Space(1, 24, 64, 128, torch.float32),
@@ -269,9 +292,7 @@ LARGE_SHAPES: list[Delta | Space] = [
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("shape", LARGE_SHAPES, ids=str)
-def test_long_prompts_are_their_twins_on_the_device(
-    shape: Delta | Space, kernel_device: str
-) -> None:
+def test_long_prompts_are_their_twins_on_the_device(shape: Shape, kernel_device: str) -> None:
     """Of models' sizes. Each sequence alone says which one is wrong."""
     step = LARGE.step(kernel_device)
     inputs = shape.make(len(step.after), kernel_device)
@@ -290,7 +311,7 @@ def test_long_prompts_are_their_twins_on_the_device(
 @pytest.mark.parametrize("sequences", [1, 200])
 @pytest.mark.parametrize("shape", LARGE_SHAPES, ids=str)
 def test_decode_is_its_twin_on_the_device_and_in_graphs(
-    shape: Delta | Space, sequences: int, queries: int, kernel_device: str
+    shape: Shape, sequences: int, queries: int, kernel_device: str
 ) -> None:
     """A graph's kernels start early: they must not read a state before it is written."""
     tokens = sequences * queries
@@ -298,7 +319,7 @@ def test_decode_is_its_twin_on_the_device_and_in_graphs(
     states = some[torch.arange(tokens + 2, device=kernel_device) % len(some)].contiguous()
     after = 1 + torch.arange(tokens, device=kernel_device)
     step = StateStep(after.view(sequences, -1)[:, -1].contiguous(), after, num_queries=queries)
-    operation = "gated_delta" if isinstance(shape, Delta) else "state_space"
+    operation = OPERATIONS[type(shape).__name__]
     found, expected = states.clone(), states.clone()
     call = getattr(TRITON, operation)
     call(*others, states.clone(), step)  # compiles

@@ -165,7 +165,7 @@ def test_published_models_have_their_scales_and_groups() -> None:
     assert math.isclose(v2.latent.scale, 192**-0.5 * (0.0707 * math.log(40) + 1) ** 2)
     assert v3.experts.routing.groups == ExpertGroups(8, 4, best=2)
     assert v2.experts.routing.groups == ExpertGroups(8, 3, best=1)
-    assert v3.unused_names == ("model.layers.61.",)
+    assert v3.later == ("model.layers.61.",)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@
 
 namespace {
 
-// The state of few rows or of a tile.
+// The state of few rows or of a tile. A slot for one has no memory for columns that a tile of the
+// layer does not have.
 union AnyState {
     State few;
     TileState tile;
@@ -34,9 +35,9 @@ struct Step {
     const int32_t* tables;  // null: a sequence's keys are in the rows of its queries
     const int32_t* tasks;   // [num_tasks, 5]: sequence, first row, first key, end key, slot
     const int32_t* merges;  // [num_merges, 4]: sequence, first row, first slot, end slot
-    AnyState* partial;      // [slots, KVH]: states to be merged
+    char* partial;          // [slots, KVH, slot_bytes]: states to be merged
     int64_t num_tasks, num_merges, q_stride, k_stride, v_stride, table_stride, block_size;
-    int64_t q_heads, kv_heads, head_dim, value_dim, window, threads;
+    int64_t q_heads, kv_heads, head_dim, value_dim, window, threads, slot_bytes;
     float scale;
     float soft_cap;      // on the scores; 0: no cap
     const float* sinks;  // [H]; null: no sinks
@@ -51,6 +52,10 @@ struct Step {
     // every four rows and for each product.
     bool is_few(int64_t seq) const {
         return num_rows(seq) <= (SHARED ? 4 : FEW) && head_dim % LANES == 0;
+    }
+
+    AnyState& slot_state(int64_t slot, int64_t kv_head) const {
+        return *(AnyState*)(partial + (slot * kv_heads + kv_head) * slot_bytes);
     }
 
     // The query of a row.
@@ -121,7 +126,7 @@ struct Step {
             for (int64_t d = 0; d < head_dim; d++) queries[r][d] = widen(from[d]) * factor;
         }
         State own;
-        State& state = slot < 0 ? own : partial[slot * kv_heads + kv_head].few;
+        State& state = slot < 0 ? own : slot_state(slot, kv_head).few;
         const int64_t columns = value_columns(LANES);
         state.clear(columns);
         (rows <= 2 ? attend_few<2, K> : attend_few<4, K>)(
@@ -136,7 +141,7 @@ struct Step {
         alignas(CACHE_LINE) float queries[MAX_HEAD_DIM][TILE];
         int32_t limits[TILE];
         TileState own;
-        TileState& state = slot < 0 ? own : partial[slot * kv_heads + kv_head].tile;
+        TileState& state = slot < 0 ? own : slot_state(slot, kv_head).tile;
         const int64_t columns = value_columns(SHARED ? 2 * BLOCK : BLOCK);
         state.clear(columns);
         for (int64_t r = 0; r < TILE; r++) {
@@ -155,9 +160,9 @@ struct Step {
     // Merge the states of a sequence's few rows, or of a tile.
     void merge(const int32_t* part, int64_t kv_head) const {
         const int64_t seq = part[0], row = part[1];
-        AnyState& state = partial[part[2] * kv_heads + kv_head];
+        AnyState& state = slot_state(part[2], kv_head);
         for (int64_t slot = part[2] + 1; slot < part[3]; slot++) {
-            const AnyState& other = partial[slot * kv_heads + kv_head];
+            const AnyState& other = slot_state(slot, kv_head);
             if (is_few(seq)) state.few.add(other.few, num_rows(seq), value_columns(LANES));
             else state.tile.add(other.tile, value_dim);
         }

@@ -26,7 +26,7 @@ STEP_POINTERS = (
 )  # fmt: skip
 STEP_INTEGERS = (
     "num_tasks", "num_merges", "q_stride", "k_stride", "v_stride", "table_stride", "block_size",
-    "q_heads", "kv_heads", "head_dim", "value_dim", "window", "threads",
+    "q_heads", "kv_heads", "head_dim", "value_dim", "window", "threads", "slot_bytes",
 )  # fmt: skip
 
 
@@ -133,6 +133,17 @@ def _tiles(
     ]
 
 
+def slot_bytes(value_dim: int, is_latent: bool) -> int:
+    """The bytes of a state that is left for a merge: of few rows, or of a tile.
+
+    A tile's state has a line for its maxima, one for its sums, and one for each number of a value,
+    rounded up to vectors.
+    """
+    lanes = constant("lanes")
+    tile = (2 + -(-value_dim // lanes) * lanes) * constant("tile_rows") * 4
+    return max(tile, constant("latent_state_bytes" if is_latent else "state_bytes"))
+
+
 def attend_to_cache(q: torch.Tensor, kv: KVLayer, plan: AttentionPlan) -> torch.Tensor:
     """Attention of q [T, H, D] to the cached blocks of the plan, which are read in place."""
     assert kv.k_cache.is_contiguous() and kv.v_cache.is_contiguous()
@@ -156,7 +167,7 @@ def attend(
     work = plan.tasks_of(reach)
     values = head_dim if kv.value_width is None else kv.value_width
     out = q.new_empty(*q.shape[:2], values)
-    of_slot = constant("state_bytes" if kv.value_width is None else "latent_state_bytes")
+    of_slot = slot_bytes(values, kv.value_width is not None)
     partial = torch.empty(work.num_slots * num_kv_heads * of_slot, dtype=torch.uint8)
     step = Step(
         q.data_ptr(), k.data_ptr(), v.data_ptr(), address(kv.k_scales), address(kv.v_scales),
@@ -164,7 +175,7 @@ def attend(
         work.tasks.data_ptr(), work.merges.data_ptr(), partial.data_ptr(), len(work.tasks),
         len(work.merges), q.stride(0), k.stride(0), v.stride(0),
         0 if tables is None else tables.stride(0), block_size, num_heads, num_kv_heads, head_dim,
-        values, reach, torch.get_num_threads(), kv.scale, kv.soft_cap or 0.0,
+        values, reach, torch.get_num_threads(), of_slot, kv.scale, kv.soft_cap or 0.0,
         address(kv.sinks),
     )  # fmt: skip
     kind = "attention" if kv.value_width is None else "attention_latents"

@@ -3,6 +3,11 @@
 //
 //     change = beta * (v - g * (k S));  out = g * (q S) + (q k) * change;  S <- g * S + k change
 //
+// If each channel of keys forgets by itself (CHANNELS), g is a vector, which multiplies the rows of
+// S, or k and q before their products with S:
+//
+//     change = beta * (v - (g k) S);  out = (g q) S + (q k) * change;  S <- diag(g) S + k change
+//
 // One pass over the memory updates it by a token, and multiplies it by the next token's key and
 // query. Each product k S or q S adds up the rows of S from the first to the last, for each column
 // alone. So all columns of a group of COLUMNS go through the tokens while they stay in the L1
@@ -10,6 +15,7 @@
 
 #pragma once
 
+#include "silu_and_mul.h"
 #include "state_rows.h"
 
 namespace {
@@ -31,11 +37,12 @@ struct Columns {
 
 // Write g * from + key * change to `to`, and add its products with next_key and query; or only one
 // of both.
-template <int V, Pass PASS>
-inline void go_over(Columns<const float> from, Columns<float> to, int64_t rows, float g,
+template <bool CHANNELS, int V, Pass PASS>
+inline void go_over(Columns<const float> from, Columns<float> to, int64_t rows, const float* forget,
                     const float* key, const float* change, const float* next_key,
                     const float* query, float* known, float* read) {
     constexpr bool UPDATES = int(PASS) & int(Pass::UPDATE), READS = int(PASS) & int(Pass::READ);
+    const float all = forget[0];
     Vec changes[V], knowns[V] = {}, reads[V] = {};
     if (UPDATES)
         for (int v = 0; v < V; v++) changes[v] = load(change + v * LANES);
@@ -44,6 +51,7 @@ inline void go_over(Columns<const float> from, Columns<float> to, int64_t rows, 
         Vec k, next, q;
         if (UPDATES) k = all_lanes(key[row]);
         if (READS) next = all_lanes(next_key[row]), q = all_lanes(query[row]);
+        const float g = CHANNELS ? forget[row] : all;
 #pragma GCC unroll 8
         for (int v = 0; v < V; v++) {
             Vec memory = load(from.first + row * from.stride + v * LANES);
@@ -67,7 +75,7 @@ struct DeltaLayer {
     const T *qkv, *a, *b;
     int64_t qkv_stride, a_stride, b_stride;
     const float *log_rate, *bias;
-    float most;
+    float limit;  // the most that is learnt; of CHANNELS, the lowest logarithm of g, or 0
     T* out;
     Slots<float> slots;
     StateRows rows;
@@ -75,7 +83,7 @@ struct DeltaLayer {
 };
 
 // One head of one sequence, and the columns [first, end) of its memory.
-template <typename T>
+template <typename T, bool CHANNELS>
 class DeltaHead {
 public:
     DeltaHead(const DeltaLayer<T>& layer, int64_t sequence, int64_t head, int64_t first,
@@ -87,9 +95,11 @@ public:
           before(slots.at(layer.rows.before[sequence])), rate(std::exp(layer.log_rate[head])) {
         const int64_t vectors = (std::min(length, SOME_TOKENS) + 1) * padded;
         const int64_t columns = round_up(end - first, LANES);
-        keys = scratch(2 * vectors + (layer.key_size + 1) * columns);
+        keys = scratch((CHANNELS ? 4 : 2) * vectors + (layer.key_size + 1) * columns);
         queries = keys + vectors;
-        changes = queries + vectors;
+        next_keys = CHANNELS ? queries + vectors : keys;
+        channels = CHANNELS ? next_keys + vectors : nullptr;
+        changes = (CHANNELS ? channels : queries) + vectors;
         memory = changes + columns;
     }
 
@@ -101,6 +111,7 @@ public:
             for (; column + COLUMNS <= end; column += COLUMNS) go<WIDE>(column, token, some);
             for (; column < end; column += LANES) go<1>(column, token, some);
             std::copy_n(keys + some * padded, padded, keys);
+            if (CHANNELS) std::copy_n(channels + some * padded, padded, channels);
             forget[0] = forget[some];
         }
     }
@@ -132,9 +143,33 @@ private:
         unit(q, 1 / std::sqrt(float(size)), query);
         unit(q + layer.key_heads * size, 1, key);
         products[i] = dot(key, query);
-        const float a = widen(layer.a[row * layer.a_stride + head]) + layer.bias[head];
-        forget[i] = std::exp(-rate * softplus(a));
-        learn[i] = layer.most / (1 + std::exp(-widen(layer.b[row * layer.b_stride + head])));
+        if (CHANNELS) {
+            forget[i] = 1;
+            forget_channels(row, i);
+        } else {
+            const float a = widen(layer.a[row * layer.a_stride + head]) + layer.bias[head];
+            forget[i] = std::exp(-rate * softplus(a));
+        }
+        const float most = CHANNELS ? 1 : layer.limit;
+        learn[i] = most / (1 + std::exp(-widen(layer.b[row * layer.b_stride + head])));
+    }
+
+    // Compute what each channel forgets, and multiply the key and the query by it.
+    void forget_channels(int64_t row, int64_t i) {
+        const int64_t size = layer.key_size;
+        const T* a = layer.a + row * layer.a_stride + head * size;
+        const float *bias = layer.bias + head * size, *key = keys + i * padded;
+        float *query = queries + i * padded, *next = next_keys + i * padded;
+        float* g = channels + i * padded;
+        const float limit = layer.limit, rate = this->rate;
+#pragma omp simd
+        for (int64_t j = 0; j < size; j++) {
+            const float x = widen(a[j]) + bias[j];
+            const float log = limit < 0 ? limit / sigmoid_divisor(rate * x) : -rate * softplus_of(x);
+            g[j] = exp2_of(log * LOG2E);
+            next[j] = key[j] * g[j];
+            query[j] *= g[j];
+        }
     }
 
     // Write x with the length `length`, and zeros after it.
@@ -176,10 +211,10 @@ private:
             constexpr Pass PASS = decltype(kind)::value;
             constexpr bool updates = PASS != Pass::READ;
             const auto from = place(token - 1 - updates), to = place(token - 1);
-            go_over<V, PASS>({from.first, from.stride}, to, size, forget[i - 1],
-                             keys + (i - 1) * padded, change, keys + i * padded,
-                             queries + i * padded,
-                             known, read);
+            const float* g = CHANNELS ? channels + (i - 1) * padded : forget + i - 1;
+            go_over<CHANNELS, V, PASS>({from.first, from.stride}, to, size, g,
+                                       keys + (i - 1) * padded, change, next_keys + i * padded,
+                                       queries + i * padded, known, read);
             if (updates) keep_part(token - 1);
         };
         for (int64_t i = 1; i <= some; i++, token++) {
@@ -216,25 +251,27 @@ private:
     const Slots<float> slots;  // of this head
     float* const before;
     const float rate;
-    float *keys, *queries;  // [SOME_TOKENS + 1, padded]: Dk numbers, then zeros
+    // [SOME_TOKENS + 1, padded]: Dk numbers, then zeros. With CHANNELS, queries and next_keys are
+    // multiplied by g, which `channels` has.
+    float *keys, *queries, *next_keys, *channels;
     float* changes;         // of the last token, for each column
     float* memory;          // of each group of columns, all rows
     float forget[SOME_TOKENS + 1], learn[SOME_TOKENS + 1], products[SOME_TOKENS + 1];
 };
 
-template <typename T>
-void gated_delta(const T* qkv, int64_t qkv_stride, const T* a, int64_t a_stride, const T* b,
-                 int64_t b_stride, const float* log_rate, const float* bias, float most, T* out,
-                 float* states, int64_t slot_stride, const int64_t* before, const int64_t* after,
-                 const int64_t* ends, int64_t count, int64_t num_queries, int64_t key_heads,
-                 int64_t heads, int64_t key_size, int64_t value_size, int64_t threads) {
+template <typename T, bool CHANNELS>
+void any_delta(const T* qkv, int64_t qkv_stride, const T* a, int64_t a_stride, const T* b,
+               int64_t b_stride, const float* log_rate, const float* bias, float limit, T* out,
+               float* states, int64_t slot_stride, const int64_t* before, const int64_t* after,
+               const int64_t* ends, int64_t count, int64_t num_queries, int64_t key_heads,
+               int64_t heads, int64_t key_size, int64_t value_size, int64_t threads) {
     const DeltaLayer<T> layer{
-        qkv, a, b, qkv_stride, a_stride, b_stride, log_rate, bias, most, out,
+        qkv, a, b, qkv_stride, a_stride, b_stride, log_rate, bias, limit, out,
         {states, slot_stride}, {before, after, ends, count, num_queries},
         key_heads, heads, key_size, value_size};
     for_each_head(layer.rows, heads, value_size, COLUMNS, key_size * value_size, threads,
                   [&](int64_t sequence, int64_t head, int64_t first, int64_t end) {
-                      DeltaHead<T>(layer, sequence, head, first, end).run();
+                      DeltaHead<T, CHANNELS>(layer, sequence, head, first, end).run();
                   });
 }
 

@@ -47,6 +47,6 @@ void* read_table_any = (void*)&read_table;
 int64_t lanes = LANES;
 int64_t few_rows = FEW;
 int64_t tile_rows = TILE;
-int64_t state_bytes = sizeof(AnyState);
+int64_t state_bytes = sizeof(State);
 int64_t piece = PIECE;
 }

@@ -7,5 +7,5 @@
 extern "C" {
 void* attention_latents_float32 = (void*)&attention<float, float, true>;
 void* attention_latents_bfloat16 = (void*)&attention<bf16, bf16, true>;
-int64_t latent_state_bytes = sizeof(AnyState);
+int64_t latent_state_bytes = sizeof(State);
 }

@@ -44,7 +44,7 @@ OTHER_SOURCES = {
         SOURCE.with_name("block_linear.cpp"),
     ),
     **dict.fromkeys(
-        ("causal_conv", "gated_delta", "gated_norm", "state_space", "most_taps"),
+        ("causal_conv", "channel_delta", "gated_delta", "gated_norm", "state_space", "most_taps"),
         SOURCE.with_name("states.cpp"),
     ),
 }  # fmt: skip
@@ -78,7 +78,7 @@ ARGUMENTS = {
     "many_rows_of_blocks": "ppippii",
     "weights_of_rows": "ppipi",
     "causal_conv": "pippppipppiiiiii",
-    "gated_delta": "pipipippfppipppiiiiiii",
+    **dict.fromkeys(("channel_delta", "gated_delta"), "pipipippfppipppiiiiiii"),
     "gated_norm": "pipipipiiifii",
     "state_space": "pipipppffppipppiiiiiii",
 }

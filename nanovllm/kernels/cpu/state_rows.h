@@ -70,6 +70,14 @@ inline void fetch(const T* from, int64_t size) {
 
 inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
+// The same by `exp2_of` and `log_of`, for loops of vectors: also exact where exp(x) is small.
+inline float softplus_of(float x) {
+    const float power = exp2_of(std::min(x, 20.0f) * LOG2E), total = 1 + power;
+    // The quotient corrects for the rounding of the total.
+    const float exact = log_of(total) * (power / (total == 1 ? 1 : total - 1));
+    return x > 20 ? x : total == 1 ? power : exact;
+}
+
 // Call work(sequence, head, first, end) for all heads of all sequences, on some threads. A head has
 // `size` columns (or rows) that do not depend on each other. They are divided at multiples of
 // `unit` if there are more threads than heads.

@@ -14,8 +14,10 @@
 extern "C" {
 void* causal_conv_float32 = (void*)&causal_conv<float>;
 void* causal_conv_bfloat16 = (void*)&causal_conv<bf16>;
-void* gated_delta_float32 = (void*)&gated_delta<float>;
-void* gated_delta_bfloat16 = (void*)&gated_delta<bf16>;
+void* channel_delta_float32 = (void*)&any_delta<float, true>;
+void* channel_delta_bfloat16 = (void*)&any_delta<bf16, true>;
+void* gated_delta_float32 = (void*)&any_delta<float, false>;
+void* gated_delta_bfloat16 = (void*)&any_delta<bf16, false>;
 void* gated_norm_float32 = (void*)&gated_norm<float>;
 void* gated_norm_bfloat16 = (void*)&gated_norm<bf16>;
 void* state_space_float32 = (void*)&state_space<float>;

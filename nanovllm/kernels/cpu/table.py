@@ -23,6 +23,7 @@ CPU_PLACES = PLAIN_PLACES | {
     "lora_down": "cpu.lora",
     "lora_up": "cpu.lora",
     "causal_conv": "cpu.causal_conv",
+    "channel_delta": "cpu.channel_delta",
     "gated_delta": "cpu.gated_delta",
     "gated_norm": "cpu.gated_norm",
     "state_space": "cpu.state_space",

@@ -16,6 +16,19 @@ class DeltaRates(NamedTuple):
     most: float = 1.0
 
 
+class ChannelRates(NamedTuple):
+    """The heads of a gated delta rule whose Dk channels of keys forget by themselves.
+
+    A channel forgets by exp(-exp(log_rate) * softplus(a + bias)). With a `lowest` logarithm it
+    forgets by exp(lowest * sigmoid(exp(log_rate) * (a + bias))), which is never less than
+    exp(lowest).
+    """
+
+    log_rate: torch.Tensor  # [H] in float32
+    bias: torch.Tensor  # [H * Dk] in float32
+    lowest: float | None = None
+
+
 class SpaceRates(NamedTuple):
     """The heads of a state space.
 

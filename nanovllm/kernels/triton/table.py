@@ -38,6 +38,7 @@ TRITON_PLACES = {
     "lora_up": "triton.lora.lora",
     "causal_conv": "triton.state.causal_conv",
     "gated_delta": "triton.state.gated_delta",
+    "channel_delta": "triton.state.channel_delta",
     "state_space": "triton.state.state_space",
     "gated_norm": "triton.state.gated_norm",
     "peers": "triton.ranks.all_reduce:PeerKernels",

@@ -3,10 +3,11 @@
 A file only names the way. The table has those whose tokenizer.json is known; another is an error.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from nanovllm.models.gguf import deepseek_ways
 from nanovllm.models.gguf.vocabulary import Vocabulary
 
 ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -28,26 +29,30 @@ def _cased_words(digits: str, ending: str) -> str:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to split texts. Without a `regex`, as GPT-2 does."""
+    """A way to split texts, by patterns one after the other. Without any, as GPT-2 does."""
 
-    regex: str = ""
+    patterns: tuple[str, ...] = ()
     single_digits: bool = False  # split before and behind each
     composes: bool = False  # letters and their accents
     whole_tokens: bool = False  # a piece that is a token stays, whatever the merges make of it
     adds_bos: bool = False  # where the file does not say it
 
 
-LLAMA3 = Way(_words(r"\p{N}{1,3}"), whole_tokens=True, adds_bos=True)
+LLAMA3 = Way((_words(r"\p{N}{1,3}"),), whole_tokens=True, adds_bos=True)
+GPT_4, GPT_4O = Way(LLAMA3.patterns), Way((_cased_words(r"\p{N}{1,3}", f"{ENDINGS}?"),))
+QWEN, V3 = Way((_words(r"\p{N}"),)), Way(deepseek_ways.V3)
 WAYS = {
     "gpt-2": Way(),
     "smollm": Way(single_digits=True),
     "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3, "lfm2": LLAMA3,
-    "smaug-bpe": Way(LLAMA3.regex, whole_tokens=True),
-    "dbrx": Way(LLAMA3.regex),
-    "qwen2": Way(_words(r"\p{N}"), composes=True),
-    "deepseek-r1-qwen": Way(_words(r"\p{N}"), composes=True),
-    "tekken": Way(_cased_words(r"\p{N}", ""), whole_tokens=True, adds_bos=True),
-    "gpt-4o": Way(_cased_words(r"\p{N}{1,3}", f"{ENDINGS}?")),
+    "smaug-bpe": replace(GPT_4, whole_tokens=True),
+    "dbrx": GPT_4, "glm4": GPT_4, "chatglm-bpe": GPT_4,
+    "qwen2": replace(QWEN, composes=True), "deepseek-r1-qwen": replace(QWEN, composes=True),
+    "hunyuan": QWEN, "solar-open": QWEN,
+    "tekken": Way((_cased_words(r"\p{N}", ""),), whole_tokens=True, adds_bos=True),
+    "gpt-4o": GPT_4O, "minimax-m2": GPT_4O,
+    "deepseek-llm": Way(deepseek_ways.LLM), "deepseek-coder": Way(deepseek_ways.CODER),
+    "deepseek-v3": V3, "hunyuan-dense": V3,
 }  # fmt: skip
 
 
@@ -83,7 +88,9 @@ def _pre_tokenizer(way: Way) -> pre_tokenizers.PreTokenizer:
     steps: list[pre_tokenizers.PreTokenizer] = []
     if way.single_digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if way.regex:
-        steps.append(pre_tokenizers.Split(Regex(way.regex), behavior="isolated", invert=False))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not way.regex)
+    steps += (
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)
+        for pattern in way.patterns
+    )
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not way.patterns)
     return pre_tokenizers.Sequence([*steps, byte_level]) if steps else byte_level

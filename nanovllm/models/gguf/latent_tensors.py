@@ -3,7 +3,6 @@
 The converter stores the keys' part transposed, [heads, rank, plain], and [heads, value, rank].
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,12 +31,16 @@ class Expansion(View):
         return torch.cat([keys, values], 1).flatten(0, 1)[index]
 
 
-def expansion(name: str, keys: View, views: Mapping[str, View]) -> View:
-    """The whole of the part `name` and the other one, which must be in the same file."""
-    other = name.replace(KEYS_OF_LATENTS, VALUES_OF_LATENTS)
-    if other not in views:
-        raise ValueError(f"tensor {name!r} needs {other!r} in the same file")
-    values = views[other]
+def values_name(name: str) -> str:
+    """The name of the values' part next to the keys' part `name`."""
+    return name.replace(KEYS_OF_LATENTS, VALUES_OF_LATENTS)
+
+
+def expansion(name: str, keys: View, values: View | None) -> View:
+    """The whole of the part `name` and the other one, which may be in another file."""
+    other = values_name(name)
+    if values is None:
+        raise ValueError(f"tensor {name!r} needs {other!r}, which the model's files lack")
     shapes = [decoded(part).get_shape() for part in (keys, values)]
     if any(len(shape) != 3 for shape in shapes) or shapes[0][:2] != shapes[1][::2]:
         raise ValueError(f"tensors {name!r} and {other!r} do not fit together: {shapes}")

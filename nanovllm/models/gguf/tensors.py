@@ -32,7 +32,7 @@ from nanovllm.models.gguf.names import (
     usual_name,
 )
 from nanovllm.models.gguf.plain_fields import numbers
-from nanovllm.models.gguf.split import open_gguf
+from nanovllm.models.gguf.split import GGUFModel, open_gguf
 from nanovllm.models.gguf.views import Deinterleaved, View
 
 DTYPES = {
@@ -53,10 +53,23 @@ def read_gguf(path: Path) -> Iterator[dict[str, View]]:
         small = {}
 
 
-def _views(file: GGUFFile, metadata: Metadata) -> Iterator[tuple[str, View]]:
+def _content(file: GGUFFile) -> torch.Tensor:
+    """All bytes of a file."""
     with warnings.catch_warnings():  # PyTorch warns of memory that cannot be written
         warnings.simplefilter("ignore", UserWarning)
-        content = torch.frombuffer(file.data, dtype=torch.uint8)
+        return torch.frombuffer(file.data, dtype=torch.uint8)
+
+
+def _find(name: str, model: GGUFModel) -> View | None:
+    """A tensor of any of the files; None if none has it."""
+    for file in model.files:
+        if (info := file.tensors.get(name)) is not None:
+            return View(_view(_content(file), info), info.kind.name)
+    return None
+
+
+def _views(file: GGUFFile, metadata: Metadata) -> Iterator[tuple[str, View]]:
+    content = _content(file)
     architecture = naming(metadata.architecture, metadata.model.tensors)
     for name, info in file.tensors.items():
         if name in NO_WEIGHTS or is_of_drafts(name, metadata):
@@ -68,10 +81,9 @@ def _views(file: GGUFFile, metadata: Metadata) -> Iterator[tuple[str, View]]:
         if name.endswith(VALUES_OF_LATENTS):
             continue  # of a tensor with the keys
         if name.endswith(KEYS_OF_LATENTS):
-            from nanovllm.models.gguf.latent_tensors import expansion
+            from nanovllm.models.gguf.latent_tensors import expansion, values_name
 
-            parts = ((n, t) for n, t in file.tensors.items() if n.endswith(VALUES_OF_LATENTS))
-            values = {n: View(_view(content, t), t.kind.name) for n, t in parts}
+            values = _find(values_name(name), metadata.model)
             yield usual_name(name, architecture), expansion(name, view, values)
             continue
         if architecture in HYBRID_LAYERS:

@@ -124,15 +124,16 @@ SMALL = re.compile(
 
 def write_file(
     model: Path, architecture: str, kind: str = "F32", decoded: bool = False,
-    more: Tensors | None = None, **changes: Any,
+    more: Tensors | None = None, num_tensors: int = 0, **changes: Any,
 ) -> Path:  # fmt: skip
     """The model as a GGUF file with matrices of this type, or the values of this type as F32.
 
-    The file also has the tensors `more`, and `changes` in its metadata.
+    The file also has the tensors `more`, and `changes` in its metadata. It is the first of several
+    ones if each has at most `num_tensors`.
     """
     config = json.loads((model / "config.json").read_text())
     file = model / f"{architecture} {kind} {decoded} {len(changes)}.gguf"
-    writer = GGUFWriter(file, architecture)
+    writer = GGUFWriter(file, architecture, split_max_tensors=num_tensors)
     values = usual_metadata(config) | CONVERTERS[architecture].metadata(config) | changes
     keys = {k if k.startswith("general.") else f"{architecture}.{k}": v for k, v in values.items()}
     add_metadata(writer, keys | tokenizer_metadata(model, "gpt-2"))
@@ -148,4 +149,4 @@ def write_file(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
+    return next(model.glob(f"{file.stem}-00001-of-*.gguf")) if num_tensors else file

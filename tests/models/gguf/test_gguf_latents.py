@@ -11,6 +11,7 @@ from nanovllm import LLM
 from nanovllm.kernels.operands.routing import ExpertGroups
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.gguf.directory import gguf_directory
+from nanovllm.models.gguf.file import GGUFFile
 
 pytestmark = pytest.mark.usefixtures("one_thread", "cache")
 
@@ -77,6 +78,22 @@ def test_a_multiplier_of_zero_is_as_absent(tmp_path: Path) -> None:
     model, key = FILES[1].write_model(tmp_path), "rope.scaling.yarn_log_multiplier"
     zero, none = (config_of(write_file(model, "deepseek2", **{key: v})) for v in (0.0, None))
     assert zero == none and "mscale" not in zero.rope_parameters
+
+
+def test_keys_and_values_may_be_in_different_parts(tmp_path: Path) -> None:
+    """Each tensor has a file of its own. A file that lacks the values is an error."""
+    model = FILES[2].write_model(tmp_path)
+    tokens, _ = output(model)
+    found, _ = output(path := write_file(model, "deepseek2", num_tensors=1))
+    assert found == tokens
+    (values,) = (each for each in path.parent.glob("*-of-*.gguf") if holds(each, "0.attn_v_b"))
+    values.write_bytes(values.read_bytes().replace(b"blk.0.attn_v_b", b"blk.9.attn_v_b"))
+    with pytest.raises(ValueError, match=r"needs 'blk\.0\.attn_v_b\.weight', which"):
+        output(path)
+
+
+def holds(path: Path, name: str) -> bool:
+    return any(name in tensor for tensor in GGUFFile(path).tensors)
 
 
 def test_old_files_have_keys_and_values_together(tmp_path: Path) -> None:

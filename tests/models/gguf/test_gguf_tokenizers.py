@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from nanovllm import LLM
 from nanovllm.engine.requests.other_tokenizers import is_plain
 from nanovllm.engine.requests.tokenizer import load_tokenizer
+from nanovllm.models.gguf.byte_level import WAYS, _pre_tokenizer
 from nanovllm.models.gguf.directory import gguf_directory
 from nanovllm.models.gguf.split import open_gguf
 
@@ -68,7 +69,25 @@ BYTE_LEVEL: dict[str, tuple[str, bool]] = {
     "llama-bpe": (WORDS.replace("DIGITS", r"\p{N}{1,3}"), True),
     "tekken": (TEKKEN, True),
     "gpt-4o": (GPT_4O, False),
+    "minimax-m2": (GPT_4O, False),
+    "glm4": (WORDS.replace("DIGITS", r"\p{N}{1,3}"), False),
+    "hunyuan": (WORDS.replace("DIGITS", r"\p{N}"), False),
 }
+# What the patterns of DeepSeek's files make of texts, by hand: pieces between bars.
+PIECES_OF: dict[str, list[str]] = {
+    "deepseek-llm": [
+        "It|'|s| |12345| o|'|clock|,| they|'|ll", "x| =| |1|\n|\n|y|\t\t",
+        " \u0561\u0562|\u0531| \u00e9|t|\u00e9", "你好|\uff0c|世界|!?|。", "²³|\u01c0\U0001d400",
+    ],
+    "deepseek-coder": [
+        "It|'|s| |1|2| o|'|clock", "x| = |1|\n|\n|y", "\u0561\u0562\u0531| \u00e9t\u00e9",
+        "你好|\uff0c|世界|!?", "a| **| b",
+    ],
+    "deepseek-v3": [
+        "It|'s| |123|45| o|'clock|,| they|'ll", "x| =| |1|\n\n|y|  | z|(a|)",
+        "你好|\uff0c|世界です|!?。", "e\u0301te\u0301| **| b|\r\n", "_name|.f| a", "naïve|…“|x|”",
+    ],
+}  # fmt: skip
 
 
 def byte_level(pre: str) -> Tokenizer:
@@ -155,6 +174,19 @@ def test_a_tokenizer_of_bytes_is_the_original(model: Path, tmp_path: Path, pre: 
         assert found.decode([i]) == original.decode([i], skip_special_tokens=False)
     assert found.bos_token == SPECIAL[0] and found.eos_token == SPECIAL[2]
     assert {*found.all_special_tokens} >= {SPECIAL[0], SPECIAL[2]}
+
+
+@pytest.mark.parametrize("pre", PIECES_OF)
+def test_texts_are_split_by_several_patterns(pre: str) -> None:
+    """Each splits the pieces of those before it: signs of DeepSeek LLM have ASCII's letters, too.
+
+    HunYuan's dense models split as DeepSeek V3.
+    """
+    decoder = decoders.ByteLevel()
+    for text in PIECES_OF[pre]:
+        split = _pre_tokenizer(WAYS[pre]).pre_tokenize_str(text.replace("|", ""))
+        assert "|".join(decoder.decode([piece]) for piece, _ in split) == text
+    assert WAYS["hunyuan-dense"] == WAYS["deepseek-v3"]
 
 
 PIECES = re.compile(r"(<s>|</s>)")
