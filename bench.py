@@ -21,7 +21,7 @@ from nanovllm.bench.plan import Plan
 from nanovllm.command import bench
 from nanovllm.command.guard import run_guarded
 from nanovllm.command.options import UsageError, usage_errors
-from nanovllm.command.parser import Parser, add_common_arguments
+from nanovllm.command.parser import Parser, add_common_arguments, finish
 from nanovllm.config import Config
 
 SHAPE = "qwen3-0.6b"
@@ -47,6 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
                        help="the Python that runs this peer")  # fmt: skip
     group.add_argument("--peer-path", action="append", default=[], metavar="NAME=DIR",
                        help="a folder to import this peer from, such as a checkout")  # fmt: skip
+    finish(parser)
     return parser
 
 

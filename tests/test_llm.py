@@ -482,7 +482,7 @@ def test_progress_bar_shows_the_rates(llm: LLM, capfd: pytest.CaptureFixture[str
     out, err = capfd.readouterr()
     assert out == ""
     assert "2/2" in err
-    assert re.search(r"[\d.]+k? tok/s out, [\d.]+k? in, KV \d+%\]", err)
+    assert re.search(r"[\d.]+k? tok/s out, avg [\d.]+k?, [\d.]+k? in, KV \d+%\]", err)
 
 
 def test_use_tqdm_false_prints_nothing(llm: LLM, capfd: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from nanovllm.config import DEVICE, DTYPE, KV_DTYPE, Config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.limits import Limits
 from nanovllm.server.options import ServerOptions
+from nanovllm.server.vllm_names import SERVER as SERVER_NAMES
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.option import DIRECTORY, NOTHING, PATH, options_of
 from nanovllm.utils.other_names import OtherName
@@ -124,6 +125,7 @@ def from_vllm() -> str:
         "sampling": SAMPLING_NAMES,
         "pooling": POOLING,
         "vector calls": VECTOR_CALLS,
+        "server": SERVER_NAMES,
     }
     for mark, names in tables.items():
         start, end = f"<!-- table: {mark} -->\n", "<!-- end -->"

@@ -153,23 +153,26 @@ def print_floor(result: dict[str, Any]) -> None:
 
 
 def print_result(result: dict[str, Any]) -> None:
-    """Print the figures of the runs."""
-    print(
-        f"  {result['output_tokens_per_second']:,.1f} output tok/s,"
-        f" {result['roofline_percent']:.1f}% of the roofline: median {result['median_seconds']:.2f}"
-        f" s of {len(result['seconds'])},"
-        f" {min(result['seconds']):.2f} to {max(result['seconds']):.2f}\n"
-        f"  prefill {result['prefill_tokens_per_second']:,.0f} tok/s,"
-        f" decode {result['decode_tokens_per_second']:,.0f} tok/s,"
-        f" {result['preemptions']} preemptions, attention: {result['attention_backend']}"
-    )
+    """Print the figures of the runs as a table."""
+    seconds, rate = result["seconds"], "{:,.1f} tok/s".format
+    rows = {
+        "output": f"{rate(result['output_tokens_per_second'])},"
+        f" {result['roofline_percent']:.1f}% of the roofline",
+        "prefill": rate(result["prefill_tokens_per_second"]),
+        "decode": rate(result["decode_tokens_per_second"]),
+        "time of a run": f"median {result['median_seconds']:.2f} s of {len(seconds)},"
+        f" {min(seconds):.2f} to {max(seconds):.2f} s",
+        "preemptions": f"{result['preemptions']:,}",
+        "attention": result["attention_backend"],
+    }
     if drafted := result["drafted_tokens"]:
-        print(
-            f"  drafts: {result['accepted_tokens']:,} of {drafted:,} were right,"
+        rows["drafts"] = (
+            f"{result['accepted_tokens']:,} of {drafted:,} were right,"
             f" {result['tokens_per_step']:.2f} tokens a sequence and step"
         )
     elif result["workload"]["acceptance"] is not None or result.get("speculates"):
-        print("  drafts: none, as none was worth its cost")
+        rows["drafts"] = "none, as none was worth its cost"
+    print("\n".join(f"  {name:<14}{text}" for name, text in rows.items()))
 
 
 def run_alone(

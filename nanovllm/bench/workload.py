@@ -46,8 +46,8 @@ class WorkloadOptions:
         check_options(self)
         if self.repetitive and self.acceptance is not None:
             raise ValueError(
-                "repetitive and acceptance exclude each other: with acceptance, drafts are right by"
-                " chance, whatever the prompts are"
+                "--repetitive and --acceptance exclude each other: with the latter drafts are"
+                " right by chance, whatever the prompts are"
             )
         for kind in ("input", "output"):
             low, high = getattr(self, f"min_{kind}_len"), getattr(self, f"max_{kind}_len")

@@ -5,14 +5,15 @@
   nanovllm bench --model ~/models/Qwen3-0.6B --num-seqs 64 --repeats 5
 
 The roofline is the least time that the workload can take. It is computed from two rates of the
-machine, which are measured first. The last line on stdout is one JSON object. A server is measured
-by `nanovllm bench serve`.
+machine, which are measured first. With --json stdout has one JSON object, and the text for people
+goes to stderr. A server is measured by `nanovllm bench serve`.
 """
 
 import argparse
 import contextlib
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,11 +30,14 @@ from nanovllm.command.options import (
     usage_errors,
     user_file,
 )
+from nanovllm.command.spelling import spelled_errors
+from nanovllm.config import Config
 
 if TYPE_CHECKING:
     from nanovllm.bench.plan import Plan
 
 NAME = "bench"
+STDOUT = Path("-")  # for --json without a file
 SUMMARY = "measure throughput and compare it with the roofline"
 
 
@@ -57,8 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser, default_shape: str | None = N
         help="write a trace of a few steps after the measured runs",
     )  # fmt: skip
     parser.add_argument(
-        "--json", type=user_file, metavar="FILE", help="also write the JSON line to a file"
-    )
+        "--json", type=user_file, metavar="FILE", nargs="?", const=STDOUT,
+        help="write all figures as one JSON object: to the file, or without one to stdout",
+    )  # fmt: skip
     add_engine_options(parser, **shown)
 
 
@@ -73,10 +78,24 @@ def run(
     args: argparse.Namespace,
     measure: "Callable[[Plan, dict[str, Any]], None] | None" = None,
 ) -> int:
-    """Print the roofline, run the workload, print the figures and one JSON line.
+    """Print the roofline, run the workload, and print the figures, as JSON if that is asked for.
 
     `measure` runs the workload and adds its figures to the result; the default runs this engine.
     """
+    people = sys.stderr if args.json == STDOUT else sys.stdout
+    with contextlib.redirect_stdout(people):
+        line = _measured(args, measure)
+    if args.json == STDOUT:
+        print(line)
+    elif args.json is not None:
+        args.json.write_text(line + "\n", encoding="utf-8")
+    return 0
+
+
+def _measured(
+    args: argparse.Namespace, measure: "Callable[[Plan, dict[str, Any]], None] | None"
+) -> str:
+    """Run the benchmark, print it for people, and return the result as JSON."""
     shape = args.shape or (None if "model" in args else args.default_shape)
     _check(args, shape)
     options = engine_options(args)
@@ -84,10 +103,14 @@ def run(
     from nanovllm.bench.measure import describe, print_floor, run_alone
     from nanovllm.bench.plan import errors_name_shapes, make_plan, named_by_shape
 
-    with _scratch() as scratch, errors_name_shapes(scratch):
+    with (
+        _scratch() as scratch,
+        spelled_errors(WorkloadOptions, Config),
+        errors_name_shapes(scratch),
+    ):
         plan = make_plan(options, shape, lengths, scratch)
         for path in (args.json, args.profile):
-            if path is not None:
+            if path not in (None, STDOUT):
                 _check_writable(path)
         result = describe(plan)
         print_floor(result)
@@ -95,11 +118,7 @@ def run(
             measure(plan, result)
         else:
             run_alone(plan, result, args.repeats, args.profile)
-    line = named_by_shape(json.dumps(result), scratch)
-    print(line)
-    if args.json is not None:
-        args.json.write_text(line + "\n", encoding="utf-8")
-    return 0
+    return named_by_shape(json.dumps(result), scratch)
 
 
 @contextlib.contextmanager
@@ -141,7 +160,7 @@ def _check_writable(path: Path) -> None:
 
 def _lengths(args: argparse.Namespace, max_model_len: int | None) -> WorkloadOptions:
     """The workload's checked lengths; without `max_model_len`, the model limits them."""
-    with usage_errors():
+    with usage_errors(WorkloadOptions, Config):
         lengths = WorkloadOptions(**given_fields(args, WorkloadOptions))
         if max_model_len is not None:
             lengths.check_fit(max_model_len)

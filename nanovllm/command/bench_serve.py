@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     from nanovllm.bench.serve.summary import summarize, text
 
     _check(args)
-    with usage_errors():
+    with usage_errors(ServerLoad):
         load, address = ServerLoad(**given_fields(args, ServerLoad)), Address.parse(args.base_url)
     if args.plot is not None:
         check_plot(args.plot)

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """Chat until the input ends."""
     options, params = engine_options(args), SamplingParams(**sampling_options(args, **OWN_DEFAULTS))
     if params.n != 1:
-        raise UsageError(f"n must be 1 in a chat, got {params.n}")
+        raise UsageError(f"--n must be 1 in a chat, got {params.n}")
     if params.logprobs is not None or params.prompt_logprobs is not None:
         raise UsageError("a chat shows no log-probabilities; see nanovllm generate --json")
     chat_template_kwargs = template_options(args)

@@ -102,10 +102,17 @@ def option_flag(kind: type, name: str) -> str:
 
 
 def add_field_options(
-    group: argparse._ArgumentGroup, kind: type, defaults: Mapping[str, Any]
+    group: argparse._ArgumentGroup,
+    kind: type,
+    defaults: Mapping[str, Any],
+    names: Iterable[str] | None = None,
 ) -> None:
-    """Add an option for each field of a dataclass; `defaults` replace the fields' in the help."""
-    for field in dataclasses.fields(kind):
+    """Add an option for each field of a dataclass, or for those with these `names`.
+
+    `defaults` replace the fields' in the help.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for field in (fields[name] for name in names or fields):
         described, default = options_of(kind)[field.name], defaults.get(field.name, field.default)
         if described.only_python:
             continue

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.command.field_options import add_field_options, given_fields
+from nanovllm.command.field_options import given_fields
+from nanovllm.command.groups import add_grouped_options
 from nanovllm.command.interrupts import Interruptible
+from nanovllm.command.spelling import spelled, spelled_errors
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.sampling_params import SamplingParams
@@ -42,12 +44,12 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Add an option for each field of `Config`; `defaults` replace the fields' in the help."""
     defaults = {"model": "the embedded model, which adds numbers", **defaults}
-    add_field_options(parser.add_argument_group("engine"), Config, defaults)
+    add_grouped_options(parser, Config, defaults)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Add an option for each field of `SamplingParams`; `defaults` are the command's own."""
-    add_field_options(parser.add_argument_group("sampling"), SamplingParams, defaults)
+    add_grouped_options(parser, SamplingParams, defaults)
 
 
 def add_template_options(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +85,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
             raise UsageError("MODEL and --model exclude each other")
         args.model = args.model_name
     options = {"model": EMBEDDED_MODEL} | given_fields(args, Config)
-    with usage_errors():
+    with usage_errors(Config):
         Config(**options)
     return options
 
@@ -91,7 +93,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 def sampling_options(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
     """The checked fields of `SamplingParams` that the command line or `defaults` set."""
     options = defaults | given_fields(args, SamplingParams)
-    with usage_errors():
+    with usage_errors(SamplingParams):
         SamplingParams(**options)
     return options
 
@@ -104,14 +106,16 @@ def open_llm(options: Mapping[str, Any]) -> "Iterator[LLM]":
     """
     from nanovllm.llm import LLM
 
-    with LLM(**options) as llm, Interruptible():
+    with spelled_errors(Config):
+        opened = LLM(**options)
+    with opened as llm, Interruptible():
         yield llm
 
 
 @contextlib.contextmanager
-def usage_errors() -> Iterator[None]:
-    """Turn the error of a field's check into a `UsageError`."""
+def usage_errors(*kinds: type) -> Iterator[None]:
+    """Turn the error of a field's check into a `UsageError`, with the flags of these classes."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        raise UsageError(str(error)) from None
+        raise UsageError(spelled(str(error), *kinds)) from None

@@ -8,6 +8,8 @@ from typing import Any, NoReturn
 from nanovllm import __version__
 from nanovllm.command import bench, bench_serve, chat, generate, info, quantize, run_batch, serve
 from nanovllm.command.field_options import AppendPairs, flags_for_pairs
+from nanovllm.command.groups import common_first
+from nanovllm.command.other_flags import add_other_flags
 from nanovllm.command.served_names import FLAG, flags_for_names
 from nanovllm.utils.checks import did_you_mean
 
@@ -81,8 +83,23 @@ def make_parser() -> Parser:
         )  # fmt: skip
         add_common_arguments(subparser, argparse.SUPPRESS)
         command.add_arguments(subparser)
+        finish(subparser)
         subparser.set_defaults(run=command.run)
     return parser
+
+
+def finish(parser: argparse.ArgumentParser) -> None:
+    """Order the help of a command that has all its arguments, and let it take vLLM's flags.
+
+    The usage would list every option.
+    """
+    add_other_flags(parser)
+    common_first(parser)
+    places = " ".join(
+        f"[{action.metavar}]" if action.nargs == "?" else f"{action.metavar}"
+        for action in parser._get_positional_actions()
+    )
+    parser.usage = f"%(prog)s [OPTION ...] {places}".rstrip()
 
 
 def add_common_arguments(parser: argparse.ArgumentParser, default: object) -> None:

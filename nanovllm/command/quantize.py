@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name} is required")
         setattr(args, name, user_path(getattr(args, name)))
     given = given_fields(args, QuantizeOptions)
-    with usage_errors():
+    with usage_errors(QuantizeOptions):
         options = QuantizeOptions(**given)
     from nanovllm.quantize.checkpoint import quantize_checkpoint
 

@@ -9,7 +9,8 @@ import argparse
 import logging
 import sys
 
-from nanovllm.command.field_options import add_field_options, given_fields
+from nanovllm.command.field_options import given_fields
+from nanovllm.command.groups import add_grouped_options
 from nanovllm.command.options import (
     add_engine_options,
     add_model_argument,
@@ -18,6 +19,9 @@ from nanovllm.command.options import (
     sampling_options,
     usage_errors,
 )
+from nanovllm.command.spelling import spelled_errors
+from nanovllm.config import Config
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import ServerOptions, with_key
 
 NAME = "serve"
@@ -27,7 +31,7 @@ SUMMARY = "serve a model over HTTP, as OpenAI's API"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_model_argument(parser)
-    add_field_options(parser.add_argument_group("server"), ServerOptions, {})
+    add_grouped_options(parser, ServerOptions, {})
     add_engine_options(parser)
     add_sampling_options(parser)
 
@@ -35,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     engine, sampling = engine_options(args), sampling_options(args)
-    with usage_errors():
+    with usage_errors(ServerOptions):
         options = with_key(ServerOptions(**given_fields(args, ServerOptions)))
     try:
         from nanovllm.server.serve import serve
@@ -47,4 +51,5 @@ def run(args: argparse.Namespace) -> int:
             print(f"serving {engine['model']} at {address}", flush=True)
 
     logging.getLogger("nanovllm.server").setLevel(logging.INFO)
-    return serve(engine, options, sampling, announce)
+    with spelled_errors(ServerOptions, Config, SamplingParams):
+        return serve(engine, options, sampling, announce)

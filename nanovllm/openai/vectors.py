@@ -54,7 +54,7 @@ class VectorRequest:
 def parse_embeddings(body: Mapping[str, Any]) -> VectorRequest:
     """Parse the body of /v1/embeddings; a field that is null counts as missing."""
     body = given_fields(body, ("input", *EMBED_FIELDS), EMBEDDING)
-    prompts = _required(body, "input")
+    prompts = required_prompts(body, "input")
     kind = body.get("encoding_format", "float")
     check_choice("encoding_format", kind, FORMATS)
     if "use_activation" in body:  # vLLM's name
@@ -62,9 +62,8 @@ def parse_embeddings(body: Mapping[str, Any]) -> VectorRequest:
             raise ValueError("use_activation is another name of normalize; give one of them")
         body["normalize"] = check_json_bool("use_activation", body["use_activation"])
     options = {name: body[name] for name in EMBED_OPTIONS if name in body}
-    arguments, model = (_prompts("input", prompts),), body.get("model")
-    options = {"name": "input", **options}
-    return VectorRequest(arguments, options, model, kind, name=_request_id(body))
+    options, model = {"name": "input", **options}, body.get("model")
+    return VectorRequest((prompts,), options, model, kind, name=_request_id(body))
 
 
 def parse_score(body: Mapping[str, Any]) -> VectorRequest:
@@ -113,7 +112,7 @@ def embeddings_body(
         "object": "list",
         "data": data,
         "model": request.model or model,
-        "usage": _usage(output.num_prompt_tokens for output in outputs),
+        "usage": usage(output.num_prompt_tokens for output in outputs),
     }
 
 
@@ -132,14 +131,14 @@ def score_body(
     """The body that answers /score or /rerank; `name` becomes a part of its `id`."""
     head: dict[str, Any] = {"model": request.model or model}
     name = request.name or name
-    usage = _usage(len(output.prompt_token_ids) for output in outputs)
+    counted = usage(len(output.prompt_token_ids) for output in outputs)
     if request.top_n is None:
         data = [
             {"index": index, "object": "score", "score": output.score}
             for index, output in enumerate(outputs)
         ]
         head |= {"id": f"score-{name}", "object": "list", "created": int(time.time())}
-        return {**head, "data": data, "usage": usage}
+        return {**head, "data": data, "usage": counted}
     order = sorted(range(len(outputs)), key=lambda index: -outputs[index].score)[: request.top_n]
     shows = request.returns_documents
     results = [
@@ -150,7 +149,7 @@ def score_body(
         }
         for index in order
     ]
-    return {"id": f"rerank-{name}", **head, "results": results, "usage": usage}
+    return {"id": f"rerank-{name}", **head, "results": results, "usage": counted}
 
 
 def _prompts(name: str, value: Any) -> list[Any]:
@@ -159,6 +158,11 @@ def _prompts(name: str, value: Any) -> list[Any]:
     if not value:
         raise ValueError(f"{name} must not be empty, got {shorten_json(value)}")
     return prompts
+
+
+def required_prompts(body: Mapping[str, Any], name: str) -> list[Any]:
+    """The prompts in a field that must be there."""
+    return _prompts(name, _required(body, name))
 
 
 def _required(body: Mapping[str, Any], name: str) -> Any:
@@ -191,6 +195,7 @@ def _base64(vector: list[float]) -> str:
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
-def _usage(nums_tokens: Any) -> dict[str, int]:
+def usage(nums_tokens: Any) -> dict[str, int]:
+    """The counts of an answer without generated tokens."""
     number = sum(nums_tokens)
     return {"prompt_tokens": number, "total_tokens": number}

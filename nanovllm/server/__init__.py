@@ -19,6 +19,10 @@ refusals.py  refusing what is over these limits
 guard.py     hosts, keys, draining, and the line in the log of each request
 metrics.py   the engine's metrics in Prometheus's format
 tokens.py    /tokenize and /detokenize
+vectors.py   /v1/embeddings, /score and /rerank
+pooling.py   /pooling and /classify
+state.py     /ping, /load and /server_info
+described/   /openapi.json and /docs
 serve.py     the life of the process: start, signals, the end
 http_server.py  listening: uvicorn's server, with connections of our own
 connection.py   the requests of a client: their order, and the time that they may take

@@ -23,13 +23,16 @@ from nanovllm.server.adapters import ServedModels
 from nanovllm.server.answering import Answering
 from nanovllm.server.chats.api import ChatAPI
 from nanovllm.server.clients import Clients
+from nanovllm.server.described.endpoints import Described
 from nanovllm.server.errors import APIError, raise_own
 from nanovllm.server.guard import Guard, known_hosts
 from nanovllm.server.messages.endpoints import Messages
 from nanovllm.server.metrics import metrics_text
 from nanovllm.server.options import ServerOptions
+from nanovllm.server.pooling import PoolingAnswering
 from nanovllm.server.responses.endpoints import Responses
 from nanovllm.server.sleeping import Sleeping
+from nanovllm.server.state import ServerState
 from nanovllm.server.tokens import TokenAnswering
 from nanovllm.server.vectors import VectorAnswering
 
@@ -49,8 +52,11 @@ def make_app(
     answering = Answering(llm, models, options, defaults)
     chats = ChatAPI(llm, models, options, defaults)
     vectors = VectorAnswering(llm, models, options)
+    pooling = PoolingAnswering(llm, models, options)
     tokens = TokenAnswering(llm, models, options)
     server = ServerEndpoints(llm, models, options.health_seconds)
+    clients = Clients(options)
+    state = ServerState(llm, models, options, clients, server.health)
     routes = [
         Route(CHAT, answering.handle, methods=["POST"]),
         Route(COMPLETIONS, answering.handle, methods=["POST"]),
@@ -69,10 +75,13 @@ def make_app(
         Route("/version", server.version),
         Route("/metrics", server.metrics),
         Route("/", server.page),
+        *pooling.routes,
+        *state.routes,
+        *Described(options).routes,
         *(Sleeping(llm).routes if options.sleep_endpoints else ()),
     ]
     origins = list(options.cors_origin or ())
-    guard = Guard(tuple(options.api_key or ()), origins, known_hosts(options), Clients(options))
+    guard = Guard(tuple(options.api_key or ()), origins, known_hosts(options), clients)
     around: Any = [Middleware(guard.around)]
     if origins:  # outermost, so that a page on another site can also read errors
         allowed: Any = dict(allow_origins=origins, allow_methods=["*"], allow_headers=["*"])

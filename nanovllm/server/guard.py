@@ -19,8 +19,11 @@ from nanovllm.server.messages.errors import KEY_HEADER
 from nanovllm.server.options import ServerOptions
 from nanovllm.utils.checks import shorten
 
-OPEN_PATHS = ("/", "/health", "/version", "/metrics")  # need no key, and are polled
-DRAINING_PATHS = ("/metrics", "/version")  # answered while the server drains
+# These need no key, and are polled or read by browsers.
+OPEN_PATHS = (
+    "/", "/health", "/ping", "/load", "/version", "/metrics", "/docs", "/openapi.json"
+)  # fmt: skip
+DRAINING_PATHS = ("/load", "/metrics", "/version")  # answered while the server drains
 
 
 class Guard:

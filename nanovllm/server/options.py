@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.server.limits import Limits
 from nanovllm.utils.checks import check_texts
@@ -19,6 +19,9 @@ from nanovllm.utils.option import (
     int_range,
     option,
 )
+
+if TYPE_CHECKING:
+    from nanovllm.utils.other_names import OtherName
 
 KEY = "NANOVLLM_API_KEY"
 ORIGIN = re.compile(r"\*|https?://[^/\s]+")  # as browsers send it
@@ -85,7 +88,13 @@ ORIGINS = Rule(_check_origins, "* or a list like https://example.com")
 HOSTS = Rule(_check_hosts, "* or a list like example.com")
 
 
-@by_name("server option")
+def _other_names() -> "Mapping[str, OtherName]":
+    from nanovllm.server.vllm_names import SERVER
+
+    return SERVER
+
+
+@by_name("server option", _other_names)
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(Limits):
     """Options of the server, and its limits; docs/serving.md explains them."""

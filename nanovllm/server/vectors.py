@@ -1,7 +1,7 @@
 """Answer /v1/embeddings, /score and /rerank: vectors of prompts, and scores of documents."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from nanovllm.server.bodies import Bodies
 from nanovllm.server.log import RequestLine
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.refusals import check_truncated
-from nanovllm.vectors.outputs import EmbeddingRequestOutput
+from nanovllm.vectors.outputs import PooledOutput
 
 
 class VectorAnswering:
@@ -46,6 +46,10 @@ class VectorAnswering:
             asked = parse_embeddings(body)
         else:
             asked = parse_rerank(body) if url in RERANK else parse_score(body)
+        return self._checked(asked)
+
+    def _checked(self, asked: VectorRequest) -> VectorRequest:
+        """The request with the name of its model here, if its inputs are within the limits."""
         asked = replace(asked, model=self._models.answering(asked.model))
         self._check_number(asked)
         kept = asked.options.get("truncate_prompt_tokens")
@@ -53,14 +57,18 @@ class VectorAnswering:
             check_truncated(texts, kept, self._options)
         return asked
 
+    def _count(self, line: RequestLine, asked: VectorRequest) -> None:
+        """Count the inputs for the client's limit."""
+        line.add_samples(max(map(_number, asked.arguments)))
+
     async def _body(self, line: RequestLine, asked: VectorRequest) -> dict[str, Any]:
         """The body of the response."""
         line.rename(asked.name)
-        line.add_samples(max(map(_number, asked.arguments)))
+        self._count(line, asked)
         model = self._models.names[0]
         if line.url == EMBEDDINGS:
             vectors = await self._llm.embed(*asked.arguments, **self._settings(asked))
-            data = await _embedding_entries(asked, vectors)
+            data = await entries_of(embedding_entry, asked, vectors)
             answer = embeddings_body(asked, vectors, model, data)
         else:
             scores = await self._llm.score(*asked.arguments, **self._settings(asked))
@@ -81,13 +89,15 @@ class VectorAnswering:
             )
 
 
-async def _embedding_entries(
-    asked: VectorRequest, vectors: Sequence[EmbeddingRequestOutput]
+async def entries_of(
+    entry: Callable[[VectorRequest, int, Any], dict[str, Any]],
+    asked: VectorRequest,
+    outputs: Sequence[PooledOutput],
 ) -> list[orjson.Fragment]:
     """The entries of an answer as JSON. Other tasks run between them: thousands take long."""
     entries = []
-    for index, vector in enumerate(vectors):
-        entries.append(orjson.Fragment(orjson.dumps(embedding_entry(asked, index, vector))))
+    for index, output in enumerate(outputs):
+        entries.append(orjson.Fragment(orjson.dumps(entry(asked, index, output))))
         await asyncio.sleep(0)
     return entries
 

@@ -347,7 +347,9 @@ class TestMatmulRate:
 
 class TestCommandLine:
     @pytest.mark.slow
-    def test_a_tiny_run_ends_with_one_json_line(self, model_dir: Path, tmp_path: Path) -> None:
+    def test_a_tiny_run_has_a_table_and_a_file_of_json(
+        self, model_dir: Path, tmp_path: Path
+    ) -> None:
         file = tmp_path / "result.json"
         run = run_cli(
             f"--model={model_dir}", "--num-seqs=3", "--min-input-len=4", "--max-input-len=9",
@@ -356,10 +358,9 @@ class TestCommandLine:
             f"--json={file}",
         )  # fmt: skip
         assert run.returncode == 0, run.stderr
-        text, _, last = run.stdout.rstrip("\n").rpartition("\n")
-        assert text.index("roofline:") < text.index("run 1:") < text.index("output tok/s,")
-        result = json.loads(last)
-        assert json.loads(file.read_text()) == result
+        text, result = run.stdout, json.loads(file.read_text())
+        assert text.index("roofline:") < text.index("run 1:") < text.index("of the roofline")
+        assert "{" not in text, "the JSON is in the file alone"
         assert result["device"] == "cpu" and result["dtype"] == "float32"
         assert result["torch"] == torch.__version__ and "cores" in result["machine"]
         assert result["attention_backend"] in ("cpu", "torch") and result["preemptions"] == 0
@@ -395,7 +396,7 @@ class TestCommandLine:
         bench.main(
             [f"--model={model_dir}", "--num-seqs=2", "--min-input-len=40", "--max-input-len=50",
              "--min-output-len=2", "--max-output-len=3", "--max-model-len=64",
-             "--num-kvcache-blocks=64", "--device=cpu"]
+             "--num-kvcache-blocks=64", "--device=cpu", "--json"]
         )  # fmt: skip
         assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["seconds"]) == 3
         assert cached == [0] * 7  # the warm-up's, and two in each of three runs
@@ -414,7 +415,7 @@ class TestCommandLine:
         bench.main(
             ["--shape=qwen3-0.6b", "--num-seqs=2", "--min-input-len=4", "--max-input-len=5",
              "--min-output-len=40", "--max-output-len=40", "--num-kvcache-blocks=300",
-             "--repeats=1", "--device=cpu",
+             "--repeats=1", "--device=cpu", "--json",
              f'--speculative-config={{"method": "{method}", "model": "{draft}"}}']
         )  # fmt: skip
         result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -428,7 +429,7 @@ class TestCommandLine:
             (["--quantization=awq"], "qwen3-42m: quantization='awq': the checkpoint has plain"),
             (
                 [speculate("eagle3", "qwen3-0.6b")],
-                "speculative_config, head 'qwen3-0.6b': the head is made for another model",
+                "--speculative-config, head 'qwen3-0.6b': the head is made for another model",
             ),
             (
                 [speculate("draft_model", "qwen3-42m", quantization="gptq")],
@@ -436,7 +437,7 @@ class TestCommandLine:
             ),
             (
                 [speculate("eagle3", "/nope/x")],
-                "speculative_config, head '/nope/x': model directory '/nope/x' does not exist",
+                "--speculative-config, head '/nope/x': model directory '/nope/x' does not exist",
             ),
         ],
     )
@@ -485,12 +486,12 @@ class TestCommandLine:
         bench.main(
             ["--shape=qwen3-42m", "--num-seqs=2", "--min-input-len=4", "--max-input-len=5",
              "--min-output-len=1", "--max-output-len=1", "--num-kvcache-blocks=300",
-             "--repeats=1", "--device=cpu"]
+             "--repeats=1", "--device=cpu", "--json"]
         )  # fmt: skip
         out, err = capsys.readouterr()
-        result = json.loads(out.splitlines()[-1])
+        result = json.loads(out)
         assert result["model"] == "qwen3-42m"
-        assert err == "" and tempfile.gettempdir() not in out, "no name of a temporary folder"
+        assert tempfile.gettempdir() not in out + err, "no name of a temporary folder"
         assert result["options"]["load_format"] == "dummy"
         assert result["workload"]["output_tokens"] == 2
         assert result["roofline"]["decode_gemm_seconds"] == 0  # prefill yields one token each
@@ -518,17 +519,18 @@ class TestCommandLine:
         bench.main(
             [f"--model={model_dir}", "--num-seqs=3", "--min-input-len=20", "--max-input-len=30",
              "--min-output-len=6", "--max-output-len=9", "--max-model-len=64",
-             "--num-kvcache-blocks=32", "--repeats=1", "--device=cpu", f"--profile={file}"]
+             "--num-kvcache-blocks=32", "--repeats=1", "--device=cpu", f"--profile={file}",
+             "--json"]
         )  # fmt: skip
         events = json.loads(file.read_text())["traceEvents"]
         names = [event.get("name", "") for event in events]
         steps = sorted(name for name in names if name.startswith("step "))
         assert steps == ["step 1: prefill", *(f"step {i}: decode" for i in range(2, 6))]
         assert any(name.startswith("aten::") for name in names)
-        out = capsys.readouterr().out
+        out, err = capsys.readouterr()
         # The figures of the runs come first, then the trace's file and its top operators.
-        assert out.index("output tok/s,") < out.index(str(file)) < out.index("aten::")
-        result = json.loads(out.splitlines()[-1])
+        assert err.index("of the roofline") < err.index(str(file)) < err.index("aten::")
+        result = json.loads(out)
         assert len(result["seconds"]) == 1
         before, after = traced
         prompts, _ = draw(259, num_seqs=3, min_input_len=20, max_input_len=30)
@@ -590,14 +592,14 @@ class TestCommandLine:
             (["--shape=qwen3-9000b"], 2, "invalid choice"),
             (["--shape=qwen3-8b", "--model=x"], 2, "exclude each other"),
             (["--model=/nowhere"], 1, "/nowhere"),
-            (["--num-seqs=0"], 2, "num_seqs must be >= 1, got 0"),
+            (["--num-seqs=0"], 2, "--num-seqs must be >= 1, got 0"),
             (["--num-seqs=many"], 2, "cannot read 'many'"),
-            (["--seed=-1"], 2, "seed must be >= 0, got -1"),
+            (["--seed=-1"], 2, "--seed must be >= 0, got -1"),
             (["--repeats=0"], 2, "must be at least 1, got 0"),
-            (["--min-input-len=9", "--max-input-len=8"], 2, "8 is less than min_input_len=9"),
+            (["--min-input-len=9", "--max-input-len=8"], 2, "8 is less than --min-input-len=9"),
             (["--json=x", "--profile=x"], 2, "--json and --profile must be different files"),
-            (["--max-input-len=4000"], 2, "max_model_len=4096, got 5024"),
-            (["--device=tpu"], 2, "device must be"),
+            (["--max-input-len=4000"], 2, "--max-model-len=4096, got 5024"),
+            (["--device=tpu"], 2, "--device must be"),
             (["--json=/nowhere/result.json"], 1, "/nowhere"),
             (["--profile=/nowhere/trace.json"], 1, "/nowhere"),
             (["--profile=trace.json", "--peers"], 2, "--profile and --peers exclude each other"),
@@ -640,7 +642,7 @@ class TestCommandLine:
 def test_the_benchmark_runs_outside_the_checkout(command: tuple[str, ...], tmp_path: Path) -> None:
     """The command, and the script with a model of its own."""
     short = ("--num-seqs=2", "--max-input-len=100", "--max-output-len=100", "--repeats=1")
-    options = [*short, "--device=cpu", "--engine-seed=3"]
+    options = [*short, "--device=cpu", "--engine-seed=3", "--json"]
     if command[0] != "-m":
         options.append(f"--model={EMBEDDED_MODEL}")
     env = {**os.environ, "PYTHONPATH": str(BENCH.parent), "OMP_NUM_THREADS": "1"}
@@ -648,8 +650,9 @@ def test_the_benchmark_runs_outside_the_checkout(command: tuple[str, ...], tmp_p
         [sys.executable, *command, *options], capture_output=True, text=True, timeout=LIMIT,
         env=env, cwd=tmp_path,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    result = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0
+    assert done.stderr.startswith(f"{EMBEDDED_MODEL}: 1M parameters, ")
+    result = json.loads(done.stdout)
     assert result["model"] == EMBEDDED_MODEL
     assert result["workload"]["output_tokens"] == 200
     assert (result["options"]["seed"], result["options"]["max_model_len"]) == (3, 4096)

@@ -112,11 +112,12 @@ def test_engines_take_turns_on_the_identical_workload(
 ) -> None:
     """All get the same prompts, lengths, type and weights, and a new process in each round."""
     path = fake_vllm(tmp_path)
-    bench.main([*tiny, "--peers", "vllm", f"--peer-path=vllm={path}", "--repeats=2"])
-    out = capsys.readouterr().out.splitlines()
+    bench.main([*tiny, "--peers", "vllm", f"--peer-path=vllm={path}", "--repeats=2", "--json"])
+    found, text = capsys.readouterr()
+    out = text.splitlines()
     rounds = [line.split()[2] for line in out if line.startswith("  round ")]
     assert rounds == ["nanovllm", "vllm", "vllm", "nanovllm"]
-    engines = json.loads(out[-1])["engines"]
+    engines = json.loads(found)["engines"]
     ours, theirs = engines["nanovllm"], engines["vllm"]
     assert len(ours["seconds"]) == len(theirs["seconds"]) == 2 and theirs["version"] == "9.9"
     assert theirs["ratio"] == pytest.approx(theirs["median_seconds"] / ours["median_seconds"])
@@ -152,14 +153,14 @@ def test_a_failed_engine_is_shown_and_the_others_continue(
     (nano / "nanovllm" / "__init__.py").touch()
     status = bench.main(
         [*tiny, "--peers", "vllm", f"--peer-path=vllm={path}", "--repeats=2",
-         f"--peer-path=nano-vllm={nano}", "--max-num-seqs=2"]
+         f"--peer-path=nano-vllm={nano}", "--max-num-seqs=2", "--json"]
     )  # fmt: skip
     assert status == 1
-    out = capsys.readouterr().out
+    found, out = capsys.readouterr()
     assert out.count("vllm failed: ended with status 1") == 2  # one is nano-vllm
     assert "MemoryError: all of it is gone" in out
     assert "nano-vllm needs CUDA and flash-attn, and the device is cpu" in out
-    engines = json.loads(out.splitlines()[-1])["engines"]
+    engines = json.loads(found)["engines"]
     assert len(engines["nanovllm"]["seconds"]) == 2 and "error" not in engines["nanovllm"]
     assert engines["vllm"]["seconds"] == [] and "all of it is gone" in engines["vllm"]["error"]
     assert {call["options"]["max_num_seqs"] for call in calls(path)} == {2}

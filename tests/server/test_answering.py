@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from nanovllm.engine.schedule.failures import NONE_LEFT, NOT_FINITE
-from nanovllm.openai.vectors import parse_embeddings
+from nanovllm.openai.vectors import embedding_entry, parse_embeddings
 from nanovllm.outputs import TokenLogprob
 from nanovllm.server.answered import json_response
 from nanovllm.server.errors import request_error
 from nanovllm.server.event_stream import sse
-from nanovllm.server.vectors import _embedding_entries
+from nanovllm.server.vectors import entries_of
 
 
 def test_logits_that_are_not_finite_are_no_bad_request() -> None:
@@ -48,7 +48,7 @@ def test_other_tasks_run_while_vectors_are_written(kind: str, written: Any) -> N
 
     async def write() -> bytes:
         others = asyncio.create_task(take_turns())
-        entries = await _embedding_entries(asked, vectors)
+        entries = await entries_of(embedding_entry, asked, vectors)
         others.cancel()
         return bytes(json_response(entries).body)
 

@@ -81,10 +81,15 @@ class Answer:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds for each token after the first one; None if there is none."""
-        return (
-            (self.last - self.first) / (self.output_tokens - 1) if self.output_tokens > 1 else None
-        )
+        """Seconds for each token after the first one; None if there is none, or no time of it."""
+        if self.output_tokens < 2 or self.came_at_once:
+            return None
+        return (self.last - self.first) / (self.output_tokens - 1)
+
+    @property
+    def came_at_once(self) -> bool:
+        """Whether several tokens came in one chunk, so that the times between them are unknown."""
+        return self.output_tokens > 1 and self.num_chunks < 2
 
     def _take(self, now: float, chunk: Mapping[str, Any]) -> None:
         if chunk.get("error"):

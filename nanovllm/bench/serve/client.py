@@ -37,7 +37,7 @@ class Address:
         except (ValueError, KeyError):  # a port that is no number, another scheme
             port = 0
         if not port or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(f"base_url must be like http://127.0.0.1:8000, got {url!r}")
+            raise ValueError(f"--base-url must be like http://127.0.0.1:8000, got {url!r}")
         user = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
         basic = base64.b64encode(user.encode()).decode() if parts.username else None
         path = parts.path.rstrip("/").removesuffix("/v1")

@@ -68,6 +68,7 @@ def summarize(run: Run, limits_ms: Mapping[str, float]) -> dict[str, Any]:
         ),
         "ttft_ms": statistics_ms(answer.ttft for answer in whole),
         "tpot_ms": statistics_ms(tpot for tpot in tpots if tpot is not None),
+        "answers_in_one_chunk": sum(answer.came_at_once for answer in whole),
         "itl_ms": statistics_ms(gap for answer in whole for gap in answer.gaps),
         "e2el_ms": statistics_ms(answer.e2el for answer in whole),
         "client_cpu_share": run.cpu_seconds / seconds,
@@ -115,6 +116,11 @@ def _notes(result: Mapping[str, Any]) -> list[str]:
     lines = []
     if result["tokens_counted_by"] == "chunks":
         lines.append("the server sends no usage: output tokens are chunks, prompts are not counted")
+    if number := result["answers_in_one_chunk"]:
+        lines.append(
+            f"{number:,} answers of several tokens came in one chunk: they have no tpot, and are"
+            " not in its figures"
+        )
     if result["client_cpu_share"] > BUSY:
         share = result["client_cpu_share"]
         lines.append(f"this client used {share:.0%} of a core: it may be what limits the figures")

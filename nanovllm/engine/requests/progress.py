@@ -7,6 +7,7 @@ takes long, and steps spend no time on it.
 import contextlib
 import dataclasses
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
@@ -49,11 +50,16 @@ def progress_bar(
 
 
 class Activity:
-    """Describes what an engine does, in notes. Rates are over the last `WINDOW` drawings."""
+    """Describes what an engine does, in notes. Rates are over the last `WINDOW` drawings.
+
+    After the rate of decode comes its average since the start, in which all time counts.
+    """
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._seen = deque([dataclasses.replace(engine.counter)], maxlen=WINDOW)
+        self._start, self._tokens_before = time.perf_counter(), engine.counter.decode_tokens
+        self._average = 0.0
 
     def notes(self) -> Iterator[str]:
         """Rates of decode and prefill, running and waiting sequences, and how full the pool is.
@@ -64,6 +70,8 @@ class Activity:
         before = self._seen[0]
         if now != self._seen[-1]:  # unchanged during a long step: keep the last rates
             self._seen.append(now)
+            elapsed = time.perf_counter() - self._start
+            self._average = (now.decode_tokens - self._tokens_before) / elapsed
         unit = " tok/s"  # once, with the first rate
         for kind, word in (("decode", "out"), ("prefill", "in")):
             tokens, seconds = (
@@ -73,6 +81,8 @@ class Activity:
             if tokens and seconds:
                 yield f"{tqdm.format_sizeof(tokens / seconds)}{unit} {word}"
                 unit = ""
+                if kind == "decode":
+                    yield f"avg {tqdm.format_sizeof(self._average)}"
         if now.drafted_tokens > before.drafted_tokens:
             yield f"{now.tokens_per_step(before):.1f} tok/step"
         if stats["num_running"]:

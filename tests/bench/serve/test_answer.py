@@ -167,6 +167,23 @@ def test_the_text_has_the_figures_and_the_doubts() -> None:
     assert row.split()[-4:] == ["300.00", "300.00", "460.00", "496.00"]
 
 
+def test_an_answer_in_one_chunk_has_no_time_per_token() -> None:
+    """It would be 0, and pull the percentiles down; how many there were is said."""
+    quick = answer_of((10.1, text_chunk("a")), (10.2, text_chunk("b", "length") + usage(5, 2)))
+    at_once = answer_of((11.0, text_chunk("a b c", "length")), (11.2, usage(5, 3)))
+    ends_later = answer_of(
+        (11.0, text_chunk("a b c")), (11.5, text_chunk("", "stop") + usage(5, 3))
+    )
+    single = answer_of((10.3, text_chunk("a", "length") + usage(5, 1)))
+    assert [one.tpot for one in (at_once, ends_later, single)] == [None] * 3
+    run = Run([quick, at_once, ends_later, single], num_sent=4, start=10.0, end=12.0)
+    result = summarize(run, {})
+    assert result["tpot_ms"]["p50"] == 100.0
+    assert result["answers_in_one_chunk"] == 2, "one token has no time per token anyway"
+    assert "2 answers of several tokens came in one chunk: they have no tpot" in text(result)
+    assert "in one chunk" not in text(summarize(run_of_three(), {}))
+
+
 def test_a_run_without_answers_has_figures() -> None:
     failed = Answer()
     failed.error = "x"

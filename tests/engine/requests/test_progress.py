@@ -12,6 +12,7 @@ import termios
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from waiting import LIMIT, wait_until
 from nanovllm import LLM, SamplingParams
 from nanovllm.command.main import main
 from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.engine.requests.measures import StepCounter
 from nanovllm.engine.requests.progress import Activity
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -120,8 +122,12 @@ def test_the_bar_never_stands_still(
     ("columns", "pattern"),
     [
         (60, r" 98%\|[^|]{8,}\| 400/408 \[00:\d\d<00:00, \S+ tok/s out\]"),
-        (80, r"Generating:  98%\|[^|]{8,}\| 400/408 \[00:\d\d<00:00, \S+ tok/s out, \S+ in\]"),
-        (120, r"Generating:  98%\|[^|]{8,}\| 400/408 \[.*tok/s out, \S+ in, 8 running, KV \d+%\]"),
+        (80, r"Generating:  98%\|[^|]{8,}\| 400/408 \[00:\d\d<00:00, \S+ tok/s out, avg \S+\]"),
+        (
+            120,
+            r"Generating:  98%\|[^|]{8,}\| 400/408 \[.*tok/s out, avg \S+, \S+ in, 8 running,"
+            r" KV \d+%\]",
+        ),
     ],
 )  # fmt: skip
 def test_a_line_fits_the_terminal(
@@ -151,10 +157,27 @@ def test_a_rate_without_tokens_is_left_out(llm: LLM) -> None:
         llm.step()
         list(activity.notes())
     notes = list(activity.notes())
-    assert re.fullmatch(r"\S+ tok/s out, 1 running, KV \d%", ", ".join(notes))
+    assert re.fullmatch(r"\S+ tok/s out, avg \S+, 1 running, KV \d%", ", ".join(notes))
     assert list(activity.notes()) == notes, "no step, other rates"
     while not llm.is_finished():
         llm.step()
+
+
+def test_the_average_is_of_the_whole_run_and_all_its_time(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rate beside it is of decode steps alone, and of the last drawings."""
+    clock = iter((10.0, 14.0, 18.0))
+    monkeypatch.setattr("nanovllm.engine.requests.progress.time.perf_counter", lambda: next(clock))
+    counter = StepCounter(decode_tokens=5)  # of an earlier run
+    engine: Any = SimpleNamespace(counter=counter, stats=llm.stats)
+    activity = Activity(engine)
+    for _ in range(2):
+        counter.decode_tokens += 100
+        counter.decode_seconds += 0.5
+        notes = list(activity.notes())
+        assert notes[:2] == ["200 tok/s out", "avg 25.0"]
+    assert list(activity.notes()) == notes, "no step has ended"
 
 
 def test_drafts_show_the_tokens_of_a_step() -> None:
@@ -166,7 +189,7 @@ def test_drafts_show_the_tokens_of_a_step() -> None:
         )
         llm.generate("12+34=", params, use_tqdm=False)
         notes = ", ".join(activity.notes())
-    shown = re.fullmatch(r"\S+ tok/s out, \S+ in, (\d\.\d) tok/step, KV 0%", notes)
+    shown = re.fullmatch(r"\S+ tok/s out, avg \S+, \S+ in, (\d\.\d) tok/step, KV 0%", notes)
     assert shown is not None and 3 < float(shown[1]) <= 5, notes
 
 

@@ -1,0 +1,108 @@
+"""vLLM's options on the command line: further flags of ours, and refusals that say what to use.
+
+The tables are those of `nanovllm.vllm_names` and `nanovllm.server.vllm_names`, which also serve
+calls in Python. An option that is none of ours takes only values that change nothing.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.command.field_options import option_flag
+from nanovllm.command.spelling import spelled
+from nanovllm.config import Config
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.vllm_names import SERVER
+from nanovllm.utils.option import options_of
+from nanovllm.utils.other_names import OtherName
+from nanovllm.vllm_names import ENGINE, SAMPLING
+
+TABLES: dict[type, Mapping[str, OtherName]] = {
+    Config: ENGINE, SamplingParams: SAMPLING, ServerOptions: SERVER,
+}  # fmt: skip
+SHORT = {
+    "-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size",
+    "-q": "quantization", "-asc": "api_server_count",
+}  # fmt: skip
+
+
+class WithoutEffect(argparse.Action):
+    """An option that nanovllm does not have: it takes the values that ask for what is done anyway.
+
+    It sets nothing, so that the namespace has only options of our own.
+    """
+
+    def __init__(self, other: OtherName, **given: Any) -> None:
+        is_switch = any(isinstance(value, bool) for value in other.accepts)
+        super().__init__(**given, nargs=0 if is_switch else None, default=argparse.SUPPRESS)
+        self._other, self._is_switch = other, is_switch
+
+    def __call__(
+        self,
+        _: argparse.ArgumentParser,
+        __: argparse.Namespace,
+        text: Any,
+        flag: str | None = None,
+    ) -> None:
+        """Raise unless the value is accepted."""
+        value = not (flag or "").startswith("--no-") if self._is_switch else _value(text)
+        if not any(_is_same(value, one) for one in self._other.accepts):
+            got = "" if self._is_switch else f" {text}"
+            raise argparse.ArgumentError(
+                None, f"{flag}{got}: {spelled(self._other.why.replace('`', ''), *TABLES)}"
+            )
+
+
+def add_other_flags(parser: argparse.ArgumentParser) -> None:
+    """Add vLLM's flags of each class with all its options in the parser, unless they are taken."""
+    flags = parser._option_string_actions
+    for kind, table in TABLES.items():
+        fields = {name: one for name, one in options_of(kind).items() if not one.only_python}
+        if all(option_flag(kind, name) in flags for name in fields):
+            for name, other in table.items():
+                _add(parser, kind, name, other)
+    for short, name in SHORT.items():
+        action = flags.get("--" + name.replace("_", "-"))
+        if action is not None:
+            flags[short] = action  # not shown: the long name is
+
+
+def _add(parser: argparse.ArgumentParser, kind: type, name: str, other: OtherName) -> None:
+    flag, flags = "--" + name.replace("_", "-"), parser._option_string_actions
+    if flag in flags:  # ours, with a meaning of its own
+        return
+    if other.ours is not None:
+        action = flags[option_flag(kind, other.ours)]
+        _also(parser, action, flag)
+        if isinstance(action, argparse.BooleanOptionalAction):
+            _also(parser, action, flag.replace("--", "--no-", 1))
+        return
+    is_switch = any(isinstance(value, bool) for value in other.accepts)
+    names = [flag, flag.replace("--", "--no-", 1)] if is_switch else [flag]
+    parser._add_action(
+        WithoutEffect(other, option_strings=names, dest=name, help=argparse.SUPPRESS)
+    )
+
+
+def _also(parser: argparse.ArgumentParser, action: argparse.Action, flag: str) -> None:
+    """Let the action have another flag, which the help shows too."""
+    if flag not in parser._option_string_actions:
+        action.option_strings = [*action.option_strings, flag]
+        parser._option_string_actions[flag] = action
+
+
+def _value(text: str) -> Any:
+    """A value as vLLM's command line takes it: JSON, `None` or a text."""
+    if text.lower() in ("none", "null"):
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Whether two values are the same; 0 and 0.0 are, 1 and True are not."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)

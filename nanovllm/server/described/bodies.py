@@ -1,0 +1,67 @@
+"""What each path takes, for its description: the names that its parser knows.
+
+A path of the application that is missing here is described without the fields of its body.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from nanovllm.openai.fields import CHAT, COMPLETIONS, KNOWN
+from nanovllm.openai.pooling import POOLING, POOLING_FIELDS
+from nanovllm.openai.vectors import (
+    EMBED_FIELDS,
+    EMBEDDINGS,
+    OTHER_NAMES,
+    RERANK,
+    RERANK_FIELDS,
+    SCORE,
+    SCORE_FIELDS,
+)
+from nanovllm.server.adapters import LOAD_FIELDS, UNLOAD_FIELDS
+from nanovllm.server.messages import endpoints as messages
+from nanovllm.server.messages.request import KNOWN as MESSAGES_NAMES
+from nanovllm.server.responses.endpoints import RESPONSES
+from nanovllm.server.responses.request import KNOWN as RESPONSES_NAMES
+from nanovllm.server.tokens import IDS_FIELDS, TEXT_FIELDS
+
+ALSO = ("model", "user")  # in every body that `given_fields` reads
+
+
+@dataclass(frozen=True)
+class Body:
+    """The names in a path's body, or in its query; and what the path does."""
+
+    says: str
+    names: Collection[str] = ()
+    required: tuple[str, ...] = ()
+    streams: bool = False
+    query: tuple[str, ...] = ()
+
+
+CHAT_NAMES = tuple(KNOWN[CHAT])
+SCORE_NAMES = (*OTHER_NAMES, *OTHER_NAMES.values(), *SCORE_FIELDS, *ALSO)
+RERANK_NAMES = (*RERANK_FIELDS, *SCORE_FIELDS, *ALSO)
+EMBED_NAMES = ("input", *EMBED_FIELDS, *ALSO)
+
+BODIES: dict[str, Body] = {
+    CHAT: Body("Answer a chat.", CHAT_NAMES, ("messages",), streams=True),
+    COMPLETIONS: Body("Complete prompts.", tuple(KNOWN[COMPLETIONS]), ("prompt",), streams=True),
+    RESPONSES: Body("Respond to items, or to a text.", RESPONSES_NAMES, ("input",), streams=True),
+    messages.PATH: Body("Answer messages.", MESSAGES_NAMES, ("messages", "max_tokens"), streams=True),
+    f"{messages.PATH}/count_tokens": Body("Count the tokens of messages.", MESSAGES_NAMES,
+                                          ("messages",)),
+    EMBEDDINGS: Body("Vectors of inputs.", EMBED_NAMES, ("input",)),
+    POOLING: Body("Vectors of inputs, or states of their tokens.", (*POOLING_FIELDS, *ALSO),
+                  ("input",)),
+    **{url: Body("How well documents fit queries.", SCORE_NAMES) for url in SCORE},
+    **{url: Body("Documents by how well they fit a query.", RERANK_NAMES, ("query", "documents"))
+       for url in RERANK},
+    "/tokenize": Body("The token ids of a prompt, or of the prompt of messages.",
+                      dict.fromkeys((*TEXT_FIELDS, *CHAT_NAMES, *ALSO))),
+    "/detokenize": Body("The text of tokens.", (*IDS_FIELDS, *ALSO), ("tokens",)),
+    "/v1/load_lora_adapter": Body("Offer an adapter.", LOAD_FIELDS, ("lora_name", "lora_path")),
+    "/v1/unload_lora_adapter": Body("Stop offering an adapter.", UNLOAD_FIELDS, ("lora_name",)),
+    "/sleep": Body("Free the engine's memory.", query=("level", "running")),
+    "/wake_up": Body("Get the engine's memory back.", query=("tags",)),
+    "/reload_weights": Body("Load the checkpoint again.", query=("running",)),
+}  # fmt: skip
