@@ -18,7 +18,8 @@ from nanovllm.openai.vectors import (
     SCORE_FIELDS,
 )
 from nanovllm.server.adapters import LOAD_FIELDS, UNLOAD_FIELDS
-from nanovllm.server.messages import endpoints as messages
+from nanovllm.server.messages.errors import PATH as MESSAGES
+from nanovllm.server.messages.request import COUNTED
 from nanovllm.server.messages.request import KNOWN as MESSAGES_NAMES
 from nanovllm.server.responses.endpoints import RESPONSES
 from nanovllm.server.responses.request import KNOWN as RESPONSES_NAMES
@@ -47,9 +48,8 @@ BODIES: dict[str, Body] = {
     CHAT: Body("Answer a chat.", CHAT_NAMES, ("messages",), streams=True),
     COMPLETIONS: Body("Complete prompts.", tuple(KNOWN[COMPLETIONS]), ("prompt",), streams=True),
     RESPONSES: Body("Respond to items, or to a text.", RESPONSES_NAMES, ("input",), streams=True),
-    messages.PATH: Body("Answer messages.", MESSAGES_NAMES, ("messages", "max_tokens"), streams=True),
-    f"{messages.PATH}/count_tokens": Body("Count the tokens of messages.", MESSAGES_NAMES,
-                                          ("messages",)),
+    MESSAGES: Body("Answer messages.", MESSAGES_NAMES, ("messages", "max_tokens"), streams=True),
+    f"{MESSAGES}/count_tokens": Body("Count the tokens of messages.", COUNTED, ("messages",)),
     EMBEDDINGS: Body("Vectors of inputs.", EMBED_NAMES, ("input",)),
     POOLING: Body("Vectors of inputs, or states of their tokens.", (*POOLING_FIELDS, *ALSO),
                   ("input",)),
