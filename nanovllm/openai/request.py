@@ -112,10 +112,18 @@ def _chat_options(body: Mapping[str, Any], names: Iterable[str]) -> dict[str, An
         check_json_bool(name, given[name])
     if not isinstance(given.get("thinking", True), bool | Mapping):
         raise TypeError(f"thinking must be an object, got {shorten_json(given['thinking'])}")
+    if not _is_list_of_objects(given.get("documents", [])):
+        raise TypeError(
+            f"documents must be a list of objects, got {shorten_json(given['documents'])}"
+        )
     continues = given.get("continue_final_message")
     if continues and given.setdefault("add_generation_prompt", False):
         raise ValueError("continue_final_message needs add_generation_prompt to be false")
     return {"tool_choice": "auto", **given} if given.get("tools") else given
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, Mapping) for one in value)
 
 
 def prompts_of(name: str, prompt: Any) -> list[Any]:

@@ -131,7 +131,8 @@ def test_the_prompt_alone(client: httpx.Client) -> None:
 
 
 def test_the_best_of_several_samples(client: httpx.Client) -> None:
-    asked: dict[str, Any] = dict(temperature=1, seed=3, max_tokens=6)
+    asked: dict[str, Any] = dict(temperature=1, seed=3, max_tokens=9)
+    asked["stop_token_ids"] = [*range(0, 258, 5)]  # samples of several lengths
     every = post(client, n=5, logprobs=0, **asked)["choices"]
     means = {
         tuple(one["token_ids"]): sum(one["logprobs"]["token_logprobs"]) / len(one["token_ids"])
@@ -190,6 +191,9 @@ def test_fields_of_the_chat_template(client: httpx.Client) -> None:
     assert prompt_of(client).endswith(f"{begin}assistant:")
     assert prompt_of(client, add_generation_prompt=False).endswith(begin)
     assert "[x]" in prompt_of(client, documents=[{"title": "a", "text": "x"}])
+    for documents in ("x", ["x"], {"text": "x"}):
+        message = refused(client, CHAT, documents=documents)["message"]
+        assert message.startswith("documents must be a list of objects")
     for kind, end in (("enabled", "<think>"), ("disabled", "assistant:")):
         assert prompt_of(client, thinking={"type": kind}).endswith(end)
     talk = [*HI, {"role": "assistant", "content": "Well"}]
@@ -228,8 +232,9 @@ def test_a_client_names_its_request(client: httpx.Client, server: Server) -> Non
     assert "request_id must" in refused(client, request_id="a b")["message"]
     response = client.post(TEXT, json=body, headers={"X-Request-Id": "a b"})
     assert response.status_code == 400 and "X-Request-Id must" in response.text
-    response = client.post("/v1/embeddings", json={"input": "a", "request_id": "of-vector"})
-    assert response.headers["x-request-id"] == "of-vector"
+    for url, more in (("/v1/embeddings", {"input": "a"}), ("/tokenize", {"messages": HI})):
+        response = client.post(url, json={**more, "request_id": "of-other"})
+        assert response.headers["x-request-id"] == "of-other"
 
 
 def test_older_fields_of_constraints(client: httpx.Client) -> None:
@@ -297,6 +302,8 @@ def test_beams(client: httpx.Client, model_dir: Path) -> None:
         (name,) = field
         assert name in refused(client, **asked, **field)["message"]
     assert "streamed" in refused(client, **asked, stream=True)["message"]
+    wide = refused(client, use_beam_search=True, n=11)["message"]
+    assert wide == "with use_beam_search n must be at most 10, half of max_logprobs, got 11"
     assert "needs use_beam_search" in refused(client, length_penalty=2)["message"]
     post(client, use_beam_search=False, length_penalty=1.0, spaces_between_special_tokens=True)
 
