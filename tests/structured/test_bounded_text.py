@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import byte_tokenizer
 from reference import make_llm
 
 from nanovllm import SamplingParams
+from nanovllm.structured.grammars import Grammars
 from nanovllm.structured_outputs import StructuredOutputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,6 +42,21 @@ def test_the_marker_is_forced_after_the_budget(model_dir: Path) -> None:
             if wanted.choice:
                 assert text.removeprefix(END) in wanted.choice
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("fields", KINDS, ids=str)
+def test_drafts_count_too(fields: dict[str, Any]) -> None:
+    """A row after drafts has their budget left, or none if they end the free text."""
+    tokenizer = byte_tokenizer()
+    asked = StructuredOutputs(after=END, after_tokens=10, **fields)
+    constraint = Grammars(tokenizer, len(tokenizer)).constraint(asked)
+    text, marker = tokenizer.encode("0123456789"), tokenizer.encode(END)
+    for copy in (constraint, constraint.copy()):
+        assert copy.sole([]) is None and copy.sole(text[:9]) is None
+        for place, token_id in enumerate(marker):
+            assert copy.sole([*text, *marker[:place]]) == token_id
+        assert copy.sole([*text, *marker]) is None
+        assert copy.sole([*marker, *text[:2]]) is None, "it has ended by itself"
 
 
 def test_text_that_ends_by_itself_is_not_cut(model_dir: Path) -> None:
