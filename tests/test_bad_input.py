@@ -15,6 +15,7 @@ from conftest import byte_tokenizer, make_model
 from transformers import BatchEncoding
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.requests.prompt_length import PromptTooLongError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -75,9 +76,9 @@ BAD_PROMPTS: list[tuple[Any, type[Exception], list[str]]] = [
     ("", ValueError, [LENGTHS, "got 0"]),
     ([], ValueError, [LENGTHS, "got 0"]),
     (np.array([], dtype=int), ValueError, [LENGTHS, "got 0"]),
-    ("x" * MAX_LEN, ValueError, [LENGTHS, f"max_model_len={MAX_LEN}", f"got {MAX_LEN}"]),
-    ([1] * MAX_LEN, ValueError, [LENGTHS, f"max_model_len={MAX_LEN}", f"got {MAX_LEN}"]),
-    ([1] * 10**6, ValueError, [LENGTHS, "got 1000000"]),
+    ("x" * MAX_LEN, PromptTooLongError, [LENGTHS, f"max_model_len={MAX_LEN}", f"got {MAX_LEN}"]),
+    ([1] * MAX_LEN, PromptTooLongError, [LENGTHS, f"max_model_len={MAX_LEN}", f"got {MAX_LEN}"]),
+    ([1] * 10**6, PromptTooLongError, [LENGTHS, "got 1000000"]),
     ([1, -1, 2], ValueError, [IDS_RANGE, "-1"]),
     ([1, 259], ValueError, [IDS_RANGE, "259"]),
     ([2**63], ValueError, [IDS_RANGE, str(2**63)]),

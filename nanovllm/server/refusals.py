@@ -24,6 +24,7 @@ def check_asked(asked: APIRequest, limits: Limits, vocab_size: int) -> None:
     """Raise if a request asks for more than the limits, or than can be streamed."""
     _check_id_lists(asked, vocab_size)
     _check_logprobs(asked, limits)
+    _check_beams(asked, limits)
     if asked.streams and asked.echo and asked.params.logprobs is not None:
         raise APIError(400, "echo with logprobs must not be streamed")
     if asked.streams and asked.params.prompt_logprobs is not None:
@@ -82,6 +83,15 @@ def _check_logprobs(asked: APIRequest, limits: Limits) -> None:
         if number is not None and number > most:
             also = " (top_logprobs)" if name == "logprobs" and asked.url == CHAT else ""
             raise APIError(400, f"{name}{also} must be at most {most} (max_logprobs), got {number}")
+
+
+def _check_beams(asked: APIRequest, limits: Limits) -> None:
+    """Raise for a wide search: each step sorts twice as many tokens for each beam."""
+    if asked.beams is not None and 2 * asked.beams.beam_width > limits.max_logprobs:
+        raise APIError(
+            400, f"with use_beam_search n must be at most {limits.max_logprobs // 2}, half of"
+            f" max_logprobs, got {asked.beams.beam_width}"
+        )  # fmt: skip
 
 
 def _check_id_lists(asked: APIRequest, vocab_size: int) -> None:

@@ -101,7 +101,8 @@ class TokenAnswering:
         self._models.adapter(given.get("model"))
         return given
 
-    async def _tokenized(self, _: RequestLine, asked: TokensRequest) -> dict[str, Any]:
+    async def _tokenized(self, line: RequestLine, asked: TokensRequest) -> dict[str, Any]:
+        line.rename(None if asked.chat is None else asked.chat.name)
         if (chat := asked.chat) is None:
             assert asked.text is not None
             answer = functools.partial(self._of_text, asked.text, asked)

@@ -75,7 +75,7 @@ def test_a_piece_is_looked_at_once(begin: str, piece: str, inside: bool) -> None
     [
         ("plain", "user: Hi", None, None),
         ("enable_thinking <think></think>", "assistant\n", None, Reasoning(False, True)),
-        ("enable_thinking <think></think>", "<think>\n\n</think>\n\n", None, Reasoning()),
+        ("enable_thinking <think></think>", "<think>\n\n</think>\n\n", None, Reasoning(over=True)),
         ("</think>", "assistant\n", None, Reasoning()),
         ("</think>", "assistant\n<think>\n", None, Reasoning(True, True)),
         ("plain", "assistant\n", "qwen3", Reasoning(False, True)),

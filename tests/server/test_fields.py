@@ -6,8 +6,11 @@ from typing import Any
 
 import httpx
 import pytest
+from reference import make_llm
 from servers import Server, serving
 from waiting import LIMIT
+
+from nanovllm import BeamSearchParams
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -128,7 +131,8 @@ def test_the_prompt_alone(client: httpx.Client) -> None:
 
 
 def test_the_best_of_several_samples(client: httpx.Client) -> None:
-    asked: dict[str, Any] = dict(temperature=1, seed=3, max_tokens=6)
+    asked: dict[str, Any] = dict(temperature=1, seed=3, max_tokens=9)
+    asked["stop_token_ids"] = [*range(0, 258, 5)]  # samples of several lengths
     every = post(client, n=5, logprobs=0, **asked)["choices"]
     means = {
         tuple(one["token_ids"]): sum(one["logprobs"]["token_logprobs"]) / len(one["token_ids"])
@@ -187,6 +191,9 @@ def test_fields_of_the_chat_template(client: httpx.Client) -> None:
     assert prompt_of(client).endswith(f"{begin}assistant:")
     assert prompt_of(client, add_generation_prompt=False).endswith(begin)
     assert "[x]" in prompt_of(client, documents=[{"title": "a", "text": "x"}])
+    for documents in ("x", ["x"], {"text": "x"}):
+        message = refused(client, CHAT, documents=documents)["message"]
+        assert message.startswith("documents must be a list of objects")
     for kind, end in (("enabled", "<think>"), ("disabled", "assistant:")):
         assert prompt_of(client, thinking={"type": kind}).endswith(end)
     talk = [*HI, {"role": "assistant", "content": "Well"}]
@@ -225,8 +232,9 @@ def test_a_client_names_its_request(client: httpx.Client, server: Server) -> Non
     assert "request_id must" in refused(client, request_id="a b")["message"]
     response = client.post(TEXT, json=body, headers={"X-Request-Id": "a b"})
     assert response.status_code == 400 and "X-Request-Id must" in response.text
-    response = client.post("/v1/embeddings", json={"input": "a", "request_id": "of-vector"})
-    assert response.headers["x-request-id"] == "of-vector"
+    for url, more in (("/v1/embeddings", {"input": "a"}), ("/tokenize", {"messages": HI})):
+        response = client.post(url, json={**more, "request_id": "of-other"})
+        assert response.headers["x-request-id"] == "of-other"
 
 
 def test_older_fields_of_constraints(client: httpx.Client) -> None:
@@ -273,3 +281,58 @@ def test_a_choice_among_some_tools(client: httpx.Client) -> None:
     choice = {"type": "allowed_tools", "allowed_tools": some}
     error = refused(client, CHAT, tools=tools, tool_choice=choice)
     assert "there is no tool 'up'" in error["message"]
+
+
+def test_beams(client: httpx.Client, model_dir: Path) -> None:
+    """The same as in Python, among other requests of the server."""
+    with make_llm(model_dir) as llm:
+        params = BeamSearchParams(beam_width=3, max_tokens=5, length_penalty=0.5)
+        (expected,) = llm.beam_search(["abc"], params)
+    asked: dict[str, Any] = dict(use_beam_search=True, n=3, max_tokens=5)
+    found = post(client, length_penalty=0.5, **asked)
+    ids = [choice["token_ids"] for choice in found["choices"]]
+    assert ids == [one.token_ids for one in expected.sequences]
+    assert ["abc" + one["text"] for one in found["choices"]] == [
+        one.text for one in expected.sequences
+    ]
+    assert [one["index"] for one in found["choices"]] == [0, 1, 2]
+    assert found["usage"]["completion_tokens"] == sum(map(len, ids))
+    assert len(post(client, CHAT, **asked)["choices"]) == 3
+    for field in (dict(top_k=5), dict(temperature=1), dict(stop="a"), dict(logprobs=1)):
+        (name,) = field
+        assert name in refused(client, **asked, **field)["message"]
+    assert "streamed" in refused(client, **asked, stream=True)["message"]
+    wide = refused(client, use_beam_search=True, n=11)["message"]
+    assert wide == "with use_beam_search n must be at most 10, half of max_logprobs, got 11"
+    assert "needs use_beam_search" in refused(client, length_penalty=2)["message"]
+    post(client, use_beam_search=False, length_penalty=1.0, spaces_between_special_tokens=True)
+
+
+@pytest.mark.parametrize("more", [{}, {"guided_choice": ["yes", "no"]}, {"stream": True}], ids=str)
+def test_reasoning_has_at_most_its_budget(client: httpx.Client, more: Any) -> None:
+    """After these tokens the end of the reasoning is forced, then the answer goes on."""
+    plain = post(client, CHAT, thinking={"type": "enabled"}, max_tokens=40)["choices"][0]
+    for budget in (0, 5):
+        asked: dict[str, Any] = dict(max_tokens=40, **more)
+        if budget:
+            asked |= dict(thinking={"type": "enabled"}, thinking_token_budget=budget)
+        else:
+            asked |= dict(thinking={"type": "enabled", "budget_tokens": 0})
+        if more.get("stream"):
+            parts = [
+                one["choices"][0] for one in chunks(client, CHAT, return_token_ids=True, **asked)
+            ]
+            ids = [token_id for one in parts for token_id in one["token_ids"]]
+            text = "".join(one["delta"].get("content") or "" for one in parts)
+        else:
+            (choice,) = post(client, CHAT, **asked)["choices"]
+            ids, text = choice["token_ids"], choice["message"]["content"]
+        assert ids[:budget] == plain["token_ids"][:budget]
+        tokens = client.post("/detokenize", json={"tokens": ids[budget : budget + 8]})
+        assert tokens.json()["prompt"] == "</think>"
+        assert text and (text in ("yes", "no")) == ("guided_choice" in more)
+    error = refused(client, CHAT, thinking_token_budget=5)
+    assert "does not show whether an answer begins with reasoning" in error["message"]
+    both = dict(thinking={"type": "enabled", "budget_tokens": 1}, thinking_token_budget=5)
+    assert "give one of" in refused(client, CHAT, **both)["message"]
+    assert "it is for chats" in refused(client, thinking_token_budget=5)["message"]

@@ -45,7 +45,7 @@ def _expert_rows_kernel(  # type: ignore[no-untyped-def]
         tl.program_id(0), bounds_ptr, tile_ends_ptr, E, BLOCK_M, BLOCK_E
     )
     if expert < E:
-        pair = tl.load(order_ptr + place, mask=real, other=0)
+        pair = tl.load(order_ptr + place, mask=real, other=0).to(tl.int64)
         row = pair // PER_ROW
         first_n = tl.program_id(1) * BLOCK_N
         n = first_n + tl.arange(0, BLOCK_N)
@@ -87,7 +87,7 @@ def _expert_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def takes(x: torch.Tensor) -> bool:
-    """Whether `multiply_pairs` is faster than `grouped_linear`: on Hopper GPUs."""
+    """Whether `multiply` is faster than `grouped_linear`: on Hopper GPUs."""
     return x.dtype == torch.bfloat16 and can_copy_tiles(x.device)
 
 
@@ -108,7 +108,7 @@ def multiply_pairs(
     their norm's factor; else they are multiplied by the pairs' shares.
     """
     (num_experts, _, size_in), size_out = weight.shape, out.shape[1]
-    assert x.is_contiguous() and weight.is_contiguous() and out.numel() < 1 << 31
+    assert x.is_contiguous() and weight.is_contiguous()
     width = 0 if scaled is None else scaled.squares.shape[1]
     is_large = groups.block_m > LEAST
     block_k = BLOCK_K[is_large]
