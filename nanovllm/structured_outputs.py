@@ -15,6 +15,7 @@ from nanovllm.utils.option import (
     Rule,
     by_name,
     check_options,
+    int_range,
     option,
 )
 from nanovllm.utils.other_names import OtherName
@@ -114,7 +115,10 @@ MARKER = Rule(_check_marker, f"a text of at most {MOST_AFTER} bytes that is not 
 @by_name("structured output option", lambda: OTHER_NAMES)
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """The output's format: exactly one of the first six; docs/structured.md explains them."""
+    """The output's format: exactly one of the first six; docs/structured.md explains them.
+
+    With `after_tokens` there may be none of them: then any text may follow the bounded one.
+    """
 
     json: Any = option(None, "JSON that this schema describes", SCHEMA, none=NOTHING)
     json_object: bool = option(False, "any JSON object", TRUE_OR_FALSE)
@@ -151,11 +155,20 @@ class StructuredOutputs:
         MARKER,
         none="the constraint holds from the start",
     )
+    after_tokens: int | None = option(
+        None,
+        "most tokens before `after`, which is then forced; with it, what comes after may be any"
+        " text",
+        int_range(0),
+        none="any number",
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.after_tokens is not None and self.after is None:
+            raise ValueError("after_tokens needs after")
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
+        if len(given) != 1 and not (given == [] and self.after_tokens is not None):
             got = " and ".join(given) or "none"
             raise ValueError(f"just one of {', '.join(KINDS)} must be given, got {got}")
         spaced = self.disable_any_whitespace or self.whitespace_pattern is not None
@@ -166,8 +179,8 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        """Which one of `KINDS` is set."""
-        return next(name for name in KINDS if getattr(self, name) not in (None, False))
+        """Which one of `KINDS` is set; "" for any text."""
+        return next((name for name in KINDS if getattr(self, name) not in (None, False)), "")
 
     @property
     def size(self) -> int:

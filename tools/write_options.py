@@ -13,6 +13,7 @@ from typing import Any
 
 from nanovllm.command.field_options import option_flag
 from nanovllm.config import Config
+from nanovllm.openai import vllm_fields
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.limits import Limits
 from nanovllm.server.options import ServerOptions
@@ -123,6 +124,12 @@ def from_vllm() -> str:
         "sampling": SAMPLING_NAMES,
         "pooling": POOLING,
         "vector calls": VECTOR_CALLS,
+        "fields": vllm_fields.GENERATION,
+        "fields of chats": vllm_fields.OF_CHATS,
+        "fields of completions": vllm_fields.OF_COMPLETIONS,
+        "fields of vectors": vllm_fields.POOLED,
+        "fields of embeddings": vllm_fields.OF_EMBEDDINGS,
+        "fields of scores": vllm_fields.OF_SCORES,
     }
     for mark, names in tables.items():
         start, end = f"<!-- table: {mark} -->\n", "<!-- end -->"

@@ -48,6 +48,8 @@ def parse_request(
     request = parse_body(url, body, defaults)
     if request.streams:
         raise ValueError("stream must be False here, got True: a job writes whole answers")
+    if request.beams is not None:
+        raise ValueError("use_beam_search must be False here, got True; see LLM.beam_search")
     if len(request.prompts) != 1:
         raise ValueError("prompt must be one text or one list of token ids, got a list of them")
     return request

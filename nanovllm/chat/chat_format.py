@@ -12,6 +12,7 @@ from nanovllm.chat.answers import AnswerFormat
 from nanovllm.chat.conversation import chat_texts, given_template, has_chat_template
 from nanovllm.chat.harmony.turns import HarmonyTurns, uses_harmony
 from nanovllm.chat.reasoning import END, START, reasoning_of
+from nanovllm.chat.reasoning_budget import bounded_reasoning, budget_of
 from nanovllm.chat.template_fields import unread_fields
 from nanovllm.chat.tool_formats.base import ToolFormat
 from nanovllm.chat.tool_formats.grammar import answer_grammar
@@ -72,12 +73,14 @@ class ChatFormat:
         add_generation_prompt: bool = True,
         add_special_tokens: bool = False,
         cache_salt: str | None = None,
+        thinking_token_budget: int | None = None,
         **keywords: Any,
     ) -> list[Turn]:
         """The turns to generate for one or several conversations; `keywords` go to the template.
 
         `params_list(n)` returns the parameters of n prompts. All prompts get the `cache_salt`, and
-        the tokenizer's special tokens with `add_special_tokens`, which few templates need.
+        the tokenizer's special tokens with `add_special_tokens`, which few templates need. The
+        reasoning of an answer has at most `thinking_token_budget` tokens.
         """
         tools = described_tools(tools)
         choice = tool_choice_of(tools, tool_choice, parallel_tool_calls)
@@ -86,12 +89,23 @@ class ChatFormat:
         texts = chat_texts(
             self._tokenizer, template, messages, shown, add_generation_prompt, keywords
         )
-        return [
+        budget = budget_of(thinking_token_budget, keywords.get("thinking"))
+        turns = [
             self._turn(
                 self._prompt(text, params, cache_salt, add_special_tokens), params, choice, template
             )
             for text, params in zip(texts, params_list(len(texts)), strict=True)
         ]
+        return turns if budget is None else [self._bounded(turn, budget) for turn in turns]
+
+    @staticmethod
+    def _bounded(turn: Turn, budget: int) -> Turn:
+        """The turn with at most so many tokens of reasoning."""
+        asked = turn.params.structured_outputs
+        assert asked is None or isinstance(asked, StructuredOutputs)
+        bounded = bounded_reasoning(turn.answer.reasoning, asked, budget)
+        params = dataclasses.replace(turn.params, structured_outputs=bounded)
+        return dataclasses.replace(turn, params=params)
 
     @staticmethod
     def with_deltas(

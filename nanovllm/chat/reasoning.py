@@ -19,11 +19,13 @@ class Divided(NamedTuple):
 class Reasoning:
     """How an answer begins: `inside` reasoning, or with `<think>` if there is any.
 
-    If it is `sure`, the model writes `</think>` at some time.
+    If it is `sure`, the model writes `</think>` at some time. If it is `over`, the prompt ends with
+    `</think>`.
     """
 
     inside: bool = False
     sure: bool = False
+    over: bool = False
 
 
 class ReasoningReader:
@@ -108,6 +110,6 @@ def reasoning_of(template: str, prompt: str, parser: str | None) -> Reasoning | 
         return None
     end_of_prompt = prompt.rstrip()
     if end_of_prompt.endswith(END):
-        return Reasoning()
+        return Reasoning(over=True)
     inside = parser == "deepseek_r1" or end_of_prompt.endswith(START)
     return Reasoning(inside, inside or parser is not None or "enable_thinking" in template)

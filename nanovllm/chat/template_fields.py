@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from nanovllm.utils.checks import check_int, check_name, shorten
+from nanovllm.utils.checks import check_name, shorten
 
 FIELDS = ("reasoning_effort", "thinking", "documents")
 # How templates call what `{"type": "enabled"}` turns on.
@@ -68,12 +68,6 @@ def template_keywords(template: str, keywords: Mapping[str, Any]) -> dict[str, A
 def _names(name: str, value: Any) -> tuple[str, ...]:
     """The variables that a field may become."""
     return THINKING_NAMES if name == "thinking" and isinstance(value, Mapping) else (name,)
-
-
-def thinking_budget(thinking: Any) -> int | None:
-    """The most tokens of reasoning that an object `thinking` allows; None if it does not say."""
-    budget = thinking.get("budget_tokens") if isinstance(thinking, Mapping) else None
-    return None if budget is None else check_int("thinking.budget_tokens", budget, 1)
 
 
 def _is_enabled(thinking: Mapping[str, Any]) -> bool:

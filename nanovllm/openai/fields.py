@@ -25,6 +25,7 @@ INPUTS = {
         "messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template",
         "chat_template_kwargs", "cache_salt", "reasoning_effort", "thinking", "documents",
         "add_generation_prompt", "continue_final_message", "add_special_tokens",
+        "thinking_token_budget",
     ),
     COMPLETIONS: ("prompt", "cache_salt"),
 }  # fmt: skip
@@ -34,7 +35,8 @@ FORM = {
 }
 OPENAI_NAMES = (
     "max_completion_tokens", "top_logprobs", "response_format", "stream", "stream_options",
-    "return_token_ids", "return_tokens_as_token_ids", "request_id",
+    "return_token_ids", "return_tokens_as_token_ids", "request_id", "use_beam_search",
+    "length_penalty",
 )  # fmt: skip
 # Accepted without effect on the answer.
 NOTES = (

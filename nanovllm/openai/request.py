@@ -10,8 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm.beam_search_params import BeamSearchParams
 from nanovllm.chat.answers import PLAIN, AnswerFormat
 from nanovllm.openai.answer_form import USUAL, AnswerForm, answer_form, asks_for_prompt
+from nanovllm.openai.beam_fields import beam_params
 from nanovllm.openai.fields import BOOLS, INPUTS, SAMPLING, known_fields
 from nanovllm.openai.fields import CHAT as CHAT
 from nanovllm.openai.fields import COMPLETIONS as COMPLETIONS
@@ -35,7 +37,8 @@ class APIRequest:
     `chat_options` are further keywords of `LLM.chat`. `answer` says how a chat's answer is parsed.
     With `echo` a completion's text begins with the prompt, in front of which the tokenizer adds
     special tokens if it `adds_special`. `name` is the client's own id of the request, and
-    `no_effect` are fields that the chat template does not take.
+    `no_effect` are fields that the chat template does not take. With `beams` the answers are
+    searched, not drawn.
     """
 
     url: str
@@ -50,6 +53,7 @@ class APIRequest:
     adds_special: bool = True
     name: str | None = None
     no_effect: tuple[str, ...] = ()
+    beams: BeamSearchParams | None = None
 
 
 def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> APIRequest:
@@ -65,7 +69,7 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     if url == CHAT and not isinstance(prompt, list):
         raise TypeError(f"messages must be a list of messages, got {shorten_json(prompt)}")
     streams = check_json_bool("stream", body.get("stream", False))
-    form, name = answer_form(body, streams), body.get("request_id")
+    form, name, sampling = answer_form(body, streams), body.get("request_id"), _sampling(body)
     prompts = [prompt] if url == CHAT else prompts_of(prompt_name, prompt)
     if (salt := body.get("cache_salt")) is not None:
         salt_number(salt)  # an error, if it is not valid
@@ -75,12 +79,13 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
         url=url,
         prompts=prompts,
         chat_options=_chat_options(body, option_names),
-        params=SamplingParams(**{**defaults, **_sampling(body)}),
+        params=SamplingParams(**{**defaults, **sampling}),
         model=body.get("model"),
         streams=streams,
         echo=check_json_bool("echo", body.get("echo", False)),
         form=form,
         adds_special=check_json_bool("add_special_tokens", body.get("add_special_tokens", True)),
+        beams=beam_params(body, sampling),
         name=None if name is None else check_request_id("request_id", name),
     )
 

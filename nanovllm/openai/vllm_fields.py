@@ -26,7 +26,7 @@ GENERATION = {  # of chats and completions
     "mm_processor_kwargs": TEXT_ONLY,
     "media_io_kwargs": TEXT_ONLY,
 }
-CHATS = GENERATION | {
+OF_CHATS = {
     "echo": OtherName((None, False), "join the last message and the answer yourself"),
     "best_of": OtherName((None, 1), "it is for /v1/completions; see `n`"),
     "return_prompt_text": OtherName(
@@ -41,7 +41,7 @@ CHATS = GENERATION | {
     "verbosity": OtherName((None,), "ask for it in a message"),
     "web_search_options": OtherName((None,), "see `tools`"),
 }
-COMPLETION = GENERATION | {
+OF_COMPLETIONS = {
     "suffix": OtherName((None, ""), "write the model's tokens for infilling into the prompt"),
     "prompt_embeds": OtherName((None,), "a prompt is a text or token ids"),
     "thinking_token_budget": OtherName((None,), "it is for chats"),
@@ -51,16 +51,19 @@ POOLED = {  # of embeddings and scores
     "priority": OtherName((None, 0), "it is for chats and completions"),
     "mm_processor_kwargs": TEXT_ONLY,
 }
-EMBEDDING = POOLED | {
+OF_EMBEDDINGS = {
     "add_special_tokens": OtherName((None, True), "give token ids as `input`; see `/tokenize`"),
     "embed_dtype": OtherName((None, "float32"), "numbers have 32 bits; see `encoding_format`"),
     "endianness": OtherName((None, "native", "little"), "see `encoding_format`"),
     "messages": OtherName((None,), "`/tokenize` makes token ids of `messages`, for `input`"),
 }
-SCORING = POOLED | {
+OF_SCORES = {
     "use_activation": OtherName((None, True), "scores are probabilities or cosines; see `method`"),
     "max_tokens_per_query": OtherName((None, 0), "see `truncate_prompt_tokens`"),
     "max_tokens_per_doc": OtherName((None, 0), "see `truncate_prompt_tokens`"),
     "chat_template_kwargs": OtherName((None, {}), "see `instruction`"),
     "rank_fields": OtherName((None, []), "a document is a text, or an object with a `text`"),
 }
+
+CHATS, COMPLETION = GENERATION | OF_CHATS, GENERATION | OF_COMPLETIONS
+EMBEDDING, SCORING = POOLED | OF_EMBEDDINGS, POOLED | OF_SCORES

@@ -15,7 +15,6 @@ from nanovllm.lora_request import LoRARequest
 from nanovllm.openai.plain_prompts import without_special
 from nanovllm.openai.request import CHAT, APIRequest
 from nanovllm.outputs import RequestOutput, StreamEvent
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.adapters import ServedModels
 from nanovllm.server.options import ServerOptions
 from nanovllm.utils.tasks import all_of, cancel
@@ -37,8 +36,9 @@ class Generation:
         """The whole outputs of all prompts, with log-probabilities to iterate over."""
         asked, prompts = await self._prepare(asked)
         adapter = self._models.adapter(asked.model)
+        complete = self._complete if asked.beams is None else self._search
         outputs = await all_of(
-            _named(prompts, place, self._complete(adapter, prompt, asked.params))
+            _named(prompts, place, complete(adapter, prompt, asked))
             for place, prompt in enumerate(prompts)
         )
         return asked, outputs
@@ -90,11 +90,21 @@ class Generation:
         ]
 
     async def _complete(
-        self, adapter: LoRARequest | None, prompt: Any, params: SamplingParams
+        self, adapter: LoRARequest | None, prompt: Any, asked: APIRequest
     ) -> RequestOutput:
-        asked: Any = dict(lora_request=adapter, is_whole=True)
-        async with self._llm.request(prompt, params, **asked) as request:
+        whole: Any = dict(lora_request=adapter, is_whole=True)
+        async with self._llm.request(prompt, asked.params, **whole) as request:
             return await request.output(is_lazy=True)
+
+    async def _search(
+        self, adapter: LoRARequest | None, prompt: Any, asked: APIRequest
+    ) -> RequestOutput:
+        from nanovllm.beams.async_beams import AsyncBeams
+
+        assert asked.beams is not None
+        if asked.params.structured_outputs is not None:
+            raise ValueError("use_beam_search: this chat's tools constrain the answer")
+        return await AsyncBeams(self._llm).search(prompt, asked.beams, asked.params, adapter)
 
 
 async def _named(prompts: Sequence[Any], place: int, work: Coroutine[Any, Any, T]) -> T:

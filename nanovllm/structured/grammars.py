@@ -48,7 +48,7 @@ class Grammars:
         if (error := self._refused.get(asked)) is not None:
             raise ValueError(error)
         tokenizer = self._tokenizer()  # before the rest: reading it does not count as compiling
-        matcher = self._compiled.matcher(asked)
+        matcher: Any = self._compiled.matcher(asked) if asked.kind else None
         ends = self._eos_token_ids if eos_token_ids is None else eos_token_ids
         free = None
         if asked.after is not None:
@@ -56,8 +56,16 @@ class Grammars:
             free = FreeText(marker, self._bytes_of, tokens_of, self._beyond_of(asked))
         excluded = set(tokenizer.eos_tokens).difference(ends)
         long = self._long_text if tokenizer.is_canonical and may_be_long(asked) else None
-        return GrammarConstraint(
-            matcher, tokenizer.vocab_size, excluded, free, tokenizer.eos_tokens, long
+        size, eos = tokenizer.vocab_size, tokenizer.eos_tokens
+        if asked.after_tokens is None:
+            return GrammarConstraint(matcher, size, excluded, free, eos, long)
+        from nanovllm.structured.bounded_text import BoundedConstraint
+
+        assert asked.after is not None
+        token_id = self._added.get(asked.after)
+        forced = tokens_of(marker) if token_id is None else [token_id]
+        return BoundedConstraint(
+            matcher, size, excluded, free, eos, long, asked.after_tokens, forced, not asked.kind
         )
 
     @functools.cached_property
@@ -67,7 +75,8 @@ class Grammars:
     def has(self, asked: StructuredOutputs) -> bool:
         """Whether the grammar is compiled, or known to be wrong: a constraint is made soon."""
         known = asked.after is None or asked in self._beyond
-        return asked in self._refused or (known and self._compiled.has(asked))
+        is_compiled = not asked.kind or self._compiled.has(asked)
+        return asked in self._refused or (known and is_compiled)
 
     @functools.cached_property
     def _added(self) -> dict[str, int]:
@@ -117,6 +126,8 @@ class Grammars:
     def _find_beyond(self, asked: StructuredOutputs) -> dict[int, tuple[int, ...]]:
         """Those of them with text after the marker that the grammar does not allow."""
         assert asked.after is not None
+        if not asked.kind:  # any text may come behind the marker
+            return {}
         marker, matcher = asked.after.encode(), self._compiled.matcher(asked)
         free = FreeText(marker, self._bytes_of, self._tokenizer().tokenize_bytes, {})
         return {

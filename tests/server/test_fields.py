@@ -6,8 +6,11 @@ from typing import Any
 
 import httpx
 import pytest
+from reference import make_llm
 from servers import Server, serving
 from waiting import LIMIT
+
+from nanovllm import BeamSearchParams
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -273,3 +276,56 @@ def test_a_choice_among_some_tools(client: httpx.Client) -> None:
     choice = {"type": "allowed_tools", "allowed_tools": some}
     error = refused(client, CHAT, tools=tools, tool_choice=choice)
     assert "there is no tool 'up'" in error["message"]
+
+
+def test_beams(client: httpx.Client, model_dir: Path) -> None:
+    """The same as in Python, among other requests of the server."""
+    with make_llm(model_dir) as llm:
+        params = BeamSearchParams(beam_width=3, max_tokens=5, length_penalty=0.5)
+        (expected,) = llm.beam_search(["abc"], params)
+    asked: dict[str, Any] = dict(use_beam_search=True, n=3, max_tokens=5)
+    found = post(client, length_penalty=0.5, **asked)
+    ids = [choice["token_ids"] for choice in found["choices"]]
+    assert ids == [one.token_ids for one in expected.sequences]
+    assert ["abc" + one["text"] for one in found["choices"]] == [
+        one.text for one in expected.sequences
+    ]
+    assert [one["index"] for one in found["choices"]] == [0, 1, 2]
+    assert found["usage"]["completion_tokens"] == sum(map(len, ids))
+    assert len(post(client, CHAT, **asked)["choices"]) == 3
+    for field in (dict(top_k=5), dict(temperature=1), dict(stop="a"), dict(logprobs=1)):
+        (name,) = field
+        assert name in refused(client, **asked, **field)["message"]
+    assert "streamed" in refused(client, **asked, stream=True)["message"]
+    assert "needs use_beam_search" in refused(client, length_penalty=2)["message"]
+    post(client, use_beam_search=False, length_penalty=1.0, spaces_between_special_tokens=True)
+
+
+@pytest.mark.parametrize("more", [{}, {"guided_choice": ["yes", "no"]}, {"stream": True}], ids=str)
+def test_reasoning_has_at_most_its_budget(client: httpx.Client, more: Any) -> None:
+    """After these tokens the end of the reasoning is forced, then the answer goes on."""
+    plain = post(client, CHAT, thinking={"type": "enabled"}, max_tokens=40)["choices"][0]
+    for budget in (0, 5):
+        asked: dict[str, Any] = dict(max_tokens=40, **more)
+        if budget:
+            asked |= dict(thinking={"type": "enabled"}, thinking_token_budget=budget)
+        else:
+            asked |= dict(thinking={"type": "enabled", "budget_tokens": 0})
+        if more.get("stream"):
+            parts = [
+                one["choices"][0] for one in chunks(client, CHAT, return_token_ids=True, **asked)
+            ]
+            ids = [token_id for one in parts for token_id in one["token_ids"]]
+            text = "".join(one["delta"].get("content") or "" for one in parts)
+        else:
+            (choice,) = post(client, CHAT, **asked)["choices"]
+            ids, text = choice["token_ids"], choice["message"]["content"]
+        assert ids[:budget] == plain["token_ids"][:budget]
+        tokens = client.post("/detokenize", json={"tokens": ids[budget : budget + 8]})
+        assert tokens.json()["prompt"] == "</think>"
+        assert text and (text in ("yes", "no")) == ("guided_choice" in more)
+    error = refused(client, CHAT, thinking_token_budget=5)
+    assert "does not show whether an answer begins with reasoning" in error["message"]
+    both = dict(thinking={"type": "enabled", "budget_tokens": 1}, thinking_token_budget=5)
+    assert "give one of" in refused(client, CHAT, **both)["message"]
+    assert "it is for chats" in refused(client, thinking_token_budget=5)["message"]

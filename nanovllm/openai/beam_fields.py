@@ -1,0 +1,46 @@
+"""`use_beam_search`: the fields of a search for the most likely answers, as in vLLM."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nanovllm.beam_search_params import BeamSearchParams
+from nanovllm.utils.checks import check_int
+from nanovllm.utils.json_text import check_json_bool, shorten_json
+
+# Parameters of sampling that a search has too.
+SHARED = (
+    "n", "max_tokens", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
+    "truncate_prompt_tokens", "priority",
+)  # fmt: skip
+LONGEST = 1 << 31  # `max_tokens` of a search that only the model's length bounds
+
+
+def beam_params(body: Mapping[str, Any], sampling: Mapping[str, Any]) -> BeamSearchParams | None:
+    """The parameters of the search that a body asks for; None if it asks for none.
+
+    `sampling` are the parameters of sampling that the body has. A search draws nothing, so that
+    those of drawing are refused.
+    """
+    asks = check_json_bool("use_beam_search", body.get("use_beam_search", False))
+    if not asks:
+        if body.get("length_penalty", 1) != 1:
+            raise ValueError("length_penalty needs use_beam_search to be true")
+        return None
+    if body.get("stream"):
+        raise ValueError("use_beam_search must not be streamed: the best beam is known at the end")
+    for name, value in sampling.items():
+        if name not in SHARED and not (name == "temperature" and value == 0):
+            raise ValueError(
+                f"{name} is not for use_beam_search, which draws no tokens, got"
+                f" {shorten_json(value)}"
+            )
+    for name in ("best_of", "echo"):
+        if name in body and body[name] not in (1, False):
+            raise ValueError(f"{name} is not for use_beam_search")
+    return BeamSearchParams(
+        beam_width=check_int("n", body.get("n", 1), 1),
+        max_tokens=sampling.get("max_tokens") or LONGEST,
+        length_penalty=body.get("length_penalty", 1.0),
+        ignore_eos=body.get("ignore_eos", False),
+        include_stop_str_in_output=body.get("include_stop_str_in_output", False),
+    )
