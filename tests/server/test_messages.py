@@ -14,7 +14,7 @@ from nanovllm.server.chats.blocks import Block
 from nanovllm.server.chats.form import Ending, Usage
 from nanovllm.server.errors import APIError
 from nanovllm.server.messages.events import MessageForm
-from nanovllm.server.messages.thinking import template_thinking
+from nanovllm.server.messages.thinking import chat_thinking
 from nanovllm.server.messages.turns import messages_of
 
 SUM: Any = [{"role": "user", "content": "12+34="}]
@@ -217,7 +217,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(stop_sequences=["a"] * 65), "stop_sequences must have at most 64 texts"),
     (dict(temperature=-1), "temperature must be"),
     (dict(thinking={"type": "adaptive"}), "thinking.type must not be 'adaptive' here"),
-    (dict(thinking={"type": "enabled", "budget_tokens": 1}), "thinking.budget_tokens is not"),
+    (dict(thinking={"type": "adaptive", "budget_tokens": 1}), "unknown field 'budget_tokens'"),
     (dict(output_config={"effort": "low"}), "output_config.effort"),
     (dict(output_config={"format": {"type": "x"}}), "output_config.format.type must be one of"),
     (dict(mcp_servers=[]), "mcp_servers is not supported: this server calls no tools"),
@@ -267,13 +267,17 @@ def test_turns_become_messages() -> None:
 
 def test_thinking_is_what_the_template_can_do() -> None:
     on, off, switch = {"type": "adaptive"}, {"type": "disabled"}, "</think>{{ enable_thinking }}"
-    assert template_thinking(None, switch) is None
-    assert template_thinking(on, switch) == {"type": "enabled"}
-    assert template_thinking(off, switch) == off
-    assert template_thinking(on, "</think>") is template_thinking(off, "") is None
-    for thinking, template in ((off, "</think>"), (on, "")):
+    bounded = {"type": "enabled", "budget_tokens": 5}
+    assert chat_thinking(None, switch) == {}
+    assert chat_thinking(on, switch) == {"thinking": {"type": "enabled"}}
+    assert chat_thinking(off, switch) == {"thinking": off}
+    budget = {"thinking_token_budget": 5}
+    assert chat_thinking(bounded, switch) == {"thinking": {"type": "enabled"}, **budget}
+    assert chat_thinking(bounded, "</think>") == budget
+    assert chat_thinking(on, "</think>") == chat_thinking(off, "") == {}
+    for thinking, template in ((off, "</think>"), (on, ""), (bounded, "")):
         with pytest.raises(ValueError, match=r"thinking\.type must not be"):
-            template_thinking(thinking, template)
+            chat_thinking(thinking, template)
 
 
 def test_a_stream_that_fails_ends_with_the_error() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from nanovllm.openai.request import CHAT, parse_body
 from nanovllm.server.messages.request import chat_of, counted_chat
-from nanovllm.server.messages.thinking import template_thinking
+from nanovllm.server.messages.thinking import chat_thinking
 from nanovllm.server.responses.request import parse_response, previous_id
 
 ODD: tuple[Any, ...] = (
@@ -53,7 +53,8 @@ MESSAGE: dict[str, Any] = {
     ],
     "tools": [{"name": "f", "description": "d", "input_schema": SCHEMA, "strict": True}],
     "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
-    "metadata": {"user_id": "u"}, "thinking": {"type": "adaptive"}, "stream": True,
+    "metadata": {"user_id": "u"}, "stream": True,
+    "thinking": {"type": "enabled", "budget_tokens": 5},
     "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"},
 }  # fmt: skip
 
@@ -70,9 +71,8 @@ def response(body: dict[str, Any]) -> None:
 
 
 def message(body: dict[str, Any]) -> None:
-    chat = chat_of(body)
-    template_thinking(body.get("thinking"), "{{ enable_thinking }}")
-    parse_body(CHAT, chat, {})
+    thinking = chat_thinking(body.get("thinking"), "{{ enable_thinking }}")
+    parse_body(CHAT, {**chat_of(body), **thinking}, {})
 
 
 def count(body: dict[str, Any]) -> None:

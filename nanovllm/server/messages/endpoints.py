@@ -15,7 +15,7 @@ from nanovllm.server.log import RequestLine
 from nanovllm.server.messages.errors import PATH
 from nanovllm.server.messages.events import MessageForm
 from nanovllm.server.messages.request import NAMES, chat_of, counted_chat
-from nanovllm.server.messages.thinking import template_thinking
+from nanovllm.server.messages.thinking import chat_thinking
 
 
 class Messages:
@@ -49,12 +49,12 @@ class Messages:
     def _asked(self, chat: Mapping[str, Any], body: Mapping[str, Any]) -> APIRequest:
         """The chat as a request. If its last message is an answer, the model goes on with it."""
         template = str(getattr(self._chats.llm.tokenizer, "chat_template", None) or "")
-        thinking = template_thinking(body.get("thinking"), template)
+        thinking = chat_thinking(body.get("thinking"), template)
         last: Mapping[str, Any] = chat["messages"][-1] if chat["messages"] else {}
         continues = last.get("role") == "assistant"
         if continues and (not last["content"] or "tool_calls" in last):
             raise ValueError("messages: the last one must be the user's, or be text to go on with")
-        chat = {**chat, "thinking": thinking, "continue_final_message": continues or None}
+        chat = {**chat, **thinking, "continue_final_message": continues or None}
         return self._chats.parse(chat, NAMES)
 
     async def _counted(self, _: RequestLine, asked: APIRequest) -> dict[str, int]:

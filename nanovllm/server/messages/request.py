@@ -45,6 +45,7 @@ NAMES = {
     "structured_outputs": "output_config.format",
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
 }
 # Arguments are always streamed as they come, and every prefix is cached.
 TOOL_NOTES = ("eager_input_streaming", "cache_control")
