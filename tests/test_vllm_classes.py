@@ -191,9 +191,18 @@ def test_an_async_engine_yields_vllms_outputs() -> None:
         assert (whole.request_id, whole.outputs[0].text) == ("f", "46")
         (first, *_) = events = await collected(AsyncLLM.generate(engine, "12+34=", plain, "e"))
         assert type(first) is StreamEvent and len(events) >= 2
-        async for _ in engine.generate("1", SamplingParams(max_tokens=50, ignore_eos=True), "left"):
+        long = SamplingParams(max_tokens=50, ignore_eos=True)
+        async for _ in engine.generate("1", long, "left"):
             break
+        outputs = []
+        async for output in engine.generate("1", long, "aborted"):
+            outputs.append(output)
+            await engine.abort(["aborted", "unknown"])
+        assert outputs[-1].finished and outputs[-1].outputs[0].finish_reason == "abort"
+        assert await engine.collective_rpc(worker_name, args=("!",)) == ["CausalLM!"]
+        assert engine.is_running and not engine.errored
         engine.shutdown()
+        assert engine.errored
         with pytest.raises(RuntimeError, match="closed"):
             await engine.check_health()
 
@@ -265,16 +274,17 @@ def test_preemptions_are_counted() -> None:
         assert sum(counted) == llm.stats().num_preemptions > 0 == counted[0]
 
 
-def test_a_function_is_called_with_every_worker(llm: LLM) -> None:
-    def name(worker: Any, more: str) -> str:
-        assert worker.get_model() is worker.model_runner.model
-        return type(worker.model).__name__ + more
+def worker_name(worker: Any, more: str) -> str:
+    assert worker.get_model() is worker.model_runner.model
+    return type(worker.model).__name__ + more
 
-    assert llm.collective_rpc(name, args=("!",)) == ["CausalLM!"]
+
+def test_a_function_is_called_with_every_worker(llm: LLM) -> None:
+    assert llm.collective_rpc(worker_name, args=("!",)) == ["CausalLM!"]
     with pytest.raises(ValueError, match="workers have no method 'sleep': use LLM"):
         llm.collective_rpc("sleep")
     with pytest.raises(ValueError, match="timeout must be None, got 5"):
-        llm.collective_rpc(name, timeout=5)
+        llm.collective_rpc(worker_name, timeout=5)
 
 
 @pytest.mark.parametrize(
