@@ -158,7 +158,7 @@ def test_arguments_make_engines() -> None:
     with pytest.raises(TypeError, match="engine_args must be an EngineArgs, got str"):
         LLMEngine.from_engine_args(EMBEDDED_MODEL)  # type: ignore[arg-type]
     parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
-    words = ["--model", EMBEDDED_MODEL, "--kvcache-block-size", "32", "--seed", "3"]
+    words = ["--model", EMBEDDED_MODEL, "--block-size", "32", "--seed", "3"]
     words += ["--device", "cpu", "--cpu-kvcache-gib", "0.01", "--max-model-len", "64"]
     assert EngineArgs.from_cli_args(parser.parse_args(words)) == args
     engine = LLMEngine.from_engine_args(args)
