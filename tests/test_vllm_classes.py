@@ -93,7 +93,7 @@ def test_requests_keep_their_parameters_when_the_callers_change(llm: LLM) -> Non
     params = SamplingParams(**GREEDY, ignore_eos=True)
     number, stream = llm.add_request("1+1=", params), llm.stream("1+1=", params)
     llm.llm_engine.add_request("mine", "1+1=", params)
-    params.max_tokens = 1  # type: ignore[misc]
+    params.max_tokens, params.logprobs = 1, 2  # type: ignore[misc]
     assert sum(len(event.token_ids) for event in stream) == 8
     engine, last = llm.llm_engine, {}
     while engine.has_unfinished_requests():
@@ -102,6 +102,7 @@ def test_requests_keep_their_parameters_when_the_callers_change(llm: LLM) -> Non
     while not llm.is_finished():
         (output,) = llm.step()
     assert output.request_id == number and len(output.token_ids) == 8
+    assert output.logprobs is None
 
 
 def test_an_engine_returns_outputs_of_every_step(llm: LLM) -> None:
