@@ -93,7 +93,7 @@ def test_requests_keep_their_parameters_when_the_callers_change(llm: LLM) -> Non
     params = SamplingParams(**GREEDY, ignore_eos=True)
     number, stream = llm.add_request("1+1=", params), llm.stream("1+1=", params)
     llm.llm_engine.add_request("mine", "1+1=", params)
-    params.max_tokens = 1  # type: ignore[misc]
+    params.max_tokens, params.logprobs = 1, 2  # type: ignore[misc]
     assert sum(len(event.token_ids) for event in stream) == 8
     engine, last = llm.llm_engine, {}
     while engine.has_unfinished_requests():
@@ -102,6 +102,7 @@ def test_requests_keep_their_parameters_when_the_callers_change(llm: LLM) -> Non
     while not llm.is_finished():
         (output,) = llm.step()
     assert output.request_id == number and len(output.token_ids) == 8
+    assert output.logprobs is None
 
 
 def test_an_engine_returns_outputs_of_every_step(llm: LLM) -> None:
@@ -158,7 +159,7 @@ def test_arguments_make_engines() -> None:
     with pytest.raises(TypeError, match="engine_args must be an EngineArgs, got str"):
         LLMEngine.from_engine_args(EMBEDDED_MODEL)  # type: ignore[arg-type]
     parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
-    words = ["--model", EMBEDDED_MODEL, "--kvcache-block-size", "32", "--seed", "3"]
+    words = ["--model", EMBEDDED_MODEL, "--block-size", "32", "--seed", "3"]
     words += ["--device", "cpu", "--cpu-kvcache-gib", "0.01", "--max-model-len", "64"]
     assert EngineArgs.from_cli_args(parser.parse_args(words)) == args
     engine = LLMEngine.from_engine_args(args)
@@ -191,9 +192,18 @@ def test_an_async_engine_yields_vllms_outputs() -> None:
         assert (whole.request_id, whole.outputs[0].text) == ("f", "46")
         (first, *_) = events = await collected(AsyncLLM.generate(engine, "12+34=", plain, "e"))
         assert type(first) is StreamEvent and len(events) >= 2
-        async for _ in engine.generate("1", SamplingParams(max_tokens=50, ignore_eos=True), "left"):
+        long = SamplingParams(max_tokens=50, ignore_eos=True)
+        async for _ in engine.generate("1", long, "left"):
             break
+        outputs = []
+        async for output in engine.generate("1", long, "aborted"):
+            outputs.append(output)
+            await engine.abort(["aborted", "unknown"])
+        assert outputs[-1].finished and outputs[-1].outputs[0].finish_reason == "abort"
+        assert await engine.collective_rpc(worker_name, args=("!",)) == ["CausalLM!"]
+        assert engine.is_running and not engine.errored
         engine.shutdown()
+        assert engine.errored
         with pytest.raises(RuntimeError, match="closed"):
             await engine.check_health()
 
@@ -265,16 +275,17 @@ def test_preemptions_are_counted() -> None:
         assert sum(counted) == llm.stats().num_preemptions > 0 == counted[0]
 
 
-def test_a_function_is_called_with_every_worker(llm: LLM) -> None:
-    def name(worker: Any, more: str) -> str:
-        assert worker.get_model() is worker.model_runner.model
-        return type(worker.model).__name__ + more
+def worker_name(worker: Any, more: str) -> str:
+    assert worker.get_model() is worker.model_runner.model
+    return type(worker.model).__name__ + more
 
-    assert llm.collective_rpc(name, args=("!",)) == ["CausalLM!"]
+
+def test_a_function_is_called_with_every_worker(llm: LLM) -> None:
+    assert llm.collective_rpc(worker_name, args=("!",)) == ["CausalLM!"]
     with pytest.raises(ValueError, match="workers have no method 'sleep': use LLM"):
         llm.collective_rpc("sleep")
     with pytest.raises(ValueError, match="timeout must be None, got 5"):
-        llm.collective_rpc(name, timeout=5)
+        llm.collective_rpc(worker_name, timeout=5)
 
 
 @pytest.mark.parametrize(

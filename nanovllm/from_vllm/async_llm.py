@@ -1,11 +1,12 @@
 """vLLM's `AsyncLLMEngine`: an `AsyncLLM` whose requests have vLLM's outputs."""
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from nanovllm import AsyncLLM
 from nanovllm.from_vllm.async_outputs import outputs_of
+from nanovllm.from_vllm.collective_rpc import call_of
 from nanovllm.from_vllm.engine_args import EngineArgs, checked_args
 from nanovllm.from_vllm.llm_engine import refuse_others
 from nanovllm.lora_request import LoRARequest
@@ -43,6 +44,38 @@ class AsyncLLMEngine(AsyncLLM):
     async def check_health(self) -> None:
         """Raise if the engine has ended."""
         self.check()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine answers requests."""
+        try:
+            self.check()
+        except (RuntimeError, OSError):
+            return False
+        return True
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has ended."""
+        return not self.is_running
+
+    async def abort(self, request_id: str | Iterable[str], **others: Any) -> None:
+        """End requests, whose callers get a last output. Names of others have no effect."""
+        refuse_others("abort", others, ("internal",))
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            if self.open_requests.find(name) is not None:
+                await super().abort(name)
+
+    async def collective_rpc(
+        self,
+        method: Callable[..., Any] | str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a function with the worker of every rank, as `LLM.collective_rpc`."""
+        refuse_others("collective_rpc", {"timeout": timeout})
+        return await self.apply_model(call_of(method, args, kwargs))
 
     def shutdown(self, timeout: float | None = None) -> None:  # noqa: ARG002
         """End the engine after its step: `close`, which waits for that step alone."""

@@ -60,10 +60,17 @@ def collective_rpc(
     refused with what to use.
     """
     refuse_others("collective_rpc", others | {"timeout": timeout})
+    results: list[Any] = llm.apply_model(call_of(method, args, kwargs))
+    return results
+
+
+def call_of(
+    method: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> Call:
+    """The call of a function with a worker; raises for a method of vLLM's workers."""
     if isinstance(method, str):
         why = INSTEAD.get(method, "pass a function of a worker; see LLM.apply_model")
         raise ValueError(f"collective_rpc: workers have no method {method!r}: {why}")
     if not callable(method):
         raise TypeError(f"collective_rpc: method must be a function, got {shorten(method)}")
-    results: list[Any] = llm.apply_model(Call(method, tuple(args), dict(kwargs or {})))
-    return results
+    return Call(method, tuple(args), dict(kwargs or {}))

@@ -7,6 +7,7 @@ from typing import Any, TypeVar, get_args
 
 from nanovllm.config import Config
 from nanovllm.utils.option import options_of
+from nanovllm.vllm_names import ENGINE
 
 T = TypeVar("T", bound="EngineArgs")
 P = TypeVar("P", bound="argparse._ActionsContainer")
@@ -32,10 +33,12 @@ class EngineArgs(Config):
     def add_cli_args(parser: P) -> P:
         """Add the options as flags with dashes, to a parser or to a group of one.
 
-        An option that is not given is not in the namespace.
+        vLLM's other names are flags, too. An option that is not given is not in the namespace.
         """
+        others = {other.ours: name for name, other in ENGINE.items() if other.ours}
         for field in dataclasses.fields(Config):
             described = options_of(Config)[field.name]
+            names = [field.name, *([others[field.name]] if field.name in others else [])]
             kinds = {field.type, *get_args(field.type)}
             reader: dict[str, Any] = {"type": json.loads}
             if bool in kinds:
@@ -45,8 +48,8 @@ class EngineArgs(Config):
             elif described.rule.pairs:
                 reader = {"nargs": "+"}
             parser.add_argument(
-                "--" + field.name.replace("_", "-"), default=argparse.SUPPRESS,
-                help=described.help.replace("%", "%%"), **reader,
+                *("--" + name.replace("_", "-") for name in names), default=argparse.SUPPRESS,
+                dest=field.name, help=described.help.replace("%", "%%"), **reader,
             )  # fmt: skip
         return parser
 

@@ -69,11 +69,10 @@ def prompt_columns(
         if is_first:
             chosen = upload(arrays["reported_ids"][part], logits.device)
             number = int(arrays["reported_numbers"][part].max())
-            values = logits.float()
-            logprobs = values.log_softmax(dim=1)
+            logprobs = logits.float().log_softmax(dim=1)
             if "reported_as_logits" in arrays:
                 as_logits = upload(arrays["reported_as_logits"][part], logits.device)
-                logprobs = torch.where(as_logits[:, None] > 0, values, logprobs)
+                logprobs = torch.where(as_logits[:, None] > 0, logits.float(), logprobs)
             columns.append(download_columns(likely_columns(logprobs, chosen, number)))
     return tuple(columns)
 

@@ -92,7 +92,7 @@ def test_log_probabilities_of_a_prompt_are_sent_with_each_step(model_dir: Path) 
         running.commands.put(SubmitRequest(5, array("i", prompt).tobytes(), params))
         events = running.until(RequestEnd, 5)
         running.end()
-        expected = llm.generate([prompt], params, use_tqdm=False)[0].prompt_logprobs
+        expected = llm.generate([prompt], params, use_tqdm=False)[0]["prompt_logprobs"]
     parts = [event.logprobs for event in events if isinstance(event, PromptProgress)]
     assert [len(part) for part in parts] == [8, 8, 4]
     sent = [[token_id for token_id, *_ in entry] for part in parts for entry in part]
