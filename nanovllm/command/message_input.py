@@ -6,9 +6,11 @@ begins a line, and so does Enter behind a backslash. Without GNU readline, only 
 
 import sys
 
+from nanovllm.command.answer_writer import has_codes
+
 PROMPT, MORE = ">>> ", "... "
+PASTE = "set enable-bracketed-paste on"  # Python turns it off
 BINDINGS = (
-    "set enable-bracketed-paste on",  # Python turns it off
     r'"\e\C-m": "\C-v\C-j"',  # Alt+Enter
     r'"\e\C-j": "\C-v\C-j"',
 )
@@ -38,5 +40,5 @@ def _bind_keys() -> None:
     except ImportError:
         return
     if "libedit" not in (readline.__doc__ or ""):
-        for binding in BINDINGS:
+        for binding in (*BINDINGS, *([PASTE] if has_codes() else [])):
             readline.parse_and_bind(binding)
