@@ -96,8 +96,9 @@ def _output(accepted: Accepted, samples: list[CompletionOutput]) -> RequestOutpu
     """The output of a prompt with these samples. A search keeps no times."""
     first = {name: value for name, value in samples[0].items() if name != "index"}
     metrics = RequestMetrics(
-        queue_time=None, time_to_first_token=None, time_per_output_token=None, end_to_end_time=0.0
-    )
+        queue_time=None, time_to_first_token=None, time_per_output_token=None, end_to_end_time=0.0,
+        prefill_time=None, decode_time=None, num_preemptions=0,
+    )  # fmt: skip
     return RequestOutput(
         **first,
         request_id=0,

@@ -8,11 +8,16 @@ DIM, USUAL = "\x1b[2m", "\x1b[0m"  # a terminal's codes
 GAP = "\n\n"  # between reasoning and content
 
 
+def has_codes() -> bool:
+    """Whether a terminal of this process knows codes such as DIM."""
+    return os.environ.get("TERM") != "dumb"
+
+
 class AnswerWriter:
     """Writes the deltas of an answer to stdout: the content, and on a terminal the reasoning."""
 
     def __init__(self) -> None:
-        self._shows_reasoning = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+        self._shows_reasoning = sys.stdout.isatty() and has_codes()
         self._is_dim = False
 
     def write(self, delta: dict[str, Any]) -> None:

@@ -4,7 +4,8 @@
   echo '12+34=' | nanovllm generate
   nanovllm generate --lines -f prompts.txt --json
 
-The text of a single prompt is streamed. With --chat answers have no markers. With --json each
+The text of a single prompt is streamed. With --chat answers have no markers, and sampling
+parameters that are not given are those of the model's generation_config.json. With --json each
 prompt's whole output is a line of JSON.
 """
 
@@ -26,6 +27,7 @@ from nanovllm.command.options import (
     engine_options,
     first_messages,
     open_llm,
+    recommended_options,
     sampling_options,
     template_options,
     user_path,
@@ -63,11 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Complete the prompts."""
-    options, params = engine_options(args), SamplingParams(**sampling_options(args))
+    options, given = engine_options(args), sampling_options(args)
+    params = SamplingParams(**given)
     _check(args, params)
     template_kwargs, texts = template_options(args), _prompts(args)
     with open_llm(options) as llm:
         if args.chat:
+            params = SamplingParams(**recommended_options(llm, given) | given)
             first = first_messages(args.system)
             talks = [[*first, {"role": "user", "content": text}] for text in texts]
             kwargs: Any = {"chat_template_kwargs": template_kwargs}

@@ -11,10 +11,12 @@ from nanovllm.command.field_options import given_fields
 from nanovllm.command.groups import add_grouped_options
 from nanovllm.command.interrupts import Interruptible
 from nanovllm.command.spelling import spelled, spelled_errors
+from nanovllm.command.waiting_line import waiting_line
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.json_text import parse_json
+from nanovllm.utils.option import options_of
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -98,13 +100,24 @@ def sampling_options(args: argparse.Namespace, **defaults: Any) -> dict[str, Any
     return options
 
 
+def recommended_options(llm: "LLM", given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `SamplingParams` that the model recommends and that are not `given`."""
+    recommended, plain = llm.get_default_sampling_params(), SamplingParams()
+    return {
+        name: getattr(recommended, name)
+        for name in options_of(SamplingParams)
+        if name not in given and getattr(recommended, name) != getattr(plain, name)
+    }
+
+
 @contextlib.contextmanager
 def open_llm(options: Mapping[str, Any]) -> "Iterator[LLM]":
     """Import PyTorch, load the model, make the engine, and close it after the block.
 
     In the block Ctrl-C raises KeyboardInterrupt.
     """
-    from nanovllm.llm import LLM
+    with waiting_line("loading PyTorch ..."):
+        from nanovllm.llm import LLM
 
     with spelled_errors(Config):
         opened = LLM(**options)

@@ -65,8 +65,9 @@ def python_pattern(pattern: str) -> str:
     flags = FLAGS.match(pattern)
     has_all = flags is not None and "u" in flags[1]
     is_verbose = flags is not None and "x" in flags[1]
-    found = _pythons_classes() if has_all else {}
-    classes = Classes(found, found, {}) if has_all else PYTHON_CLASSES
+    classes = PYTHON_CLASSES
+    if has_all:
+        classes = Classes(_pythons_classes(), _pythons_classes(), {})
     return "".join(_parts(pattern, classes, is_verbose, is_python=True))
 
 

@@ -473,18 +473,18 @@ def test_a_chat_in_a_terminal(
     terminal.write("12+34=\n")
     terminal.wait_for(r"12\+34=\r\n46")  # without end, as the end of text is ignored
     terminal.write("\x03")
-    terminal.wait_for(r" \.\.\.\r\n>>> ")
+    terminal.wait_for(r" \.\.\.\r\n\(\d+ tokens, .* tok/s\)\r\n>>> ")
     terminal.write("abc")
     terminal.wait_for("abc")
     terminal.wait_until_asleep()  # Python's `input` misses a signal just before it starts to wait
     terminal.write("\x03")
     terminal.wait_for(r"\n>>> ")
     terminal.write("/reset\n")
-    terminal.wait_for(">>> ")
+    terminal.wait_for("a new conversation\r\n>>> ")
     terminal.write("\x1b[A\x1b[A\n")  # up, twice
     terminal.wait_for(r"12\+34=\r\n46")
     terminal.write("\x03")
-    terminal.wait_for(r" \.\.\.\r\n>>> ")
+    terminal.wait_for(r" \.\.\.\r\n\(\d+ tokens, .* tok/s\)\r\n>>> ")
     terminal.write("/help\n")
     assert "/system TEXT" in terminal.wait_for(">>> ")
     terminal.write("/fly\n")

@@ -41,6 +41,9 @@ class Answering:
         self.answer, self.stopped_at = answer, stopped_at
         self.prompts: list[str] = []
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams()
+
     def chat_turns(self, talks: Any, params: SamplingParams, **options: Any) -> Any:
         turns = ChatFormat(self.tokenizer, None, None, 4096).turns(
             talks, lambda number: [params] * number, **options
