@@ -107,7 +107,6 @@ SHAPES: list[Shape] = [
     Delta(), Delta(2, 4, 12, 20, log_rate=2.0, most=2.0), Delta(1, 1, 64, 64, log_rate=-6.0),
     Delta(1, 1, 128, 128), Delta(1, 2, 16, 24, torch.bfloat16, -3.0),
     Delta(1, 1, 64, 64, torch.bfloat16, 1.0), Delta(1, 1, 24, 16, torch.float16),
-    Channels(2, 12, 20, log_rate=2.0), Channels(1, 64, 64, torch.bfloat16, -3.0, lowest=-5.0),
     Space(), Space(2, 4, 12, 20, log_rate=2.0, high=0.2), Space(1, 1, 64, 64, log_rate=-6.0),
     Space(1, 1, 64, 128), Space(1, 2, 16, 24, torch.bfloat16, -3.0),
     Space(1, 1, 64, 64, torch.bfloat16, 1.0), Space(1, 1, 24, 16, torch.float16),
