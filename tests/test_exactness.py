@@ -355,7 +355,7 @@ def test_a_variant_equals_transformers_with_chunks_and_preemptions(variant: Case
     with make_llm(variant.path, **HARD) as llm:
         assert_same(generate(llm, variant), variant.expected)
         # A short window needs fewer blocks: test_windows.py has smaller pools.
-        assert llm.scheduler.num_preemptions >= 10 or llm.model_config.longest_window == 37
+        assert llm.scheduler.num_preemptions >= 5 or llm.model_config.longest_window == 37
         audit_at_rest(llm)
 
 

@@ -98,7 +98,8 @@ def test_a_family_equals_transformers_with(name: str, regime: str, case: Case) -
 def check_tokens(case: Case, regime: str) -> None:
     with make_llm(case.path, **REGIMES[regime]) as llm:
         assert_same(generate(llm, case), case.expected)
-        if "small pool" in regime and llm.model_config.longest_window is None:
+        # Windows need fewer blocks: test_windows.py and test_cache_groups.py have smaller pools.
+        if "small pool" in regime and not any(llm.model_config.sliding_windows):
             assert llm.scheduler.num_preemptions >= 3
         audit_at_rest(llm)
 

@@ -284,12 +284,13 @@ def few_rows(
         few.add(bf16(rows, inner), *layer(hidden, inner), x, bf16(hidden), EPS)
 
 
+of_zeros = partial(Format, seed=None)
 FORMATS = {
-    "int8": Format(),
-    "e4m3 rows": Format("e4m3"),
-    "e4m3 blocks": Format("e4m3", (128, 128)),
-    "int4, groups of 128": Format("int4", (1, 128), scales=torch.bfloat16),
-    "int4, groups of 32 with zeros": Format("int4", (1, 32), zeros=True, scales=torch.float16),
+    "int8": of_zeros(),
+    "e4m3 rows": of_zeros("e4m3"),
+    "e4m3 blocks": of_zeros("e4m3", (128, 128)),
+    "int4, groups of 128": of_zeros("int4", (1, 128), scales=torch.bfloat16),
+    "int4, groups of 32 with zeros": of_zeros("int4", (1, 32), zeros=True, scales=torch.float16),
 }
 
 

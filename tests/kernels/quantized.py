@@ -10,30 +10,35 @@ from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
 @dataclass(frozen=True)
 class Format:
-    """The codes of a matrix and its blocks; a block of 0 inputs or outputs has all of them."""
+    """The codes of a matrix and its blocks; a block of 0 inputs or outputs has all of them.
+
+    Without a seed all codes are 0: it takes seconds to draw those of many experts.
+    """
 
     kind: str = "int8"  # or "e4m3", "int4"
     block: tuple[int, int] = (1, 0)
     zeros: bool = False
     scales: torch.dtype = torch.float32
     stack: tuple[int, ...] = ()
-    seed: int = 0
+    seed: int | None = 0
 
 
 def quantized(
     size_out: int, size_in: int, form: Format, device: str = "cpu", **options: Any
 ) -> QuantizedMatrix:
-    """A matrix whose products are about as large as its inputs. All codes occur."""
-    rng = torch.Generator().manual_seed(form.seed)
+    """A matrix whose products are about as large as its inputs. With a seed, all codes occur."""
+    rng = torch.Generator().manual_seed(form.seed or 0)
     block = form.block[0] or size_out, form.block[1] or size_in
     shape = (*form.stack, size_out, size_in)
     blocks = (*form.stack, -(-size_out // block[0]), -(-size_in // block[1]))
-    most = 8 if form.kind == "int4" else 128
-    if form.kind == "e4m3":
+    most = {"int4": 8, "e4m3": 448}.get(form.kind, 128)
+    if form.seed is None:
+        codes = torch.zeros(shape, dtype=torch.int8)
+        codes = codes.view(torch.float8_e4m3fn) if form.kind == "e4m3" else codes
+    elif form.kind == "e4m3":
         codes = torch.randint(0, 256, shape, generator=rng, dtype=torch.uint8)
         codes[(codes & 0x7F) == 0x7F] = 0  # NaN
         codes = codes.view(torch.float8_e4m3fn)
-        most = 448
     else:
         codes = torch.randint(-most, most, shape, generator=rng, dtype=torch.int8)
     scales = (torch.rand(blocks, generator=rng) + 0.5) / (most * size_in**0.5)

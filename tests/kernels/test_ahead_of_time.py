@@ -313,7 +313,7 @@ EARLY_CASES = {
 }
 
 
-@pytest.mark.sampled(share=0.4)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.parametrize("kernel", EARLY_CASES)
 def test_a_kernel_that_starts_early_waits_before_it_touches_memory(
     kernel: str, compiled: Compiled
@@ -329,7 +329,7 @@ def test_a_kernel_that_starts_early_waits_before_it_touches_memory(
         assert re.search(touched, ptx)
 
 
-@pytest.mark.sampled(share=0.3)
+@pytest.mark.sampled(share=0.15)
 @pytest.mark.parametrize("kernel", ["_down_kernel", "_up_kernel"])
 @pytest.mark.parametrize("rows", [1, 64, 256])
 def test_adapters_kernels_read_alone_before_they_wait(
@@ -369,7 +369,7 @@ HOLDING = {
 }
 
 
-@pytest.mark.sampled(share=0.5)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.parametrize("name", HOLDING)
 def test_weights_are_loaded_before_the_wait_and_nothing_is_written(
     name: str, compiled: Compiled
@@ -450,7 +450,7 @@ def test_weights_are_copied_to_shared_memory_before_the_wait(compiled: Compiled)
         assert re.search(r"\bst\.global", after)
 
 
-@pytest.mark.sampled(share=0.2)
+@pytest.mark.sampled(share=0.1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -482,7 +482,7 @@ def test_weights_of_experts_are_copied_by_the_accelerator(name: str, compiled: C
 QUANTIZED = [name for name in CASES if name.startswith("quantized_rows") and "float32" not in name]
 
 
-@pytest.mark.sampled(share=0.15)
+@pytest.mark.sampled(share=0.06)
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_weights_go_from_codes_to_the_tensor_cores_in_registers(
     name: str, compiled: Compiled
@@ -520,7 +520,7 @@ def test_values_of_blocks_are_multiplied_where_they_are_computed(
         assert "st.shared" not in ptx[: ptx.rindex("wgmma.mma_async")]
 
 
-@pytest.mark.sampled(share=0.3)
+@pytest.mark.sampled(share=0.2)
 @pytest.mark.parametrize(
     ("name", "copied"),
     [
@@ -544,7 +544,7 @@ def test_keys_are_copied_exactly_where_that_is_faster(
     assert ("cp.async.bulk.tensor.2d" in ptx) == copied
 
 
-@pytest.mark.sampled(share=0.3)
+@pytest.mark.sampled(share=0.2)
 @pytest.mark.parametrize(
     ("name", "capability", "copied"),
     [
@@ -589,7 +589,7 @@ def loops(cubin: Path) -> list[list[str]]:
     ]  # fmt: skip
 
 
-@pytest.mark.sampled(share=0.1)
+@pytest.mark.sampled(share=0.05)
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("hopper_prefill")])
 def test_the_softmax_is_between_issue_and_end_of_products(name: str, compiled: Compiled) -> None:
     """The assembler may move the wait for products to before the softmax: then nothing overlaps."""

@@ -171,8 +171,8 @@ class Paged:
 
     # The kernels.
 
-    def decode(self) -> torch.Tensor:
-        """Two layers with one plan: the second one reads the counters that the first one reset."""
+    def decode(self, layers: int = 1) -> torch.Tensor:
+        """Layers with one plan: a second one reads the counters that the first one has reset."""
         from nanovllm.kernels.triton.attention import decode_attention as kernels
         from nanovllm.kernels.triton.attention import decode_plan
 
@@ -186,12 +186,12 @@ class Paged:
         assert len(plan.starts) == self.shape.programs
         torch.zeros(1, device=self.device)  # as in a step, a kernel lies between
         outs = []
-        for _ in range(2):
+        for _ in range(layers):
             with self.conversion(kernels):
                 outs.append(kernels.decode_attention(self.q, self.kernel_layer(), plan))
             assert not plan.arrivals.any(), "the counters are not reset for the next layer"
         assert not outs[0].isnan().any(), "it read unowned memory, or did not write a result"
-        assert torch.equal(*outs), "the second layer differs from the first"
+        assert torch.equal(outs[0], outs[-1]), "the second layer differs from the first"
         return outs[0]
 
     def prefill(self, use_cache: bool) -> torch.Tensor:
@@ -283,10 +283,12 @@ def assert_near(out: torch.Tensor, twin: Twin, paged: Paged) -> None:
     assert worst.max() <= 1, f"{worst.max():.3g} times what is allowed, in row {worst.argmax()}"
 
 
-def assert_decodes_as_its_twin(shape: Shape, device: str, make: type[Paged] = Paged) -> None:
+def assert_decodes_as_its_twin(
+    shape: Shape, device: str, make: type[Paged] = Paged, layers: int = 1
+) -> None:
     paged = make(shape, device)
     paged.q[paged.lens == 0] = torch.nan  # left by an earlier batch
-    out = paged.decode()
+    out = paged.decode(layers)
     paged.q[paged.lens == 0] = 0
     assert not out[paged.lens == 0].any(), "a row without keys is not zero"
     assert_near(out, paged.twin_decode, paged)
@@ -339,7 +341,7 @@ def batches(draw: st.DrawFn) -> list[int]:
     st.builds(Shape, contexts=batches(), programs=st.sampled_from([1, 2, 3, 5, 8, 13]), **CAPPED)
 )
 def test_decode_equals_its_twin(kernel_device: str, shape: Shape) -> None:
-    assert_decodes_as_its_twin(shape, kernel_device)
+    assert_decodes_as_its_twin(shape, kernel_device, layers=2)
 
 
 @pytest.mark.slow
@@ -350,7 +352,7 @@ def test_decode_equals_its_twin(kernel_device: str, shape: Shape) -> None:
 @example(Shape([130, 64, 500], block_size=256, dtype=BF16, quantized=True, converted=True))
 @example(Shape([130, 0, 500], dtype=BF16, quantized=True, sinks=True, window=100))
 def test_decode_of_codes_equals_its_twin(kernel_device: str, shape: Shape) -> None:
-    assert_decodes_as_its_twin(shape, kernel_device)
+    assert_decodes_as_its_twin(shape, kernel_device, layers=2)
 
 
 # Several queries of a sequence
@@ -393,10 +395,10 @@ def test_any_number_of_queries_equals_its_twin(
 ) -> None:
     some = st.integers(1, shape.num_queries)
     used = data.draw(st.lists(some, min_size=len(shape.contexts), max_size=len(shape.contexts)))
-    assert_decodes_as_its_twin(replace(shape, used=used), kernel_device)
+    assert_decodes_as_its_twin(replace(shape, used=used), kernel_device, layers=2)
 
 
-@pytest.mark.sampled(share=0.4)
+@pytest.mark.sampled(share=0.2)
 @pytest.mark.parametrize("shape", DRAFTS, ids=str)
 def test_queries_of_a_sequence_equal_sequences_of_one_query(
     kernel_device: str, shape: Shape
@@ -489,7 +491,7 @@ def test_short_steps_do_not_copy_tiles(kernel_device: str) -> None:
     assert copied == [can_copy_tiles(ends.device), False]
 
 
-@pytest.mark.sampled(share=0.35)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.slow
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("window", [1, 64, 65, 200])

@@ -33,7 +33,7 @@ class Compiled(Paged):
     def heads(self) -> tuple[int, int]:
         return self.shape.group, self.shape.head_dim
 
-    def decode(self) -> torch.Tensor:
+    def decode(self, layers: int = 1) -> torch.Tensor:
         plan = plan_decode(self.lens, self.tables, *self.heads())
         out = decode_attention(self.q, self.kernel_layer(), plan)
         assert not out.isnan().any(), "it read unowned memory, or did not write a result"
