@@ -103,7 +103,7 @@ def test_bad_keys_are_refused_by_name(
         ("ngram", """; an example is --speculative-config '{"method": "ngram"}' (see"""),
         ('{"method": "ngram", "method": "eagle3"}', "as JSON: 'method' occurs twice; an example"),
         ("[" * 100_000, "as JSON: it is nested too deeply"),
-        ('"ngram"', "speculative_config must be a dict such as"),
+        ('"ngram"', "--speculative-config must be a dict such as"),
         (
             '{"method": "medusa"}',
             "method must be one of 'ngram', 'draft_model', 'eagle3', 'mtp', 'grammar',",

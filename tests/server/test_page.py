@@ -765,6 +765,25 @@ def test_a_model_or_an_adapter_can_be_chosen(browser: Chromium, scripted: Script
     browser.wait_for("document.querySelector('#model').value === 'base' && model === 'base'")
 
 
+@pytest.mark.parametrize("width", [390, 1200])
+def test_what_can_be_done_stands_in_line_with_the_message(
+    browser: Chromium, scripted: Scripted, answered: Callable[..., None], width: int
+) -> None:
+    """Also without notes before it; and the header has room for the longest state."""
+    scripted.models = [{"id": "a/model-with-a-very-long-name" * 2, "max_model_len": 9}] * 2
+    answered({"error": {"message": "full"}})
+    wait_for_end(browser)
+    browser.look(width)
+    left = "document.querySelector('#messages > li:last-child {}').getBoundingClientRect().left"
+    assert browser.evaluate(left.format(".again")) == browser.evaluate(left.format(".error"))
+    browser.evaluate("showKeyField(true)")
+    assert browser.evaluate("document.querySelector('#new').getBoundingClientRect().right") < width
+    assert browser.evaluate(
+        "(e => e.scrollWidth <= e.clientWidth)(document.querySelector('#state'))"
+    )
+    assert browser.evaluate("document.querySelector('#model').getBoundingClientRect().width") > 60
+
+
 @pytest.mark.parametrize("ending", ["error", "Stop"])
 def test_a_message_without_an_answer_can_be_taken_back_or_sent_again(
     browser: Chromium, scripted: Scripted, answered: Callable[..., None], ending: str

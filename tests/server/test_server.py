@@ -838,8 +838,8 @@ def test_a_unix_socket(tmp_path: Path) -> None:
     [
         (("--port", "70000"), "port must be in [0, 65535], got 70000"),
         (("--host", "999.1.1.1"), "cannot listen at http://999.1.1.1:"),
-        (("--ssl-keyfile", "x"), "ssl_keyfile needs ssl_certfile"),
-        (("--ssl-certfile", "/nope"), "ssl_certfile and ssl_keyfile cannot be used"),
+        (("--ssl-keyfile", "x"), "--ssl-keyfile needs --ssl-certfile"),
+        (("--ssl-certfile", "/nope"), "--ssl-certfile and --ssl-keyfile cannot be used"),
         (("/nope/model",), "/nope/model"),
         (("a", "--model", "b"), "MODEL and --model exclude each other"),
     ],

@@ -11,7 +11,11 @@ h1 { font-size: 1.4rem; } summary { cursor: pointer; padding: .3rem 0; }
 code, summary b { font-family: ui-monospace, Consolas, monospace; font-size: .92em; }
 summary span { opacity: .75; } table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; vertical-align: top; padding: .2rem .8rem .2rem 0; }
-td { border-top: 1px solid #8884; overflow-wrap: anywhere; }
+td { border-top: 1px solid #8884; overflow-wrap: break-word; }
+@media (max-width: 40rem) {
+  th { display: none; } tr { display: block; padding: .3rem 0; border-top: 1px solid #8884; }
+  td { display: block; padding: 0; border: 0; }
+}
 """
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
