@@ -16,7 +16,7 @@ from waiting import LIMIT
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.embedded import EMBEDDED_MODEL
-from nanovllm.openai.request import CHAT, KNOWN
+from nanovllm.openai.fields import CHAT, KNOWN
 from nanovllm.server.app import make_app
 from nanovllm.server.described.bodies import BODIES
 from nanovllm.server.options import ServerOptions
