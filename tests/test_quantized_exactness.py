@@ -20,7 +20,7 @@ from reference import (
     generate,
     make_case,
     make_llm,
-    make_prompts,
+    make_some_prompts,
 )
 from safetensors.torch import load_file, save_file
 
@@ -62,28 +62,28 @@ def check(path: Path, case: Case, **options: Any) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_format(name: str, tmp_path: Path) -> None:
     path = write_quantized(tmp_path / "model", VARIANTS[name], shards=True)
-    check(path, make_case(path / DEQUANTIZED, make_prompts()))
+    check(path, make_case(path / DEQUANTIZED, make_some_prompts()))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_shapes_at_which_models_break(name: str, shape: str, tmp_path: Path) -> None:
     path = write_quantized(tmp_path / "model", VARIANTS[name], **SHAPES[shape])
-    check(path, make_case(path / DEQUANTIZED, make_prompts()))
+    check(path, make_case(path / DEQUANTIZED, make_some_prompts()))
 
 
 @pytest.mark.parametrize("stress", STRESSES)
 @pytest.mark.parametrize("name", CHOSEN)
 def test_under_stress(name: str, stress: str, tmp_path: Path) -> None:
     path = write_quantized(tmp_path / "model", VARIANTS[name])
-    check(path, make_case(path / DEQUANTIZED, make_prompts()), **STRESSES[stress])
+    check(path, make_case(path / DEQUANTIZED, make_some_prompts()), **STRESSES[stress])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHOSEN)
 def test_on_two_ranks(name: str, tmp_path: Path) -> None:
     path = write_quantized(tmp_path / "model", VARIANTS[name], num_key_value_heads=2)
-    check(path, make_case(path / DEQUANTIZED, make_prompts()), tensor_parallel_size=2)
+    check(path, make_case(path / DEQUANTIZED, make_some_prompts()), tensor_parallel_size=2)
 
 
 FLOAT_INPUTS = [
@@ -101,7 +101,7 @@ def test_on_a_gpu(name: str, shape: dict[str, Any], tmp_path: Path) -> None:
     if shape and name not in CHOSEN:
         pytest.skip("odd shapes run with a few formats")
     path = write_quantized(tmp_path / "model", VARIANTS[name], **shape)
-    case = make_case(path / DEQUANTIZED, make_prompts())
+    case = make_case(path / DEQUANTIZED, make_some_prompts())
     check(path, case, device="cuda", num_kvcache_blocks=500)
 
 
@@ -138,5 +138,5 @@ def write_rounded(path: Path, source: Path, online: str) -> Path:
 @pytest.mark.parametrize("online", ONLINE)
 def test_quantizing_while_loading(online: str, shape: dict[str, Any], tmp_path: Path) -> None:
     path = make_model(tmp_path / "model", **shape)
-    case = make_case(write_rounded(tmp_path / "rounded", path, online), make_prompts())
+    case = make_case(write_rounded(tmp_path / "rounded", path, online), make_some_prompts())
     check(path, case, quantization=online)

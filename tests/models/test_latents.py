@@ -28,6 +28,7 @@ from reference import (
     generate,
     make_llm,
     make_prompts,
+    make_some_prompts,
 )
 from safetensors.torch import save_file
 from strangers import loop_case, registered
@@ -140,7 +141,7 @@ def make_case(path: Path, prompts: list[list[int]], **changes: Any) -> Case:
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    return make_case(tmp_path_factory.mktemp("latent"), make_prompts())
+    return make_case(tmp_path_factory.mktemp("latent"), make_some_prompts())
 
 
 @pytest.mark.sampled(share=0.25)
