@@ -282,6 +282,8 @@ def test_generate_chat_passes_system_message_and_template_options(
     recorded: list[Any] = []
 
     class Recorder:
+        get_default_sampling_params = SamplingParams
+
         def chat(self, conversations: Any, _: Any, **options: Any) -> Any:
             recorded.append((conversations, options))
             raise ValueError("stop here")
