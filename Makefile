@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Published models for the demo and the tests; what nanovllm makes of GGUF files is kept here, too.
 export NANOVLLM_CACHE ?= $(CURDIR)/$(VENV)/cache
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Python compiles a file when it is first imported; pip would compile all that it installs.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	-c constraints.txt
 
 # The tests that most changes would break: who runs, the twins of kernels, a model, a server, rules.
 NEAREST := $(wildcard tests/engine/test_*.py tests/kernels/test_cpu_*.py tests/kernels/test_plain_*.py) \

@@ -182,9 +182,12 @@ def make_case(path: Path, prompts: list[list[int]], fp8: bool = False, padded: b
     return _case(path, [prompts] if padded else [[prompt] for prompt in prompts], fp8)
 
 
-def make_crowd_case(path: Path, fp8: bool = False) -> Case:
-    """The crowd and the prompts after it: two batches, or most of one would be padding."""
-    return _case(path, [make_crowd(), make_prompts()], fp8)
+def make_crowd_case(path: Path, fp8: bool = False, every: int = 1) -> Case:
+    """The crowd and the prompts after it, all or some of them.
+
+    They are two batches, or most of one would be padding.
+    """
+    return _case(path, [make_crowd()[::every], make_prompts()[::every]], fp8)
 
 
 def _case(path: Path, batches: list[list[list[int]]], fp8: bool) -> Case:

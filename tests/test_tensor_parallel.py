@@ -3,7 +3,6 @@
 It costs more than 20 seconds: each test starts ranks, and the models are compared in full.
 """
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from reference import (
     make_case,
     make_crowd_case,
     make_llm,
-    make_prompts,
+    make_some_prompts,
 )
 
 from nanovllm import LLM, SamplingParams
@@ -74,18 +73,13 @@ class Cases(dict[str, Case]):
 
     def __missing__(self, name: str) -> Case:
         path = make_model(self._make_path("model"), seed=1, **MODELS[name][0])
-        self[name] = case = make_case(path, make_prompts())
+        self[name] = case = make_case(path, make_some_prompts())
         return case
 
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     return Cases(tmp_path_factory)
-
-
-def half_of(case: Case) -> Case:
-    """Every other prompt of a case: steps of ranks cost several times those of one."""
-    return dataclasses.replace(case, prompts=case.prompts[::2], tokens=case.tokens[::2])
 
 
 def parallel_options(device: str, size: int, name: str = "") -> dict[str, Any]:
@@ -117,7 +111,7 @@ def test_ranks_equal_transformers_with_chunks_hits_and_preemptions(
     name: str, size: int, device: str, cases: Cases
 ) -> None:
     """All ranks compute the same step as rank 0."""
-    case = half_of(cases[name])
+    case = cases[name]
     with make_llm(case.path, **parallel_options(device, size, name) | HARD) as llm:
         outputs = generate(llm, case)
         assert_same(outputs, case.expected)
@@ -134,7 +128,7 @@ def test_pending_tokens_reach_every_rank(
     options: dict[str, Any], device: str, cases: Cases
 ) -> None:
     """When steps overlap, rank 0 has them on its device and must send them to the others."""
-    case = half_of(cases["2 kv heads"])
+    case = cases["2 kv heads"]
     shared = parallel_options(device, 2) | dict(attention_backend="auto") | HARD | options
     with make_llm(case.path, overlap=True, **shared) as llm:
         assert_same(generate(llm, case), case.expected)
@@ -144,13 +138,13 @@ def test_pending_tokens_reach_every_rank(
 @pytest.mark.sampled(share=0.35)
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
-def test_ranks_survive_hundreds_of_preemptions(model_dir: Path, overlap: bool) -> None:
+def test_ranks_survive_a_hundred_preemptions(model_dir: Path, overlap: bool) -> None:
     """Only changes of block tables are sent; sequences come, go and move all the time here."""
-    case = make_crowd_case(model_dir)
+    case = make_crowd_case(model_dir, every=2)
     parallel = dict(tensor_parallel_size=2, overlap=overlap)
     with make_llm(model_dir, **SMALL_POOL, **parallel) as llm:
         assert_same(generate(llm, case), case.expected)
-        assert llm.scheduler.num_preemptions >= 200
+        assert llm.scheduler.num_preemptions >= 100
 
 
 @pytest.mark.sampled(share=0.35)
@@ -159,12 +153,12 @@ def test_ranks_survive_hundreds_of_preemptions(model_dir: Path, overlap: bool) -
 def test_ranks_read_no_block_behind_the_window(overlap: bool, tmp_path: Path) -> None:
     """The longest prompts are three times as long as the pool."""
     make_model(tmp_path, family="Mistral", seed=1, sliding_window=21, num_hidden_layers=3)
-    case = make_crowd_case(tmp_path)
+    case = make_crowd_case(tmp_path, every=2)
     options: dict[str, Any] = dict(kvcache_block_size=4, num_kvcache_blocks=18)
     options |= dict(max_num_batched_tokens=64, tensor_parallel_size=2, overlap=overlap)
     with make_llm(tmp_path, **options) as llm:
         assert_same(generate(llm, case), case.expected)
-        assert llm.scheduler.num_preemptions >= 100
+        assert llm.scheduler.num_preemptions >= 50
         audit_at_rest(llm)
 
 
@@ -202,9 +196,9 @@ def test_ranks_can_add(options: dict[str, Any], size: int, device: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("backend", ["auto", "cpu", "torch"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_ranks_equal_transformers_on_every_backend(backend: str, cases: Cases) -> None:
-    case = half_of(cases["biased"])
+    case = cases["biased"]
     options = dict(HARD, tensor_parallel_size=2, attention_backend=backend)
     with make_llm(case.path, **options) as llm:
         assert llm.config.attention_backend == ("torch" if backend == "torch" else "cpu")
