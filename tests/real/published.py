@@ -44,8 +44,8 @@ def user(question: str, system: str = "") -> Conversation:
 
 
 def conversations() -> list[Conversation]:
-    """35 conversations: short and long, other languages, code, several turns, system prompts."""
-    topics = ["gravity", "Rome", "the violin", "chess"]
+    """50 conversations: short and long, other languages, code, several turns, system prompts."""
+    topics = ["gravity", "Rome", "the violin", "bread", "a neural network", "whales", "chess"]
     forms = [
         "What is {}?", "Explain {} to a child in one sentence.", "Write a short poem about {}.",
         "List three facts about {}:\n1.", "Translate to French: I like {}.",

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as it is published, in GGUF's Q4_1, beside what transformers makes of it.
 
 Random models have other sizes of values, no chat template that people use, and no answers that a
-reader can judge. It costs about 35 seconds: transformers takes a fourth of them to read the file.
+reader can judge. It costs about 45 seconds: transformers takes a fourth of them to read the file.
 """
 
 import json
@@ -105,7 +105,7 @@ def test_tokens_equal_transformers(llm: LLM, theirs: Reference) -> None:
     outputs = chat(llm, conversations())
     assert [output.prompt_token_ids for output in outputs] == theirs.prompts
     decisive = [i for i, is_decisive in enumerate(theirs.is_decisive) if is_decisive]
-    assert len(outputs) == 35 and len(decisive) >= 31
+    assert len(outputs) == 50 and len(decisive) >= 45
     wrong = {i: outputs[i].text for i in decisive if outputs[i].token_ids != theirs.tokens[i]}
     assert wrong == {}
     ended = [output for output in outputs if output.finish_reason == "stop"]
