@@ -114,10 +114,9 @@ class AsyncLLM(AsyncEngine):
             options = with_template_texts(self.tokenizer, options)
         turn = await self.chat_turn(messages, params, **options)
         asked: Any = dict(request_id=request_id, lora_request=lora_request)
-        events = self.generate(turn.prompt, turn.params, **asked)
         readers = [turn.answer.reader() for _ in range(params.n)]
-        async with contextlib.aclosing(events):  # type: ignore[type-var]
-            async for event in events:
+        async with self.request(turn.prompt, turn.params, **asked) as request:
+            async for event in request.events():
                 ended = event["finish_reason"] is not None
                 event["delta"] = readers[event["sample"]].feed(
                     event["text"], ended, event["token_ids"]

@@ -192,6 +192,10 @@ def test_an_async_engine_yields_vllms_outputs() -> None:
         assert (whole.request_id, whole.outputs[0].text) == ("f", "46")
         (first, *_) = events = await collected(AsyncLLM.generate(engine, "12+34=", plain, "e"))
         assert type(first) is StreamEvent and len(events) >= 2
+        chat = engine.chat([{"role": "user", "content": "7+8="}], SamplingParams(**GREEDY))
+        assert "".join(event.delta.get("content") or "" for event in await collected(chat)) == "15"
+        with pytest.raises(ValueError, match="output_kind is for"):
+            await collected(engine.chat([{"role": "user", "content": "7+8="}], delta))
         long = SamplingParams(max_tokens=50, ignore_eos=True)
         async for _ in engine.generate("1", long, "left"):
             break

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from nanovllm.layers.latent_attention import LatentAttention
+from nanovllm.layers.latent_attention import LatentAttention, Multiply
 from nanovllm.layers.latent_sizes import LatentSizes
 from nanovllm.layers.layer import Build
-from nanovllm.layers.linear import MergedColumnParallelLinear
+from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear
 from nanovllm.layers.mixer import Ropes
 
 
@@ -20,9 +20,12 @@ class GatedLatentAttention(LatentAttention):
             hidden_size, [sizes.num_heads], False, make.ranks, make.formats.of("g_proj")
         )
 
-    def mix(self, x: Any, ropes: Ropes) -> torch.Tensor:
-        gates: torch.Tensor = self.g_proj(x)
-        attended = super().mix(x, ropes)
+    def linears(self) -> tuple[LinearBase, ...]:
+        return self.g_proj, *super().linears()
+
+    def _mix(self, x: Any, ropes: Ropes, multiply: Multiply) -> torch.Tensor:
+        gates = multiply(x, self.g_proj)
+        attended = super()._mix(x, ropes, multiply)
         opened = gates.float().sigmoid().to(attended.dtype)
         heads = attended.view(*opened.shape, -1)
         return (heads * opened.unsqueeze(-1)).view(attended.shape)

@@ -15,6 +15,7 @@ from nanovllm.layers.context import Context, attending
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.few_rows import compute_few_rows
 from nanovllm.layers.few_rows_forms import operands_of
+from nanovllm.layers.gated_latent_attention import GatedLatentAttention
 from nanovllm.layers.latent_attention import GrowingLatentAttention, LatentAttention
 from nanovllm.layers.latent_sizes import LatentSizes
 from nanovllm.layers.layer import Build
@@ -48,14 +49,14 @@ def block(kind: type[LatentAttention], query_rank: int | None, gated: bool = Fal
     return Block(make, norms, kind(make, HIDDEN, sizes), experts)
 
 
-@pytest.mark.parametrize("kind", [LatentAttention, GrowingLatentAttention])
+@pytest.mark.parametrize("kind", [LatentAttention, GrowingLatentAttention, GatedLatentAttention])
 @pytest.mark.parametrize("query_rank", [None, 5])
 @pytest.mark.parametrize("gated", [False, True])
 def test_kernels_for_few_rows_compute_what_the_layers_do(
     kind: type[LatentAttention], query_rank: int | None, gated: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """With the factors of queries, the shared layer and its gate, and the biases."""
+    """With factors of queries, gates of heads, the shared layer and its gate, and biases."""
     make, embedding = Build(ALONE, PLAIN_FORMATS, 64), VocabParallelEmbedding(11, HIDDEN)
     rope = get_rope(4, 64, 64, {"rope_type": "default", "rope_theta": 100.0})
     blocks = [block(kind, query_rank, gated) for _ in range(2)]
