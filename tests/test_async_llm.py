@@ -160,7 +160,8 @@ def test_large_prompts_do_not_hold_up_others(
     [("abc", 3), ({"prompt": "abc"}, 3), ([1, 2], 2), ({"prompt_token_ids": [1]}, 1), (None, 0),
      ([{"role": "user", "content": "abc"}, {"content": [{"type": "text", "text": "de"}]}],
       5 + 3 * MESSAGE),
-     ([{"role": "assistant", "tool_calls": [{"x": 1}]}], MESSAGE + SMALL)],
+     ([{"role": "assistant", "tool_calls": [{"x": 1}]}], MESSAGE + SMALL),
+     ([{"role": "assistant", "reasoning_content": "abc"}], 3 + MESSAGE)],
 )  # fmt: skip
 def test_sizes_of_prompts_and_conversations(prompt: Any, number: int) -> None:
     assert prompt_size(prompt) == number
