@@ -287,6 +287,13 @@ def test_a_stream_that_fails_ends_with_the_error() -> None:
         b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error",'
         b'"message":"it has ended"}}\n\n'
     )
+    for reason, stop in (("error", "not finite"), ("abort", None)):
+        failed, text = Ending(reason, stop, Usage(5, 0, 3, 0)), Block("text", 0, pieces=["ab"])
+        why = stop or "the request was aborted"
+        data = form.end([text], failed).decode()
+        assert data.startswith("event: error\n") and why in data and "stop_reason" not in data
+        with pytest.raises(APIError, match=why):
+            form.body([text], failed)
     cut = Block("call", 0, "c", "f", ['{"a": 1}'])
     whole: Any = form.body([cut], Ending("tool_calls", None, Usage(5, 2, 3, 0)))
     assert whole["content"][0]["input"] == {"a": 1} and whole["usage"]["input_tokens"] == 3

@@ -34,7 +34,9 @@ class MessageForm:
         }
 
     def body(self, blocks: Sequence[Block], ending: Ending) -> Mapping[str, Any]:
-        """The message."""
+        """The message; raises if the request has failed."""
+        if (why := ending.failure) is not None:
+            raise APIError(500, why)
         content = [_content(block) for block in blocks]
         usage = _usage(ending.usage)
         head = {**self._head, **without_effect(self)}
@@ -61,7 +63,9 @@ class MessageForm:
         return named_event("content_block_delta", {"index": block.index, "delta": delta})
 
     def end(self, blocks: Sequence[Block], ending: Ending) -> bytes:
-        """The end of the last block, and of the message."""
+        """The end of the last block, and of the message; or why the request has failed."""
+        if (why := ending.failure) is not None:
+            return self.fail(APIError(500, why))
         data = self.write(Step("close", blocks[-1])) if blocks else b""
         delta = {"delta": self._stop(ending), "usage": _usage(ending.usage)}
         return data + named_event("message_delta", delta) + named_event("message_stop", {})
