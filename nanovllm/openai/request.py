@@ -75,17 +75,18 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
         salt_number(salt)  # an error, if it is not valid
         if url == COMPLETIONS:
             prompts = [_salted(prompt, salt) for prompt in prompts]
+    params = SamplingParams(**{**defaults, **sampling})
     return APIRequest(
         url=url,
         prompts=prompts,
         chat_options=_chat_options(body, option_names),
-        params=SamplingParams(**{**defaults, **sampling}),
+        params=params,
         model=body.get("model"),
         streams=streams,
         echo=check_json_bool("echo", body.get("echo", False)),
         form=form,
         adds_special=check_json_bool("add_special_tokens", body.get("add_special_tokens", True)),
-        beams=beam_params(body, sampling),
+        beams=beam_params(body, sampling, params.max_tokens),
         name=None if name is None else check_request_id("request_id", name),
     )
 
