@@ -1,8 +1,11 @@
 """MessageForm: writes a message, whole or as events."""
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import orjson
 
 from nanovllm.openai.request import APIRequest
 from nanovllm.server.chats.blocks import Block, Step
@@ -10,7 +13,6 @@ from nanovllm.server.chats.form import Ending, Usage, named_event, without_effec
 from nanovllm.server.errors import APIError
 from nanovllm.server.messages.errors import messages_error
 from nanovllm.server.messages.request import NAMES
-from nanovllm.utils.json_text import parse_json
 
 DELTAS = {"text": "text", "reasoning": "thinking", "call": "partial_json"}
 DELTA_TYPES = {"text": "text_delta", "reasoning": "thinking_delta", "call": "input_json_delta"}
@@ -99,8 +101,26 @@ def _begun(block: Block) -> dict[str, Any]:
 def _content(block: Block) -> dict[str, Any]:
     """A whole block."""
     if block.kind == "call":
-        return {**_begun(block), "input": parse_json(block.text or "{}")}
+        return {**_begun(block), "input": _arguments(block)}
     return {**_begun(block), DELTAS[block.kind]: block.text}
+
+
+def _arguments(block: Block) -> orjson.Fragment:
+    """The arguments of a call as the model wrote them, if that is JSON.
+
+    They are not converted: they may have an integer of any length, or half a character.
+    """
+    text = block.text or "{}"
+    try:
+        json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse_constant)
+        return orjson.Fragment(text.encode())
+    except (ValueError, RecursionError) as error:
+        why = f"the arguments of the model's call of {block.name} are not valid JSON: {error}"
+        raise APIError(500, why) from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"JSON has no {name}")
 
 
 def _usage(usage: Usage) -> dict[str, int]:
