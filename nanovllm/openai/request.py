@@ -151,10 +151,12 @@ def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
         fields["max_tokens"] = body["max_completion_tokens"]
     if asks_for_prompt(body):
         fields["max_tokens"] = 1  # it is dropped
-    if "best_of" in body and body["best_of"] != 1:
-        fields |= {"n": body["best_of"], "logprobs": fields.get("logprobs", 0)}
     if body.get("echo") and "logprobs" in fields:
         fields.setdefault("prompt_logprobs", fields["logprobs"])
+    if (best_of := body.get("best_of", 1)) != 1:
+        fields["n"] = best_of
+        if best_of > body.get("n", 1):
+            fields.setdefault("logprobs", 0)  # the best samples are chosen by them
     if isinstance(body.get("logprobs"), bool) or "top_logprobs" in body:
         fields["logprobs"] = _num_chat_logprobs(body)
     if "response_format" in body:

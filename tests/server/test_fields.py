@@ -11,6 +11,7 @@ from servers import Server, serving
 from waiting import LIMIT
 
 from nanovllm import BeamSearchParams
+from nanovllm.openai.request import parse_body
 from nanovllm.server.errors import APIError
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.refusals import check_beams
@@ -150,6 +151,11 @@ def test_the_best_of_several_samples(client: httpx.Client) -> None:
     likely = post(client, best_of=5, logprobs=1, **asked)["choices"]
     assert len(likely) == 1 and len(likely[0]["logprobs"]["top_logprobs"][0]) <= 2
     assert len(post(client, n=2, best_of=2, **asked)["choices"]) == 2
+    for more in (dict(n=2), dict(echo=True)):
+        parsed = parse_body(TEXT, {"prompt": "a", "best_of": 2, **more}, {})
+        form = parsed.form
+        assert (parsed.params.logprobs is not None) == form.hides_logprobs == ("n" not in more)
+        assert parsed.params.prompt_logprobs is None
     assert "streamed" in refused(client, best_of=2, stream=True)["message"]
     assert "n (with best_of)" in refused(client, best_of=2, n=3)["message"]
     assert "it is for /v1/completions" in refused(client, CHAT, best_of=2)["message"]
