@@ -101,8 +101,8 @@ class ResponseForm:
     def fail(self, error: APIError) -> bytes:
         """The error, and the failed response with what there was of it."""
         items = items_of(self._blocks, self._name, is_whole=False)
-        failed = {"status": "failed", "error": failure(error.status, str(error)), "output": items}
-        failed["store"] = False
+        why = failure(error.status, str(error))
+        failed = {"status": "failed", "error": why, "output": items, "store": False}
         data = self._event("error", **error_event(error))
         return data + self._event("response.failed", response={**self._head, **failed})
 
