@@ -1,9 +1,12 @@
 """Beam search finds transformers' sequences, token for token, with their scores."""
 
+import asyncio
+import contextlib
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +15,11 @@ from conftest import edit_config, make_model
 from reference import audit_at_rest, load_reference, make_llm
 
 from nanovllm import LLM, BeamSearchParams, SamplingParams
+from nanovllm.beams.async_beams import AsyncBeams
 from nanovllm.beams.outputs import BeamSearchOutput
 from nanovllm.beams.search import Search
+from nanovllm.engine.errors import NotReadyError
+from nanovllm.engine.requests.intake import Accepted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -214,6 +220,30 @@ def test_bad_calls_are_named_errors(llm: LLM) -> None:
     with pytest.raises(ValueError, match="concurrency_limit must be >= 1, got 0"):
         llm.beam_search("a", params, concurrency_limit=0)
     audit_at_rest(llm)
+
+
+def test_a_search_in_a_server_needs_raw_logprobs() -> None:
+    engine: Any = SimpleNamespace(config=SimpleNamespace(logprobs_mode="raw_logits"))
+    found = AsyncBeams(engine).search("a", params_of("plain"), SamplingParams(), None)
+    with pytest.raises(ValueError, match="beam_search needs logprobs_mode='raw_logprobs'"):
+        asyncio.run(found)
+
+
+def test_an_aborted_step_is_named() -> None:
+    """It has no log-probabilities."""
+    sample = {"finish_reason": "abort", "stop_reason": None, "logprobs": []}
+
+    async def output() -> Any:
+        return {"outputs": [sample]}
+
+    @contextlib.asynccontextmanager
+    async def queued(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield SimpleNamespace(output=output)
+
+    accepted: Any = Accepted([1], None, SamplingParams(), None)
+    engine: Any = SimpleNamespace(queued=queued)
+    with pytest.raises(NotReadyError, match="a step of the search was aborted"):
+        asyncio.run(AsyncBeams(engine)._likely(accepted, [], SamplingParams(), None))
 
 
 def test_an_interrupt_leaves_no_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.beam_search_params import BeamSearchParams
-from nanovllm.beams.beams import STEP
+from nanovllm.beams.beams import STEP, check_logprobs
 from nanovllm.beams.search import FinishedBeam, Search
+from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.remote.async_engine import AsyncEngine
 from nanovllm.engine.remote.readers import prompt_size
 from nanovllm.engine.requests.intake import Accepted
@@ -33,6 +34,7 @@ class AsyncBeams:
         `sampling` says what of the text is shown, how the prompt is cut, and its priority.
         """
         engine = self._engine
+        check_logprobs(engine.config)
         engine.check_lora(lora_request)
         engine.check()
         step = replace(STEP, truncate_prompt_tokens=sampling.truncate_prompt_tokens)
@@ -71,6 +73,8 @@ class AsyncBeams:
         (sample,) = output["outputs"]
         if sample["finish_reason"] == "error":
             raise ValueError(str(sample["stop_reason"]))
+        if sample["finish_reason"] == "abort":
+            raise NotReadyError("a step of the search was aborted")
         (entry,) = sample["logprobs"]
         return [(token["token_id"], token["logprob"]) for token in entry]
 

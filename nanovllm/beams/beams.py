@@ -8,6 +8,7 @@ from typing import Any
 from nanovllm.beam_search_params import BeamSearchParams
 from nanovllm.beams.outputs import BeamSearchOutput, BeamSearchSequence
 from nanovllm.beams.search import FinishedBeam, Search
+from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine, exclusive
 from nanovllm.engine.requests.generation import check_call, run_until_done
 from nanovllm.engine.requests.intake import Accepted
@@ -19,6 +20,12 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int, shorten
 
 STEP = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+
+
+def check_logprobs(config: EngineConfig) -> None:
+    """Raise if an engine with these options does not return what a search adds up."""
+    if (mode := config.logprobs_mode) != "raw_logprobs":
+        raise ValueError(f"beam_search needs logprobs_mode='raw_logprobs', got {mode!r}")
 
 
 class Beams:
@@ -39,8 +46,7 @@ class Beams:
         check_call(self.engine, use_tqdm)
         if not isinstance(params, BeamSearchParams):
             raise TypeError(f"params must be a BeamSearchParams, got {shorten(params)}")
-        if (mode := self.engine.config.logprobs_mode) != "raw_logprobs":
-            raise ValueError(f"beam_search needs logprobs_mode='raw_logprobs', got {mode!r}")
+        check_logprobs(self.engine.config)
         if concurrency_limit is not None:
             check_int("concurrency_limit", concurrency_limit, 1)
         given = prompt_list("prompts", prompts)

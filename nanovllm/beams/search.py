@@ -1,6 +1,6 @@
 """Search: one prompt's beam search, as transformers defines it. It knows no engine and no text."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal, NamedTuple
 
 from nanovllm.beam_search_params import BeamSearchParams
@@ -22,6 +22,11 @@ class FinishedBeam(NamedTuple):
     reason: Literal["stop", "length"]
 
 
+def candidates_per_beam(eos_token_ids: Collection[int]) -> int:
+    """The extensions of each beam to keep, so that as many as there are beams do not end."""
+    return max(2, 1 + len(eos_token_ids))
+
+
 class Search:
     """Keeps `beam_width` running sequences, and up to `beam_width` sequences that have ended.
 
@@ -35,8 +40,7 @@ class Search:
     ) -> None:
         self.width = params.beam_width
         self._eos = frozenset() if params.ignore_eos else eos_token_ids
-        # Enough candidates that `width` of them do not end.
-        self.num_candidates = max(2, 1 + len(self._eos)) * self.width
+        self.num_candidates = candidates_per_beam(self._eos) * self.width
         self._most_tokens = most_tokens
         self._penalty = params.length_penalty
         # A search with one beam is greedy decoding.

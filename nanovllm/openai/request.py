@@ -75,17 +75,18 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
         salt_number(salt)  # an error, if it is not valid
         if url == COMPLETIONS:
             prompts = [_salted(prompt, salt) for prompt in prompts]
+    params = SamplingParams(**{**defaults, **sampling})
     return APIRequest(
         url=url,
         prompts=prompts,
         chat_options=_chat_options(body, option_names),
-        params=SamplingParams(**{**defaults, **sampling}),
+        params=params,
         model=body.get("model"),
         streams=streams,
         echo=check_json_bool("echo", body.get("echo", False)),
         form=form,
         adds_special=check_json_bool("add_special_tokens", body.get("add_special_tokens", True)),
-        beams=beam_params(body, sampling),
+        beams=beam_params(body, sampling, params.max_tokens),
         name=None if name is None else check_request_id("request_id", name),
     )
 
@@ -150,10 +151,12 @@ def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
         fields["max_tokens"] = body["max_completion_tokens"]
     if asks_for_prompt(body):
         fields["max_tokens"] = 1  # it is dropped
-    if "best_of" in body and body["best_of"] != 1:
-        fields |= {"n": body["best_of"], "logprobs": fields.get("logprobs", 0)}
     if body.get("echo") and "logprobs" in fields:
         fields.setdefault("prompt_logprobs", fields["logprobs"])
+    if (best_of := body.get("best_of", 1)) != 1:
+        fields["n"] = best_of
+        if best_of > body.get("n", 1):
+            fields.setdefault("logprobs", 0)  # the best samples are chosen by them
     if isinstance(body.get("logprobs"), bool) or "top_logprobs" in body:
         fields["logprobs"] = _num_chat_logprobs(body)
     if "response_format" in body:

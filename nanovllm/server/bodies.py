@@ -1,7 +1,7 @@
 """Read the body of a request: JSON of limited size."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -20,10 +20,18 @@ LONG = 1 << 16  # bytes of a body from which a thread parses it, in pieces
 
 
 class Bodies:
-    """Reads the bodies of requests, within the limits of a server."""
+    """Reads the bodies of requests, within the limits of a server.
 
-    def __init__(self, readers: Readers, limits: Limits) -> None:
-        self._readers, self.limits = readers, limits
+    `also` has how many bytes are parsed with a short body.
+    """
+
+    def __init__(
+        self,
+        readers: Readers,
+        limits: Limits,
+        also: Callable[[Request, Mapping[str, Any]], int] = lambda *_: 0,
+    ) -> None:
+        self._readers, self.limits, self._also = readers, limits, also
 
     async def read(self, request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
         """The result of `parse` for the JSON object in a body; other bodies are errors.
@@ -31,10 +39,14 @@ class Bodies:
         If the body is long, a thread parses it, unless the client leaves before.
         """
         data = await _read(request, self.limits.max_body_mib)
-        parsed = functools.partial(self._parsed, data, parse)
-        if len(data) < LONG:
-            return parsed()
-        work = self._readers.run(parsed, len(data))
+        parsed, size = functools.partial(self._parsed, data, parse), len(data)
+        if size < LONG:
+            body = self._object(data)
+            size += self._also(request, body)
+            if size < LONG:
+                return parse(body)
+            parsed = functools.partial(parse, body)
+        work = self._readers.run(parsed, size)
         del data, parsed  # so that it is not kept longer than the work
         found = await unless_gone(request.receive, work, self.limits.timeout)
         if found is None:
@@ -52,7 +64,7 @@ class Bodies:
             if is_small and len(data) < LONG:
                 value = parse_json(data.decode())
             else:
-                value = _parsed_in_pieces(data, most, depth)
+                value = parsed_in_pieces(data, most, depth)
         except UnicodeDecodeError as error:
             raise APIError(400, f"the body is not valid UTF-8: {error}") from None
         except ValueError as error:
@@ -62,14 +74,15 @@ class Bodies:
         return value
 
 
-def _parsed_in_pieces(data: bytes, max_values: int, max_depth: int) -> Any:
+def parsed_in_pieces(data: bytes, max_values: int, max_depth: int, name: str = "the body") -> Any:
+    """Parse JSON so that other threads run in between; an error about values has its `name`."""
     from nanovllm.server.long_json import TooManyValuesError, parse_long
 
     try:
         return parse_long(data, max_values, max_depth)
     except TooManyValuesError:
         raise APIError(
-            413, f"the body must have at most {max_values} values (max_body_values)",
+            413, f"{name} must have at most {max_values} values (max_body_values)",
             "body_too_large",
         ) from None  # fmt: skip
 

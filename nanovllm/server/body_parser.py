@@ -11,6 +11,7 @@ from nanovllm.server.errors import APIError
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.refusals import (
     check_asked,
+    check_beams,
     check_body,
     check_tokens,
     check_truncated,
@@ -53,4 +54,6 @@ class BodyParser:
         check_truncated(asked.prompts, asked.params.truncate_prompt_tokens, self._options)
         check_tokens(asked, self._options, self._llm.config.max_model_len)
         check_asked(asked, self._options, self._llm.model_config.vocab_size)
+        if asked.beams is not None:
+            check_beams(asked.beams, self._options, self._llm.intake.eos_token_ids)
         return asked

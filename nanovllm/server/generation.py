@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -72,10 +72,7 @@ class Generation:
         if asked.url != CHAT:
             return asked, asked.prompts if asked.adds_special else await self._plain(asked)
         (messages,) = asked.prompts
-        options, unread = dict(asked.chat_options), tuple[str, ...]()
-        if self._options.allow_unread_fields:
-            unread = tuple(self._llm.unread_fields(**options))
-            options = {name: value for name, value in options.items() if name not in unread}
+        options, unread = divided_fields(self._llm, self._options, asked.chat_options)
         turn = await self._llm.chat_turn(messages, asked.params, **options)
         asked = replace(asked, params=turn.params, answer=turn.answer, no_effect=unread)
         return asked, [turn.prompt]
@@ -105,6 +102,17 @@ class Generation:
         if asked.params.structured_outputs is not None:
             raise ValueError("use_beam_search: this chat's tools constrain the answer")
         return await AsyncBeams(self._llm).search(prompt, asked.beams, asked.params, adapter)
+
+
+def divided_fields(
+    llm: AsyncLLM, options: ServerOptions, given: Mapping[str, Any]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The fields of a chat, and the names of those left out: the template does not read them.
+
+    If the server does not let such fields pass, none is left out: they are errors.
+    """
+    unread = tuple(llm.unread_fields(**given)) if options.allow_unread_fields else ()
+    return {name: value for name, value in given.items() if name not in unread}, unread
 
 
 async def _named(prompts: Sequence[Any], place: int, work: Coroutine[Any, Any, T]) -> T:

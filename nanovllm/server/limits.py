@@ -42,6 +42,12 @@ class Limits:
     max_inputs: int = option(
         2048, "most inputs of an embedding, and most queries and documents to score", int_range(1)
     )
+    max_state_numbers: int = option(
+        1 << 24,
+        "most numbers of the hidden states in an answer of `/pooling`: the tokens of all inputs"
+        " times the model's hidden size",
+        int_range(1),
+    )
     max_logprobs: int = option(
         20,
         "most that `logprobs`, `top_logprobs` and `prompt_logprobs` of a request may be: an answer"

@@ -1,11 +1,13 @@
 """Refuse requests that ask for more than the server's Limits allow."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import orjson
 
+from nanovllm.beam_search_params import BeamSearchParams
+from nanovllm.beams.search import candidates_per_beam
 from nanovllm.chat.conversation import given_template
 from nanovllm.openai.guided import GUIDED
 from nanovllm.openai.request import CHAT, APIRequest
@@ -24,7 +26,6 @@ def check_asked(asked: APIRequest, limits: Limits, vocab_size: int) -> None:
     """Raise if a request asks for more than the limits, or than can be streamed."""
     _check_id_lists(asked, vocab_size)
     _check_logprobs(asked, limits)
-    _check_beams(asked, limits)
     if asked.streams and asked.echo and asked.params.logprobs is not None:
         raise APIError(400, "echo with logprobs must not be streamed")
     if asked.streams and asked.params.prompt_logprobs is not None:
@@ -85,12 +86,14 @@ def _check_logprobs(asked: APIRequest, limits: Limits) -> None:
             raise APIError(400, f"{name}{also} must be at most {most} (max_logprobs), got {number}")
 
 
-def _check_beams(asked: APIRequest, limits: Limits) -> None:
-    """Raise for a wide search: each step sorts twice as many tokens for each beam."""
-    if asked.beams is not None and 2 * asked.beams.beam_width > limits.max_logprobs:
+def check_beams(beams: BeamSearchParams, limits: Limits, eos_token_ids: Collection[int]) -> None:
+    """Raise for a wide search: each of its steps needs several log-probabilities for each beam."""
+    each = candidates_per_beam(() if beams.ignore_eos else eos_token_ids)
+    if each * beams.beam_width > limits.max_logprobs:
         raise APIError(
-            400, f"with use_beam_search n must be at most {limits.max_logprobs // 2}, half of"
-            f" max_logprobs, got {asked.beams.beam_width}"
+            400, f"with use_beam_search n must be at most {limits.max_logprobs // each}, which is"
+            f" {limits.max_logprobs} (max_logprobs) by {each} tokens for each beam, got"
+            f" {beams.beam_width}"
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from nanovllm.openai.request import CHAT, APIRequest, parse_body
 from nanovllm.server.adapters import ServedModels
 from nanovllm.server.answered import answered
 from nanovllm.server.bodies import Bodies
+from nanovllm.server.generation import divided_fields
 from nanovllm.server.log import RequestLine
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.refusals import check_truncated, refuse_templates
@@ -107,9 +108,11 @@ class TokenAnswering:
             assert asked.text is not None
             answer = functools.partial(self._of_text, asked.text, asked)
             return await self._llm.readers.run(answer, len(asked.text))
-        turn = await self._llm.chat_turn(chat.prompts[0], chat.params, **chat.chat_options)
+        fields, unread = divided_fields(self._llm, self._options, chat.chat_options)
+        turn = await self._llm.chat_turn(chat.prompts[0], chat.params, **fields)
         ids = list(turn.prompt["prompt_token_ids"])
-        return await self._llm.readers.run(lambda: self._answer(ids, asked.shows), len(ids))
+        found = await self._llm.readers.run(lambda: self._answer(ids, asked.shows), len(ids))
+        return {**found, "fields_without_effect": unread} if unread else found
 
     def _of_text(self, text: str, asked: TokensRequest) -> dict[str, Any]:
         encode = self._llm.tokenizer.encode

@@ -16,7 +16,7 @@ from nanovllm.vectors.outputs import (
     ScoringRequestOutput,
 )
 from nanovllm.vectors.plans import Planner
-from nanovllm.vectors.pooling import Pooling
+from nanovllm.vectors.pooling import KeptStates, Pooling
 from nanovllm.vectors.preparer import Output, Prompts, VectorPlan, check_complete
 
 
@@ -41,10 +41,18 @@ class AsyncVectors:
         prompts: Prompts,
         pooling: Pooling | PoolingParams | None,
         lora_request: LoRARequest | None,
+        *,
+        max_numbers: int | None = None,
         **options: Any,
     ) -> list[PoolingRequestOutput]:
-        """The hidden states of every prompt."""
-        plan = functools.partial(self.planner.encode, prompts, pooling, **options)
+        """The hidden states of every prompt. More than `max_numbers` in all are an error."""
+
+        def plan() -> VectorPlan[PoolingRequestOutput]:
+            made = self.planner.encode(prompts, pooling, **options)
+            if max_numbers is not None:
+                _check_number(made, self.engine.model_config.hidden_size, max_numbers)
+            return made
+
         return await self._carry_out(plan, all_size(prompts), lora_request)
 
     async def score(
@@ -91,3 +99,13 @@ class AsyncVectors:
             await all_of(compute() for _ in range(places))
         done = [requests[index] for index in range(len(plan.accepted))]
         return await engine.readers.run(functools.partial(plan.outputs, done), size)
+
+
+def _check_number(plan: VectorPlan[Any], hidden_size: int, most: int) -> None:
+    """Raise if the states that a plan keeps have too many numbers."""
+    kept = [one.keeper.num_kept for one in plan.accepted if isinstance(one.keeper, KeptStates)]
+    if sum(kept) * hidden_size > most:
+        raise ValueError(
+            f"the states of all inputs must have at most {most} numbers (max_state_numbers), got"
+            f" {sum(kept)} tokens times {hidden_size}"
+        )

@@ -52,6 +52,11 @@ class KeptStates:
         return PoolingTask(self.pooling, self.labels)
 
     @property
+    def num_kept(self) -> int:
+        """How many states the result has."""
+        return self.num_tokens if self.pooling == "all" else 1
+
+    @property
     def adds_up(self) -> bool:
         """Whether the sum of the states is enough."""
         return self.pooling == "mean"

@@ -11,6 +11,10 @@ from servers import Server, serving
 from waiting import LIMIT
 
 from nanovllm import BeamSearchParams
+from nanovllm.openai.request import parse_body
+from nanovllm.server.errors import APIError
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.refusals import check_beams
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -147,6 +151,11 @@ def test_the_best_of_several_samples(client: httpx.Client) -> None:
     likely = post(client, best_of=5, logprobs=1, **asked)["choices"]
     assert len(likely) == 1 and len(likely[0]["logprobs"]["top_logprobs"][0]) <= 2
     assert len(post(client, n=2, best_of=2, **asked)["choices"]) == 2
+    for more in (dict(n=2), dict(echo=True)):
+        parsed = parse_body(TEXT, {"prompt": "a", "best_of": 2, **more}, {})
+        form = parsed.form
+        assert (parsed.params.logprobs is not None) == form.hides_logprobs == ("n" not in more)
+        assert parsed.params.prompt_logprobs is None
     assert "streamed" in refused(client, best_of=2, stream=True)["message"]
     assert "n (with best_of)" in refused(client, best_of=2, n=3)["message"]
     assert "it is for /v1/completions" in refused(client, CHAT, best_of=2)["message"]
@@ -303,9 +312,23 @@ def test_beams(client: httpx.Client, model_dir: Path) -> None:
         assert name in refused(client, **asked, **field)["message"]
     assert "streamed" in refused(client, **asked, stream=True)["message"]
     wide = refused(client, use_beam_search=True, n=11)["message"]
-    assert wide == "with use_beam_search n must be at most 10, half of max_logprobs, got 11"
+    assert wide == (
+        "with use_beam_search n must be at most 10, which is 20 (max_logprobs) by 2 tokens for each"
+        " beam, got 11"
+    )
+    likely = post(client, use_beam_search=True, n=2, ignore_eos=True, max_tokens=None)
+    assert [len(choice["token_ids"]) for choice in likely["choices"]] == [16, 16]
+    post(client, CHAT, **asked, logprobs=False, top_p=1)
     assert "needs use_beam_search" in refused(client, length_penalty=2)["message"]
     post(client, use_beam_search=False, length_penalty=1.0, spaces_between_special_tokens=True)
+
+
+def test_beams_need_more_candidates_if_many_tokens_end_a_text() -> None:
+    limits = ServerOptions(max_logprobs=20)
+    check_beams(BeamSearchParams(beam_width=5), limits, {1, 2, 3})
+    check_beams(BeamSearchParams(beam_width=10, ignore_eos=True), limits, {1, 2, 3})
+    with pytest.raises(APIError, match=r"n must be at most 5, .* by 4 tokens .* got 6"):
+        check_beams(BeamSearchParams(beam_width=6), limits, {1, 2, 3})
 
 
 @pytest.mark.parametrize("more", [{}, {"guided_choice": ["yes", "no"]}, {"stream": True}], ids=str)

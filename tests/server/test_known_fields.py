@@ -10,6 +10,7 @@ import pytest
 from nanovllm.chat.answers import PLAIN
 from nanovllm.chat.template_fields import reads, variables_of
 from nanovllm.command.parser import make_parser
+from nanovllm.engine.remote.readers import Readers
 from nanovllm.openai.chunks import ChunkWriter
 from nanovllm.openai.fields import CHAT, COMPLETIONS, KNOWN, OTHERS
 from nanovllm.openai.plain_prompts import without_special
@@ -24,6 +25,7 @@ from nanovllm.openai.vllm_fields import EMBEDDING, SCORING
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.generation import Generation
 from nanovllm.server.options import ServerOptions
+from nanovllm.server.tokens import TokenAnswering, TokensRequest
 
 GENERATION = """
     model frequency_penalty logit_bias logprobs max_tokens n presence_penalty response_format seed
@@ -112,15 +114,21 @@ def test_only_variables_of_a_template_count() -> None:
     assert reads("{% if %} level", "level") and not reads("{% if %} levels", "level")
 
 
+PROMPT = {"prompt_token_ids": [1, 2]}
+
+
 class LLM:
     """An engine whose chat template reads nothing but `documents`."""
+
+    readers: Any = None
+    config: Any = None
 
     def unread_fields(self, **options: Any) -> list[str]:
         return [name for name in options if name != "documents"]
 
     async def chat_turn(self, _: Any, params: SamplingParams, **options: Any) -> Any:
         assert options == {"documents": []}
-        return SimpleNamespace(params=params, answer=PLAIN, prompt="prompt")
+        return SimpleNamespace(params=params, answer=PLAIN, prompt=PROMPT)
 
 
 def test_a_server_may_let_fields_pass_that_have_no_effect() -> None:
@@ -129,9 +137,21 @@ def test_a_server_may_let_fields_pass_that_have_no_effect() -> None:
     fields = dict(reasoning_effort="low", thinking={"type": "enabled"}, documents=[])
     asked = parse_body(CHAT, dict(messages=[{}], stream=True, **fields), {})
     found, prompts = asyncio.run(generation._prepare(asked))
-    assert prompts == ["prompt"] and found.no_effect == ("reasoning_effort", "thinking")
+    assert prompts == [PROMPT] and found.no_effect == ("reasoning_effort", "thinking")
     chunk = ChunkWriter("a", found, 0, "m", None, 1).usage_chunk(1, 1, 0)
     assert chunk["fields_without_effect"] == found.no_effect
+
+
+def test_tokenize_lets_the_same_fields_pass() -> None:
+    llm = LLM()
+    llm.readers, llm.config = Readers(), SimpleNamespace(max_model_len=9)
+    options = ServerOptions(allow_unread_fields=True)
+    tokens = TokenAnswering(llm, ANY, options)  # type: ignore[arg-type]
+    asked = parse_body(CHAT, dict(messages=[{}], reasoning_effort="low", documents=[]), {})
+    line: Any = SimpleNamespace(rename=lambda _: None)
+    answer = asyncio.run(tokens._tokenized(line, TokensRequest(None, asked, False, False)))
+    assert answer["count"] == 2 and answer["fields_without_effect"] == ("reasoning_effort",)
+    llm.readers.close()
 
 
 def test_a_prompt_without_special_tokens() -> None:

@@ -5,11 +5,13 @@ from typing import Any
 
 import anthropic
 import httpx
+import orjson
 import pytest
 from servers import Server
 from waiting import LIMIT
 
 from nanovllm.openai.request import CHAT, parse_body
+from nanovllm.server.answered import json_response
 from nanovllm.server.chats.blocks import Block
 from nanovllm.server.chats.form import Ending, Usage
 from nanovllm.server.errors import APIError
@@ -287,6 +289,26 @@ def test_a_stream_that_fails_ends_with_the_error() -> None:
         b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error",'
         b'"message":"it has ended"}}\n\n'
     )
+    for reason, stop in (("error", "not finite"), ("abort", None)):
+        failed, text = Ending(reason, stop, Usage(5, 0, 3, 0)), Block("text", 0, pieces=["ab"])
+        why = stop or "the request was aborted"
+        data = form.end([text], failed).decode()
+        assert data.startswith("event: error\n") and why in data and "stop_reason" not in data
+        with pytest.raises(APIError, match=why):
+            form.body([text], failed)
     cut = Block("call", 0, "c", "f", ['{"a": 1}'])
     whole: Any = form.body([cut], Ending("tool_calls", None, Usage(5, 2, 3, 0)))
-    assert whole["content"][0]["input"] == {"a": 1} and whole["usage"]["input_tokens"] == 3
+    assert b'"input":{"a": 1}' in orjson.dumps(whole) and whole["usage"]["input_tokens"] == 3
+
+
+def test_arguments_of_a_call_are_as_the_model_wrote_them() -> None:
+    """An integer of more than 64 bits, and half a character, made a bad request of the answer."""
+    form = MessageForm(parse_body(CHAT, {"messages": [{"role": "user", "content": "a"}]}, {}), "m")
+    ending = Ending("tool_calls", None, Usage(1, 0, 5, 0))
+    for text in ('{"a": 123456789012345678901234567890}', '{"a":"\\ud800"}', '{"a": "é"}'):
+        body = bytes(json_response(form.body([Block("call", 0, "c", "f", [text])], ending)).body)
+        assert b'"input":' + text.encode() in body
+    for text in ('{"a": NaN}', '{"a": ', '{"a": "\ud800"}'):
+        with pytest.raises(APIError, match="call of f are not valid JSON") as error:
+            form.body([Block("call", 0, "c", "f", [text])], ending)
+        assert error.value.status == 500

@@ -1,21 +1,29 @@
 """/v1/responses, by OpenAI's client, and what it is made of."""
 
+import asyncio
 import dataclasses
+import functools
 import re
+import threading
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import httpx
 import openai
+import orjson
 import pydantic
 import pytest
 from servers import Server
 from waiting import LIMIT, wait_until
 
-from nanovllm.openai.request import CHAT, parse_body
+from nanovllm.engine.remote.readers import Readers
+from nanovllm.openai.request import CHAT, APIRequest, parse_body
 from nanovllm.server.chats.blocks import Block, BlockReader, Step
 from nanovllm.server.chats.form import Ending, Usage
 from nanovllm.server.errors import APIError
+from nanovllm.server.options import ServerOptions
+from nanovllm.server.responses.endpoints import Responses
 from nanovllm.server.responses.events import ResponseForm
 from nanovllm.server.responses.items import messages_of
 from nanovllm.server.responses.request import ResponseRequest
@@ -241,6 +249,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (dict(max_tokens=5), "max_tokens is not supported: use max_output_tokens"),
     (dict(temperature=-1), "temperature must be"),
     (dict(metadata={"a": 1}), "metadata.a must be a text, got 1"),
+    (dict(metadata=[]), "metadata must be an object, got []"),
+    (dict(metadata=False), "metadata must be an object, got false"),
     (dict(store="no"), 'store must be true or false, got "no"'),
     (dict(reasoning={"effort": "low"}), "reasoning.effort"),
     (dict(reasoning={"summary": "auto"}), "reasoning.summary is not supported"),
@@ -377,7 +387,63 @@ def test_a_response_that_fails_says_why() -> None:
     data = form.fail(APIError(503, "it has ended", "engine_dead")).decode()
     assert data.startswith("event: error\ndata: ") and "\nevent: response.failed\n" in data
     assert '"error":{"code":"server_error","message":"it has ended"}' in data
+    assert '"store":false' in data
     assert '"status":"incomplete"' in data and '"text":"ab"' in data
     body: Any = form.body([block], Ending("error", "not finite", Usage(1, 0, 1, 0)))
     assert (body["status"], body["error"]["message"]) == ("failed", "not finite")
     assert len(store) == 0 and not body["store"]
+
+
+def test_a_call_that_was_cut_is_no_part_of_the_conversation() -> None:
+    """Its arguments are not valid JSON, so that no request could go on."""
+    form, store = form_of()
+    blocks = [Block("text", 0, pieces=["ab"]), Block("call", 1, "c", "f", ['{"a": "b'])]
+    body: Any = form.body(blocks, Ending("length", None, Usage(1, 0, 5, 0)))
+    found = store.get(None, body["id"])
+    assert body["output"][1]["status"] == "incomplete" and found is not None
+    assert orjson.loads(found.messages) == [{"role": "assistant", "content": "ab"}]
+
+
+def test_a_long_stored_conversation_is_parsed_by_a_thread_within_limits() -> None:
+    """A body of a few bytes continues it."""
+
+    def parse(chat: Any, _: Any) -> APIRequest:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return parse_body(CHAT, chat, {})
+
+    async def ask(number: int) -> Any:
+        messages = [{"role": "user", "content": "a"}] * number
+        responses._store.put(None, "resp_x", {}, messages)
+        body = b'{"input": "b", "previous_response_id": "resp_x"}'
+        request: Any = Sent(body)
+        request.scope = {"line": SimpleNamespace(key=None)}
+        return await responses._bodies.read(request, functools.partial(responses._parse, None, ""))
+
+    on_loop: list[bool] = []
+    readers, options = Readers(), ServerOptions(max_body_values=100_000)
+    models = SimpleNamespace(names=("m",))
+    chats: Any = SimpleNamespace(
+        options=options, llm=SimpleNamespace(readers=readers), models=models, parse=parse
+    )
+    responses = Responses(chats)
+    for number in (2, 3000):
+        form = asyncio.run(ask(number))
+        assert len(form.asked.prompts[0]) == number + 1
+    assert on_loop == [True, False]
+    with pytest.raises(APIError, match="stored conversation must have at most 100000 values") as it:
+        asyncio.run(ask(6000))
+    assert it.value.status == 413
+    readers.close()
+
+
+class Sent:
+    """A request with this body, of a client that stays."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self.headers = data, dict[str, str]()
+
+    async def stream(self) -> Any:
+        yield self._data
+
+    async def receive(self) -> Any:
+        await asyncio.Event().wait()

@@ -5,11 +5,13 @@ import base64
 import json
 import re
 import struct
+import threading
 from collections.abc import Coroutine, Iterator
 from html.parser import HTMLParser
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from starlette.routing import Route
 from waiting import LIMIT
@@ -17,6 +19,12 @@ from waiting import LIMIT
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.openai.fields import CHAT, KNOWN
+from nanovllm.openai.pooling import (
+    NUMBERS_AT_ONCE,
+    joined_body,
+    parse_pooling,
+    pooling_entry,
+)
 from nanovllm.server.app import make_app
 from nanovllm.server.described.bodies import BODIES
 from nanovllm.server.options import ServerOptions
@@ -37,6 +45,7 @@ class Served:
         options = ServerOptions(
             api_key=[KEY], sleep_endpoints=True, ssl_certfile="/c/cert", ssl_keyfile="/c/key",
             cors_origin=["https://a.example"], max_inputs=4,
+            max_state_numbers=1 << 13,
         )  # fmt: skip
         self.app, self.guard = make_app(self._llm, options, default_params(self._llm, {}))
         self.client = httpx.AsyncClient(
@@ -100,6 +109,38 @@ def test_pooling_has_the_states_of_all_tokens_by_default(served: Served) -> None
     assert numbers(coded["data"][0]["data"]) == pytest.approx(flat, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(7,), (1, 3), (700, 64)], ids=str)
+def test_states_are_written_in_parts(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between which other threads run: the states of a long text are many megabytes."""
+    monkeypatch.setattr("nanovllm.openai.pooling.CODED_AT_ONCE", 3 << 14)
+    values = np.random.default_rng(0).random(shape, np.float32)
+    many = values.size > NUMBERS_AT_ONCE
+    for kind in ("float", "base64"):
+        _, asked = parse_pooling({"input": "a", "encoding_format": kind})
+        entry = list(pooling_entry(asked, 5, values))
+        assert (len(entry) > 4) == many
+        body = json.loads(joined_body({"a": 1}, [entry, entry]))
+        assert body["a"] == 1 and [one["index"] for one in body["data"]] == [5, 5]
+        data = body["data"][1]["data"]
+        found = numbers(data) if kind == "base64" else data
+        assert np.array_equal(np.array(found, np.float32).reshape(shape), values)
+
+
+def test_a_thread_writes_long_states(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+
+    def entry(*given: Any) -> Any:
+        threads.append(threading.current_thread())
+        return pooling_entry(*given)
+
+    monkeypatch.setattr("nanovllm.server.pooling.pooling_entry", entry)
+    for number in (1, 40):
+        assert served.post("/pooling", input="1" * number).status_code == 200
+    assert [one is threading.main_thread() for one in threads] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("body", "status", "words"),
     [
@@ -109,6 +150,7 @@ def test_pooling_has_the_states_of_all_tokens_by_default(served: Served) -> None
         ({"input": "1", "task": "embed", "pooling": "all"}, 400, "pooling must be"),
         ({"input": "1", "encoding_format": "int"}, 400, "encoding_format must be one of"),
         ({"input": ["1"] * 5}, 400, "at most 4 inputs (max_inputs), got 5"),
+        ({"input": ["1" * 20] * 4}, 400, "at most 8192 numbers (max_state_numbers), got 8"),
         ({"input": "1", "model": "x"}, 404, "does not exist"),
         ({"input": "1", "data": 1}, 400, "unknown field 'data'"),
     ],

@@ -43,7 +43,7 @@ def prompt_size(prompt: Any) -> int:
     reads them.
     """
     if isinstance(prompt, Mapping):
-        parts = ("prompt", "prompt_token_ids", "content", "text")
+        parts = ("prompt", "prompt_token_ids", "content", "text", "reasoning_content")
         calls = SMALL if prompt.get("tool_calls") else 0
         return sum(prompt_size(prompt.get(name)) for name in parts) + calls
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):

@@ -10,6 +10,8 @@ from nanovllm.server.chats.blocks import Block, Step
 from nanovllm.server.chats.fields import renamed
 from nanovllm.server.errors import APIError
 
+ABORTED = "the request was aborted"
+
 
 class Usage(NamedTuple):
     """The tokens of a request; `cached` ones are part of the prompt, `reasoning` of the answer."""
@@ -26,6 +28,13 @@ class Ending(NamedTuple):
     reason: str
     stop: int | str | None
     usage: Usage
+
+    @property
+    def failure(self) -> str | None:
+        """What was wrong, if the answer has ended before its end."""
+        if self.reason == "error":
+            return str(self.stop)
+        return ABORTED if self.reason == "abort" else None
 
 
 class Form(Protocol):

@@ -1,8 +1,11 @@
 """MessageForm: writes a message, whole or as events."""
 
+import json
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import orjson
 
 from nanovllm.openai.request import APIRequest
 from nanovllm.server.chats.blocks import Block, Step
@@ -10,7 +13,6 @@ from nanovllm.server.chats.form import Ending, Usage, named_event, without_effec
 from nanovllm.server.errors import APIError
 from nanovllm.server.messages.errors import messages_error
 from nanovllm.server.messages.request import NAMES
-from nanovllm.utils.json_text import parse_json
 
 DELTAS = {"text": "text", "reasoning": "thinking", "call": "partial_json"}
 DELTA_TYPES = {"text": "text_delta", "reasoning": "thinking_delta", "call": "input_json_delta"}
@@ -34,7 +36,9 @@ class MessageForm:
         }
 
     def body(self, blocks: Sequence[Block], ending: Ending) -> Mapping[str, Any]:
-        """The message."""
+        """The message; raises if the request has failed."""
+        if (why := ending.failure) is not None:
+            raise APIError(500, why)
         content = [_content(block) for block in blocks]
         usage = _usage(ending.usage)
         head = {**self._head, **without_effect(self)}
@@ -61,7 +65,9 @@ class MessageForm:
         return named_event("content_block_delta", {"index": block.index, "delta": delta})
 
     def end(self, blocks: Sequence[Block], ending: Ending) -> bytes:
-        """The end of the last block, and of the message."""
+        """The end of the last block, and of the message; or why the request has failed."""
+        if (why := ending.failure) is not None:
+            return self.fail(APIError(500, why))
         data = self.write(Step("close", blocks[-1])) if blocks else b""
         delta = {"delta": self._stop(ending), "usage": _usage(ending.usage)}
         return data + named_event("message_delta", delta) + named_event("message_stop", {})
@@ -95,8 +101,26 @@ def _begun(block: Block) -> dict[str, Any]:
 def _content(block: Block) -> dict[str, Any]:
     """A whole block."""
     if block.kind == "call":
-        return {**_begun(block), "input": parse_json(block.text or "{}")}
+        return {**_begun(block), "input": _arguments(block)}
     return {**_begun(block), DELTAS[block.kind]: block.text}
+
+
+def _arguments(block: Block) -> orjson.Fragment:
+    """The arguments of a call as the model wrote them, if that is JSON.
+
+    They are not converted: they may have an integer of any length, or half a character.
+    """
+    text = block.text or "{}"
+    try:
+        json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse_constant)
+        return orjson.Fragment(text.encode())
+    except (ValueError, RecursionError) as error:
+        why = f"the arguments of the model's call of {block.name} are not valid JSON: {error}"
+        raise APIError(500, why) from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"JSON has no {name}")
 
 
 def _usage(usage: Usage) -> dict[str, int]:

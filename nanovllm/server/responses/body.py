@@ -8,7 +8,6 @@ from nanovllm.server.chats.form import Ending, Usage
 from nanovllm.server.errors import APIError
 
 PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
-ABORTED = "the request was aborted"
 
 
 def item_of(block: Block, name: str, status: str) -> dict[str, Any]:
@@ -54,8 +53,7 @@ def ending_fields(ending: Ending) -> dict[str, Any]:
     if ending.reason == "length":
         details = {"reason": "max_output_tokens"}
         return {**fields, "status": "incomplete", "incomplete_details": details}
-    if not is_complete(ending):
-        why = str(ending.stop) if ending.reason == "error" else ABORTED
+    if (why := ending.failure) is not None:
         return {**fields, "status": "failed", "error": failure(500, why)}
     return fields
 

@@ -66,7 +66,7 @@ class ResponseForm:
         body = {**self._head, **ending_fields(ending), "output": items, **without_effect(self)}
         stores = self._request.stores and body["status"] != "failed"
         if stores:
-            messages = [*self._request.messages, *messages_of(items, "output")]
+            messages = [*self._request.messages, *messages_of(_whole(items), "output")]
             stores = self._store.put(self._owner, self._head["id"], body, messages)
         return {**body, "store": stores}
 
@@ -101,7 +101,8 @@ class ResponseForm:
     def fail(self, error: APIError) -> bytes:
         """The error, and the failed response with what there was of it."""
         items = items_of(self._blocks, self._name, is_whole=False)
-        failed = {"status": "failed", "error": failure(error.status, str(error)), "output": items}
+        why = failure(error.status, str(error))
+        failed = {"status": "failed", "error": why, "output": items, "store": False}
         data = self._event("error", **error_event(error))
         return data + self._event("response.failed", response={**self._head, **failed})
 
@@ -138,3 +139,8 @@ class ResponseForm:
         """An event with the next number."""
         number, self._number = self._number, self._number + 1
         return named_event(name, {"sequence_number": number, **fields})
+
+
+def _whole(items: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The items that a conversation can go on after: a call that was cut has no valid arguments."""
+    return [one for one in items if one["type"] != "function_call" or one["status"] == "completed"]

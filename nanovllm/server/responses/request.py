@@ -159,7 +159,7 @@ def _most(number: Any) -> int | None:
 
 def _metadata(metadata: Any) -> dict[str, str]:
     """The metadata, texts by names, which the response repeats."""
-    given = given_fields(metadata, metadata, {}, "metadata") if metadata else {}
+    given = given_fields(metadata, metadata, {}, "metadata")
     return {name: text_in(text, f"metadata.{name}") for name, text in given.items()}
 
 
