@@ -251,7 +251,7 @@ STEPS = {  # of the scheduler and of the device
         {
             "num_scheduler_steps": (1,),
             "multi_step_stream_outputs": EITHER,
-            "stream_interval": (1,),
+            "stream_interval": (None, 1),
             "disable_async_output_proc": EITHER,
         },
     ),

@@ -41,6 +41,10 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
             (None, ValueError),
         ],
     ),
+    "logprobs_mode": (
+        "'raw_logprobs', 'processed_logprobs', 'raw_logits', 'processed_logits'",
+        [("logits", ValueError), (None, ValueError)],
+    ),
     "attention_backend": (
         "'auto', 'flash_attn', 'triton', 'cpu', 'torch'",
         [("flash", ValueError), (None, ValueError)],
@@ -234,7 +238,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "max_model_len": None, "gpu_memory_utilization": 0.9, "cpu_kvcache_gib": 4.0,
         "tensor_parallel_size": 1, "enable_expert_parallel": False, "enforce_eager": False,
         "kvcache_block_size": None, "num_kvcache_blocks": None, "kv_cache_dtype": "auto",
-        "attention_backend": "auto",
+        "attention_backend": "auto", "logprobs_mode": "raw_logprobs",
         "enable_prefix_caching": True, "scheduling": "prefill-first", "overlap": None,
         "enable_sleep_mode": False, "speculative_config": None,
         "tool_parser": None, "reasoning_parser": None, "profiler_dir": None, "seed": 0,

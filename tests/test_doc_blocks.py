@@ -23,7 +23,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NOT_RUN = {
     "adapters": (1, "an adapter"), "adding_a_model": (2, "a file of its own"),
     "batch": (2, "Ray"), "embeddings": (1, "a model with an embedding of its own"),
-    "gguf": (2, "a file"), "quantization": (1, "published checkpoints"), "serving": (3, "servers"),
+    "gguf": (2, "a file"), "quantization": (1, "published checkpoints"), "serving": (5, "servers"),
     "speculation": (4, "draft models"), "training": (1, "a trainer"),
 }  # fmt: skip
 GIVEN: dict[str, Any] = {"prompts": ["1+1="], "params": None}  # names that a page takes as known

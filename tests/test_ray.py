@@ -126,7 +126,7 @@ def test_the_example_accepts_an_empty_file(cluster: None, tmp_path: Path, capsys
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--max-tokens=-1"], "max_tokens must be"),
+        (["--max-tokens=-1"], "max-tokens must be"),
         (["--replicas=5"], "use fewer replicas"),
         (["--keep", "label"], "keep needs rows of columns"),
     ],

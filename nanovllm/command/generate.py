@@ -120,7 +120,9 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     """The texts to complete. A newline at the end of a file is not part of its prompt."""
     if args.prompts:
         if args.file is not None or args.lines:
-            raise UsageError("prompts in the command line and --file or --lines exclude each other")
+            raise UsageError(
+                "prompts in the command line and -f FILE or --lines exclude each other"
+            )
         prompts: list[str] = args.prompts
         if not all(prompts):
             raise UsageError("a prompt is empty")

@@ -47,8 +47,8 @@ class WithoutEffect(argparse.Action):
         flag: str | None = None,
     ) -> None:
         """Raise unless the value is accepted."""
-        value = not (flag or "").startswith("--no-") if self._is_switch else _value(text)
-        if not any(_is_same(value, one) for one in self._other.accepts):
+        found = [not (flag or "").startswith("--no-")] if self._is_switch else [_value(text), text]
+        if not any(_is_same(value, one) for value in found for one in self._other.accepts):
             got = "" if self._is_switch else f" {text}"
             raise argparse.ArgumentError(
                 None, f"{flag}{got}: {spelled(self._other.why.replace('`', ''), *TABLES)}"

@@ -70,7 +70,10 @@ def join_words(args: Sequence[str]) -> list[str]:
 
 def make_parser() -> Parser:
     """The parser of the command line, with the arguments of all subcommands."""
-    parser = CommandLine(prog="nanovllm", description="Offline inference of large language models.")
+    parser = CommandLine(
+        prog="nanovllm",
+        description="Inference of large language models: in batches, chats and a server.",
+    )
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     add_common_arguments(parser, False)
     subparsers = parser.add_subparsers(

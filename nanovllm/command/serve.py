@@ -44,7 +44,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         from nanovllm.server.serve import serve
     except ImportError as error:
-        raise ImportError(f"nanovllm serve needs nanovllm[serve]: {error}") from None
+        raise ImportError(
+            f"nanovllm serve needs what pip install '.[serve]' installs: {error}"
+        ) from None
 
     def announce(address: str) -> None:
         if sys.stdout.writable():  # services may close it

@@ -176,7 +176,7 @@ def _num_chat_logprobs(body: Mapping[str, Any]) -> int | None:
     """A chat's `logprobs` is true or false, and `top_logprobs` is their number."""
     wanted, top = body.get("logprobs", False), body.get("top_logprobs")
     check_json_bool("logprobs (with top_logprobs)", wanted)
-    if top is not None and not wanted:
+    if top and not wanted:  # 0 is the default of vLLM's clients
         raise ValueError("top_logprobs needs logprobs to be true")
     return check_int("top_logprobs", top or 0, 0) if wanted else None
 

@@ -35,6 +35,7 @@ OF_CHATS = {
     "return_assistant_tokens_mask": OtherName((None, False), "answers have their `token_ids`"),
     "functions": OtherName((None, []), "see `tools`"),
     "function_call": OtherName((None,), "see `tool_choice`"),
+    "prompt": OtherName((None,), "a chat has `messages`; /v1/completions takes a prompt"),
     "modalities": OtherName((None, ["text"]), "models are text only"),
     "audio": OtherName((None,), "models are text only"),
     "prediction": OtherName((None,), "see `speculative_config` of the engine"),
@@ -45,6 +46,7 @@ OF_COMPLETIONS = {
     "suffix": OtherName((None, ""), "write the model's tokens for infilling into the prompt"),
     "prompt_embeds": OtherName((None,), "a prompt is a text or token ids"),
     "thinking_token_budget": OtherName((None,), "it is for chats"),
+    "messages": OtherName((None,), "a completion has a `prompt`; chats take messages"),
 }
 POOLED = {  # of embeddings and scores
     "truncation_side": LAST_KEPT,

@@ -39,9 +39,15 @@ HEADERS: Mapping[int, Mapping[str, str]] = {408: NO_RETRY, 429: RETRY, 500: NO_R
 class APIError(Exception):
     """An error with its status."""
 
-    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status, self.code, self.headers = status, code, headers
 
 
 def error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
@@ -93,7 +99,9 @@ def error_response(error: APIError, url: str = "") -> JSONResponse:
         body = messages_error(error.status, str(error))
     else:
         body = error_body(error.status, str(error), error.code)
-    return JSONResponse(body, status_code=error.status, headers=HEADERS.get(error.status))
+    return JSONResponse(
+        body, status_code=error.status, headers=error.headers or HEADERS.get(error.status)
+    )
 
 
 async def raise_own(request: Request, error: HTTPException) -> Response:
@@ -103,8 +111,10 @@ async def raise_own(request: Request, error: HTTPException) -> Response:
     """
     path = request.scope["line"].url
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "other methods").split(", ")  # in any order
-        raise APIError(405, f"{path} takes {', '.join(sorted(allowed))}, got {request.method}")
+        found = (error.headers or {}).get("Allow", "other methods").split(", ")  # in any order
+        allowed = ", ".join(sorted(found))
+        message = f"{path} takes {allowed}, got {request.method}"
+        raise APIError(405, message, headers={"Allow": allowed})
     if error.status_code != 404:
         raise APIError(error.status_code, error.detail)
     known = [route.path for route in request.app.routes if isinstance(route, Route)]

@@ -144,7 +144,7 @@ def test_vllms_options_have_their_effect(
         ("--swap-space 4", "--swap-space 4: a preempted sequence is computed again, not swapped"),
         ("--pipeline-parallel-size 2", "-size 2: see --tensor-parallel-size"),
         ("-pp 2", "-pp 2: see --tensor-parallel-size"),
-        ("--no-enable-chunked-prefill", "longer than --max-num-batched-tokens are computed in"),
+        ("--no-enable-chunked-prefill", "prompts that exceed --max-num-batched-tokens"),
         ("--rope-theta 1e6", "--rope-theta 1e6: edit config.json"),
         ("--skip-tokenizer-init", "--skip-tokenizer-init: a model without tokenizer files takes"),
         ("--allowed-origins x", "--allowed-origins x: see --cors-origin"),

@@ -67,6 +67,7 @@ def test_the_page_names_every_choice_that_exists() -> None:
     from nanovllm.layers import (
         block,
         cache_spec,
+        channel_delta_net,
         embed_head,
         feed_forward,
         full_width_norm,
@@ -100,8 +101,8 @@ def test_the_page_names_every_choice_that_exists() -> None:
     named = set(re.findall(r"`(?:parts\.)?(\w+)(?:\(.*?\))?`", table))
     modules = (
         block, cache_spec, embed_head, feed_forward, full_width_norm, gated_conv,
-        gated_delta_net, gelu, head_layer_norm, interleaved, late_head_norms, latent,
-        layer_norm, mixer, norm_places, one_part_block, output_gate, parallel_block,
+        channel_delta_net, gated_delta_net, gelu, head_layer_norm, interleaved, late_head_norms,
+        latent, layer_norm, mixer, norm_places, one_part_block, output_gate, parallel_block,
         plain_mlp, plus_one_norm, query_growth, rms_norm, several_caches, side_by_side_block,
         short_values, sparse_mlp, state_space_mixer, weightless_norm, experts, parts,
     )  # fmt: skip
