@@ -18,9 +18,10 @@ from nanovllm.structured.schemas import subschemas, without_neutral
 
 
 class Classes(NamedTuple):
-    r"""The contents of `\d`, `\w` and `\s`: what surely is in them, and all that may be.
+    r"""The characters of `\d`, `\w` and `\s`, as the content of a class.
 
-    `others` are the contents of `\D`, `\W` and `\S`, where they can be written.
+    `sure` has those that every reader counts, and `all` those that any reader counts. `others` has
+    those of `\D`, `\W` and `\S`, where they can be written.
     """
 
     sure: dict[str, str]
