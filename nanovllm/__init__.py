@@ -30,7 +30,9 @@ __all__ = [
 _MODULES = {"LLM": "llm", "SamplingParams": "sampling_params"}  # `exports` has all others
 
 if "NANOVLLM_LOG" in _environ:
-    __import__("nanovllm.utils.log").utils.log.log_by_environment(_environ["NANOVLLM_LOG"])
+    from nanovllm.utils import log as _log
+
+    _log.log_by_environment(_environ["NANOVLLM_LOG"])
 
 
 def __dir__() -> list[str]:

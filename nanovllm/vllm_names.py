@@ -25,7 +25,7 @@ SAMPLING = {
     },
     "guided_json_object": OtherName((None, False), "it is `json_object` of `structured_outputs`"),
     "structural_tag": OtherName((None,), "it is `structural_tag` of `structured_outputs`"),
-    "logprob_token_ids": OtherName((None,), NOT_HERE),
+    "logprob_token_ids": OtherName((None,), "see `logprobs` and `allowed_token_ids`"),
     "flat_logprobs": OtherName((False,), "logprobs are lists of dicts"),
     "use_beam_search": OtherName((False,), "see `LLM.beam_search`"),
     "early_stopping": OtherName((False,), "see `BeamSearchParams`"),
@@ -36,8 +36,10 @@ SAMPLING = {
     "prompt_logprob_start": OtherName((None,), "see `prompt_logprobs`"),
     "routed_experts_prompt_start": OtherName((0,), NOT_HERE),
     "trace_decode_token_ids": OtherName((None,), NOT_HERE),
-    "thinking_token_budget": OtherName((None,), NOT_HERE),
-    "repetition_detection": OtherName((None,), NOT_HERE),
+    "thinking_token_budget": OtherName(
+        (None,), "chats have this field; see `after_tokens` of `StructuredOutputs`"
+    ),
+    "repetition_detection": OtherName((None,), "see `repetition_penalty` and `stop`"),
     "extra_args": OtherName((None, {}), NOT_HERE),
 }
 

@@ -167,6 +167,18 @@ def test_arguments_make_engines() -> None:
         assert llm.asked == Config(**dataclasses.asdict(args))
 
 
+def test_an_engine_forgets_a_request_at_its_end() -> None:
+    """Also while others are open: a server's loop may never be without one."""
+    with LLM(EMBEDDED_MODEL, **OPTIONS) as llm:
+        engine = LLMEngine(llm)
+        engine.add_request("long", "1+1=", SamplingParams(max_tokens=40, ignore_eos=True))
+        for number in range(3):
+            engine.add_request(str(number), "1+1=", SamplingParams(max_tokens=1))
+            while engine.get_num_unfinished_requests() > 1:
+                engine.step()
+            assert len(engine._open.stream.reported) == 1
+
+
 async def collected(outputs: Any) -> list[Any]:
     return [output async for output in outputs]
 

@@ -8,6 +8,7 @@ import pytest
 
 from nanovllm import PoolingParams, SamplingParams
 from nanovllm.config import Config
+from nanovllm.openai.vllm_fields import GENERATION
 from nanovllm.utils.other_names import OtherName
 from nanovllm.vllm_names import ENGINE, POOLING, SAMPLING
 
@@ -46,6 +47,13 @@ def test_a_name_is_explained_and_is_no_field(kind: str, name: str) -> None:
     other = MAKERS[kind][1][name]
     assert name not in fields
     assert (other.ours in fields) != bool(other.why)
+
+
+def test_a_name_has_one_reason_in_parameters_and_in_bodies() -> None:
+    for name in SAMPLING.keys() & GENERATION.keys():
+        assert GENERATION[name] is SAMPLING[name]
+    with pytest.raises(ValueError, match="see after_tokens of StructuredOutputs"):
+        SamplingParams(thinking_token_budget=5)  # type: ignore[call-arg]
 
 
 def test_every_option_of_vllm_is_known() -> None:

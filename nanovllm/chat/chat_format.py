@@ -108,7 +108,7 @@ class ChatFormat:
 
     @staticmethod
     def _bounded(turn: Turn, budget: int) -> Turn:
-        """The turn with at most so many tokens of reasoning."""
+        """The turn with at most `budget` tokens of reasoning."""
         asked = turn.params.structured_outputs
         assert asked is None or isinstance(asked, StructuredOutputs)
         bounded = bounded_reasoning(turn.answer.reasoning, asked, budget)
@@ -237,12 +237,16 @@ class ChatFormat:
         return frozenset(str(token) for token in tokens if token.special)
 
     def _template(self, choice: ToolChoice) -> str:
-        """The tokenizer's chat template; if it has several, the one that transformers chooses."""
-        template = getattr(self._tokenizer, "chat_template", None) or ""
-        if isinstance(template, Mapping):
-            names = ("tool_use", "default") if choice.tools else ("default",)
-            template = next((template[name] for name in names if name in template), "")
-        return str(template)
+        return tokenizer_template(self._tokenizer, bool(choice.tools))
+
+
+def tokenizer_template(tokenizer: Any, has_tools: bool) -> str:
+    """The tokenizer's chat template; if it has several, the one that transformers chooses."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    if isinstance(template, Mapping):
+        names = ("tool_use", "default") if has_tools else ("default",)
+        template = next((template[name] for name in names if name in template), "")
+    return str(template)
 
 
 def check_answer(asked: StructuredOutputs | None, choice: ToolChoice) -> None:

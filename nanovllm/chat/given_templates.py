@@ -17,7 +17,7 @@ def with_template_texts(tokenizer: Any, keywords: Mapping[str, Any]) -> dict[str
 
 
 def check_templates(tokenizer: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of a chat with the texts of named templates. Raises for what is none."""
+    """The keywords of a chat with the texts of named templates. Raises for other values."""
     return _each(keywords, lambda value: _checked(tokenizer, value))
 
 

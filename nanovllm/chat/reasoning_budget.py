@@ -24,9 +24,10 @@ def budget_of(given: Any, thinking: Any) -> int | None:
 def bounded_reasoning(
     reasoning: Reasoning | None, asked: StructuredOutputs | None, budget: int
 ) -> StructuredOutputs | None:
-    """The constraint of an answer with the bound: after so many tokens `</think>` is forced.
+    """The constraint of an answer whose reasoning has at most `budget` tokens.
 
-    An answer that certainly has no reasoning keeps its constraint, `asked`.
+    `</think>` is forced after them. An answer that certainly has no reasoning keeps its constraint,
+    `asked`.
     """
     if reasoning is None:
         raise ValueError(f"{NAME}: it is not known how the model ends its reasoning")
@@ -41,4 +42,6 @@ def bounded_reasoning(
         return StructuredOutputs(after=END, after_tokens=budget)
     if asked.after != END:
         raise ValueError(f"{NAME}: structured_outputs must begin after {END}")
+    if asked.after_tokens is not None:
+        raise ValueError(f"give one of {NAME} and structured_outputs.after_tokens")
     return dataclasses.replace(asked, after_tokens=budget)

@@ -16,7 +16,6 @@ from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.json_text import parse_json
-from nanovllm.utils.option import options_of
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -102,12 +101,10 @@ def sampling_options(args: argparse.Namespace, **defaults: Any) -> dict[str, Any
 
 def recommended_options(llm: "LLM", given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `SamplingParams` that the model recommends and that are not `given`."""
-    recommended, plain = llm.get_default_sampling_params(), SamplingParams()
-    return {
-        name: getattr(recommended, name)
-        for name in options_of(SamplingParams)
-        if name not in given and getattr(recommended, name) != getattr(plain, name)
-    }
+    from nanovllm.models.generation_config import recommended_fields
+
+    fields = recommended_fields(llm.get_default_sampling_params())
+    return {name: value for name, value in fields.items() if name not in given}
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ def flags_for_names(args: Sequence[str], takes_text: Callable[[str], bool]) -> l
             flag = arg
         elif flag and args[place - 1] == flag and takes_text(flag):
             pass  # the flag's own text
-        elif has_model and flag == FLAG:
+        elif has_model and flag.partition("=")[0] == FLAG:
             full.append(FLAG)
         else:
             has_model, flag = True, ""

@@ -22,15 +22,13 @@ class OpenRequests:
 
     def add(self, number: int, name: str, params: SamplingParams) -> None:
         """Follow a request that is queued."""
-        self.stream.open[number] = len(self.stream.reported)
-        self.stream.reported.append([(0, 0)] * params.n)
+        self.stream.open[number] = number
+        self.stream.reported[number] = [(0, 0)] * params.n
         self.progress[number] = Progress(name, params)
 
     def drop(self, number: int) -> None:
-        """Forget a request; when none is left, also what events have reported."""
-        del self.stream.open[number], self.progress[number]
-        if not self.stream.open:
-            self.stream.reported.clear()
+        """Forget a request, and what its events have reported."""
+        del self.stream.open[number], self.stream.reported[number], self.progress[number]
 
     def number_of(self, name: str) -> int | None:
         """The engine's number of the request with this name."""

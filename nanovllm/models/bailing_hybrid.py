@@ -96,6 +96,8 @@ def _sizes(fields: Fields, file: Mapping[str, Any]) -> ChannelDeltaSizes:
         for (name, other), low in zip(SIZES.items(), (1, 2, 2), strict=True)
     )  # fmt: skip
     lowest = check_float("kda_lower_bound", fields["kda_lower_bound"], -80.0, 0.0)
+    if lowest == 0:  # nothing would be forgotten, and kernels read 0 as no bound
+        raise ValueError("kda_lower_bound must be below 0, got 0.0")
     return ChannelDeltaSizes(
         heads=heads, dim=dim, width=width, low_rank=False, rates_shape=(heads,),
         lowest=lowest if fields.flag("kda_safe_gate") else None,

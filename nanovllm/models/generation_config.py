@@ -1,9 +1,11 @@
 """The sampling parameters that a model's `generation_config.json` recommends."""
 
 from pathlib import Path
+from typing import Any
 
 from nanovllm.models.checkpoint import read_json
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.option import options_of
 
 # The file's names, and ours.
 FIELDS = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
@@ -21,3 +23,13 @@ def recommended_params(path: Path) -> SamplingParams:
         return SamplingParams(**values)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
+
+
+def recommended_fields(recommended: SamplingParams) -> dict[str, Any]:
+    """The fields of a model's parameters that differ from our defaults."""
+    plain = SamplingParams()
+    return {
+        name: getattr(recommended, name)
+        for name in options_of(SamplingParams)
+        if getattr(recommended, name) != getattr(plain, name)
+    }

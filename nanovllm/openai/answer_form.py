@@ -18,8 +18,8 @@ class AnswerForm(NamedTuple):
     ids_as_tokens     log-probabilities name tokens by their ids: "token_id:5"
     hides_reasoning   reasoning is left out
     prompt_only       only the prompt is returned: the one token that is generated is dropped
-    num_best          of the samples, as many are returned, with the best mean log-probability
-    hides_logprobs    log-probabilities are only needed to choose these
+    num_best          the number of samples to return: those with the best mean log-probability
+    hides_logprobs    log-probabilities are only needed to choose these samples
     """
 
     includes_usage: bool = False

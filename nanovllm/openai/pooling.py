@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from nanovllm.openai.fields import given_fields
-from nanovllm.openai.vectors import EMBED_OPTIONS, FORMATS, VectorRequest, required_prompts, usage
+from nanovllm.openai.vectors import (
+    EMBED_FIELDS,
+    EMBED_OPTIONS,
+    VectorRequest,
+    usage,
+    vector_request,
+)
+from nanovllm.openai.vllm_fields import EMBEDDING
 from nanovllm.utils.checks import check_choice
 from nanovllm.vectors.outputs import PooledOutput
 
@@ -18,27 +25,22 @@ if TYPE_CHECKING:
 POOLING = "/pooling"
 VECTOR, STATES = "embed", "token_embed"  # tasks, by vLLM's names
 STATES_OPTIONS = ("pooling", "truncate_prompt_tokens", "cache_salt")
-POOLING_FIELDS = ("input", "task", "encoding_format", *EMBED_OPTIONS)
+POOLING_FIELDS = ("input", "task", *EMBED_FIELDS)
 NUMBERS_AT_ONCE = 1 << 14  # of states, which take about a millisecond
 CODED_AT_ONCE = 3 << 18  # bytes; a multiple of three, so that base64 has no padding in between
 
 
 def parse_pooling(body: Mapping[str, Any]) -> tuple[str, VectorRequest]:
     """The task in a body, and its request; a field that is null counts as missing."""
-    body = given_fields(body, POOLING_FIELDS)
-    prompts, task = required_prompts(body, "input"), body.get("task", STATES)
+    body = given_fields(body, POOLING_FIELDS, EMBEDDING)
+    task = body.get("task", STATES)
     check_choice("task", task, (VECTOR, STATES))
-    kind = body.get("encoding_format", "float")
-    check_choice("encoding_format", kind, FORMATS)
-    options = {name: body[name] for name in EMBED_OPTIONS if name in body}
-    for name in options:
-        if task == STATES and name not in STATES_OPTIONS:
+    if task == VECTOR:
+        return task, vector_request(body, name="input")
+    for name in (*EMBED_OPTIONS, "use_activation"):
+        if name in body and name not in STATES_OPTIONS:
             raise ValueError(f'{name} needs "task": "{VECTOR}"; states are as the model has them')
-    if task == STATES:
-        options.setdefault("pooling", "all")
-    else:
-        options["name"] = "input"
-    return task, VectorRequest((prompts,), options, body.get("model"), kind)
+    return task, vector_request(body, pooling="all")
 
 
 def pooling_head(

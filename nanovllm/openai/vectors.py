@@ -53,17 +53,20 @@ class VectorRequest:
 
 def parse_embeddings(body: Mapping[str, Any]) -> VectorRequest:
     """Parse the body of /v1/embeddings; a field that is null counts as missing."""
-    body = given_fields(body, ("input", *EMBED_FIELDS), EMBEDDING)
-    prompts = required_prompts(body, "input")
+    return vector_request(given_fields(body, ("input", *EMBED_FIELDS), EMBEDDING), name="input")
+
+
+def vector_request(body: dict[str, Any], **defaults: Any) -> VectorRequest:
+    """The request of a body with known fields; `defaults` are options that it may not have."""
+    prompts = _prompts("input", _required(body, "input"))
     kind = body.get("encoding_format", "float")
     check_choice("encoding_format", kind, FORMATS)
     if "use_activation" in body:  # vLLM's name
         if "normalize" in body:
             raise ValueError("use_activation is another name of normalize; give one of them")
         body["normalize"] = check_json_bool("use_activation", body["use_activation"])
-    options = {name: body[name] for name in EMBED_OPTIONS if name in body}
-    options, model = {"name": "input", **options}, body.get("model")
-    return VectorRequest((prompts,), options, model, kind, name=_request_id(body))
+    options = defaults | {name: body[name] for name in EMBED_OPTIONS if name in body}
+    return VectorRequest((prompts,), options, body.get("model"), kind, name=_request_id(body))
 
 
 def parse_score(body: Mapping[str, Any]) -> VectorRequest:
@@ -158,11 +161,6 @@ def _prompts(name: str, value: Any) -> list[Any]:
     if not value:
         raise ValueError(f"{name} must not be empty, got {shorten_json(value)}")
     return prompts
-
-
-def required_prompts(body: Mapping[str, Any], name: str) -> list[Any]:
-    """The prompts in a field that must be there."""
-    return _prompts(name, _required(body, name))
 
 
 def _required(body: Mapping[str, Any], name: str) -> Any:

@@ -5,6 +5,7 @@ says what to use. docs/from_vllm.md shows this table.
 """
 
 from nanovllm.utils.other_names import OtherName
+from nanovllm.vllm_names import SAMPLING
 
 TEXT_ONLY = OtherName((None, {}), "models are text only")
 NO_TRANSFER = OtherName((None, {}), "caches stay in their engine")
@@ -13,16 +14,17 @@ NO_OFFSETS = OtherName(
     (None, False), "`/tokenize` with `return_token_strs` gives the texts of tokens"
 )
 
+SHARED = (  # with `SamplingParams`
+    "spaces_between_special_tokens", "logprob_token_ids", "repetition_detection",
+    "guided_decoding_backend",
+)  # fmt: skip
 GENERATION = {  # of chats and completions
-    "spaces_between_special_tokens": OtherName((True,), "the tokenizer decides"),
+    **{name: SAMPLING[name] for name in SHARED},
     "truncation_side": LAST_KEPT,
-    "logprob_token_ids": OtherName((None,), "see `logprobs` and `allowed_token_ids`"),
     "return_token_offsets": NO_OFFSETS,
     "kv_transfer_params": NO_TRANSFER,
     "ec_transfer_params": NO_TRANSFER,
     "vllm_xargs": OtherName((None, {}), "nothing here reads further arguments"),
-    "repetition_detection": OtherName((None,), "see `repetition_penalty` and `stop`"),
-    "guided_decoding_backend": OtherName((None,), "llguidance makes all constraints"),
     "mm_processor_kwargs": TEXT_ONLY,
     "media_io_kwargs": TEXT_ONLY,
 }

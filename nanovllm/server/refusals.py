@@ -124,19 +124,20 @@ def check_truncated(prompts: Any, kept: int | None, limits: Limits) -> None:
     if kept is None:
         return
     for prompt in prompts if listed else [prompts]:
-        if (number := _num_chars(prompt)) > most:
+        salted = isinstance(prompt, Mapping)
+        if (number := num_chars({**prompt, "cache_salt": None} if salted else prompt)) > most:
             raise APIError(
                 400, f"with truncate_prompt_tokens a prompt must have at most {most} characters"
                 f" (max_tokenize_chars), got {number}"
             )  # fmt: skip
 
 
-def _num_chars(value: Any) -> int:
-    """The characters of all texts in a prompt or a conversation."""
+def num_chars(value: Any) -> int:
+    """The characters of all texts in a value, such as a conversation."""
     if isinstance(value, Mapping):
-        return sum(_num_chars(part) for name, part in value.items() if name != "cache_salt")
+        value = list(value.values())
     if isinstance(value, list | tuple):
-        return sum(map(_num_chars, value))
+        return sum(map(num_chars, value))
     return len(value) if isinstance(value, str) else 0
 
 

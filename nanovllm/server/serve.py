@@ -15,14 +15,13 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.config import Config
 from nanovllm.engine.requests.tokenizer import has_tokenizer
 from nanovllm.models.checkpoint import resolve_model
+from nanovllm.models.generation_config import recommended_fields
 from nanovllm.openai.request import CHAT, COMPLETIONS
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.app import make_app
 from nanovllm.server.errors import APIError
 from nanovllm.server.http_server import BACKLOG, HTTPServer
 from nanovllm.server.options import ServerOptions
 from nanovllm.utils.open_files import allow_open_files
-from nanovllm.utils.option import options_of
 from nanovllm.utils.resources import keep_what_lives
 from nanovllm.utils.threads import serve_many_threads
 
@@ -84,12 +83,7 @@ def open_engine(engine: Mapping[str, Any], options: ServerOptions) -> AsyncLLM:
 
 def default_params(llm: AsyncLLM, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The parameters of bodies that do not set them: those `given`, or the model's recommended."""
-    recommended, plain = llm.get_default_sampling_params(), SamplingParams()
-    own = {
-        name: getattr(recommended, name)
-        for name in options_of(SamplingParams)
-        if getattr(recommended, name) != getattr(plain, name)
-    }
+    own = recommended_fields(llm.get_default_sampling_params())
     return {url: {"max_tokens": most, **own, **given} for url, most in MAX_TOKENS.items()}
 
 

@@ -19,7 +19,7 @@ from nanovllm.server.bodies import Bodies
 from nanovllm.server.generation import divided_fields
 from nanovllm.server.log import RequestLine
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.refusals import check_truncated, refuse_templates
+from nanovllm.server.refusals import check_truncated, num_chars, refuse_templates
 from nanovllm.utils.checks import check_ids, check_int, check_text
 from nanovllm.utils.json_text import check_json_bool, shorten_json
 
@@ -81,7 +81,7 @@ class TokenAnswering:
 
     def _check_length(self, name: str, value: Any) -> None:
         """Raise if the texts in a value have too many characters."""
-        most, number = self._options.max_tokenize_chars, _num_chars(value)
+        most, number = self._options.max_tokenize_chars, num_chars(value)
         if number > most:
             raise ValueError(
                 f"{name} must have at most {most} characters (max_tokenize_chars), got {number}"
@@ -132,14 +132,6 @@ class TokenAnswering:
     async def _detokenized(self, _: RequestLine, ids: tuple[int, ...]) -> dict[str, Any]:
         text = await self._llm.readers.run(lambda: decoded(self._llm.tokenizer, ids), len(ids))
         return {"prompt": text}
-
-
-def _num_chars(value: Any) -> int:
-    """The characters of all texts in a value of JSON."""
-    if isinstance(value, str):
-        return len(value)
-    values = value.values() if isinstance(value, dict) else value
-    return sum(map(_num_chars, values)) if isinstance(value, dict | list) else 0
 
 
 def _json_list(

@@ -58,12 +58,12 @@ class VectorAnswering:
         return asked
 
     def _count(self, line: RequestLine, asked: VectorRequest) -> None:
-        """Count the inputs for the client's limit."""
+        """Take the client's id of the request, and count the inputs for the client's limit."""
+        line.rename(asked.name)
         line.add_samples(max(map(_number, asked.arguments)))
 
     async def _body(self, line: RequestLine, asked: VectorRequest) -> dict[str, Any]:
         """The body of the response."""
-        line.rename(asked.name)
         self._count(line, asked)
         model = self._models.names[0]
         if line.url == EMBEDDINGS:

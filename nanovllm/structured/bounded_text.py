@@ -1,4 +1,4 @@
-"""BoundedConstraint: a constraint after free text of at most so many tokens, such as reasoning."""
+"""BoundedConstraint: a constraint after free text of bounded length, such as reasoning."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any

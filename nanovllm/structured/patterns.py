@@ -11,16 +11,17 @@ import functools
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, NamedTuple
 
 from nanovllm.structured.schemas import subschemas, without_neutral
 
 
 class Classes(NamedTuple):
-    r"""The contents of `\d`, `\w` and `\s`: what surely is in them, and all that may be.
+    r"""The characters of `\d`, `\w` and `\s`, as the content of a class.
 
-    `others` are the contents of `\D`, `\W` and `\S`, where they can be written.
+    `sure` has those that every reader counts, and `all` those that any reader counts. `others` has
+    those of `\D`, `\W` and `\S`, where they can be written.
     """
 
     sure: dict[str, str]
@@ -57,23 +58,24 @@ ATOM = re.compile(
     r"\\(?:[xuU]\{[^}]*\}|x..|u.{4}|U.{8}|[pP]\{[^}]*\}|[pP].|.)|\[:\^?\w+:\]|.", re.DOTALL
 )
 REPETITION = re.compile(r"[*+?]|\{\d+(?:,\d*)?\}")
+MOST_WRITTEN = 1 << 20  # characters of a pattern in Rust's form: Python's `\w` has 12,700
 NO_POSSESSIVE = "possessive repetitions, with + behind another repetition, are not supported"
 
 
 def python_pattern(pattern: str) -> str:
-    """A `regex` in Rust's form; one with a possessive repetition is a ValueError."""
+    """A `regex` in Rust's form. A ValueError if it has possessive repetitions, or gets too long."""
     flags = FLAGS.match(pattern)
     has_all = flags is not None and "u" in flags[1]
     is_verbose = flags is not None and "x" in flags[1]
     classes = PYTHON_CLASSES
     if has_all:
         classes = Classes(_pythons_classes(), _pythons_classes(), {})
-    return "".join(_parts(pattern, classes, is_verbose, is_python=True))
+    return _joined(_parts(pattern, classes, is_verbose, is_python=True))
 
 
 def ecma_pattern(pattern: str) -> str:
     """A pattern of a JSON schema in Rust's form."""
-    return "".join(_parts(pattern, ECMA_CLASSES, is_verbose=False, is_python=False))
+    return _joined(_parts(pattern, ECMA_CLASSES, is_verbose=False, is_python=False))
 
 
 def portable(schema: Any) -> Any:
@@ -105,6 +107,20 @@ def _renamed(named: dict[str, Any]) -> dict[str, Any]:
     return renamed
 
 
+def _joined(parts: Iterator[str]) -> str:
+    """The whole pattern. Raises before it has more than MOST_WRITTEN characters."""
+    written, size = [], 0
+    for part in parts:
+        size += len(part)
+        if size > MOST_WRITTEN:
+            raise ValueError(
+                f"a pattern must have at most {MOST_WRITTEN} characters with its classes written"
+                " out, got more"
+            )
+        written.append(part)
+    return "".join(written)
+
+
 def _parts(pattern: str, classes: Classes, is_verbose: bool, is_python: bool) -> Iterator[str]:
     """The pattern part by part, with the classes written out."""
     at, is_repeated = 0, False
@@ -116,41 +132,49 @@ def _parts(pattern: str, classes: Classes, is_verbose: bool, is_python: bool) ->
                 raise ValueError(NO_POSSESSIVE)
             part, at, is_repeated = found[0], found.end(), not is_repeated
         elif pattern[at] == "[":
-            part, at = _class(pattern, at, classes)
-            is_repeated = False
+            at = yield from _class(pattern, at, classes)
+            part, is_repeated = "", False
         else:
             atom = ATOM.match(pattern, at)
             part, at, is_repeated = atom[0] if atom else pattern[at], at, False
             if is_verbose and part == "#":
-                part = pattern[at:].partition("\n")[0]
+                at, part = at + len(pattern[at:].partition("\n")[0]), ""
             at += len(part)
-            if part[0] == "\\" and part[1:] in tuple("dwsDWS"):
+            if is_verbose and part.isspace():
+                part = _verbose_blank(part)
+            if part[:1] == "\\" and part[1:] in tuple("dwsDWS"):
                 part = classes.of(part[1])
         yield part
 
 
-def _class(pattern: str, start: int, classes: Classes) -> tuple[str, int]:
-    """The class that begins here, without operators, and its end.
+def _verbose_blank(char: str) -> str:
+    """White space outside of classes with `(?x)`: Python skips less of it than Rust."""
+    return "" if char in " \t\n\r\v\f" else f"\\x{{{ord(char):x}}}"
+
+
+def _class(pattern: str, start: int, classes: Classes) -> Generator[str, None, int]:
+    """The members of the class that begins here, without operators. Returns its end.
 
     One that does not end, or has a range of classes, stays as it is: llguidance refuses it.
     """
     is_negated = pattern.startswith("^", start + 1)
     at = first = start + 1 + is_negated
-    parts = ["[^" if is_negated else "["]
+    yield "[^" if is_negated else "["
     while at < len(pattern) and (pattern[at] != "]" or at == first):
         low = ATOM.match(pattern, at)
         assert low is not None
         at = low.end()
         is_range = pattern[at : at + 1] == "-" and pattern[at + 1 : at + 2] not in ("]", "")
         if not is_range:
-            parts.append(_member(low[0], classes, is_negated))
+            yield _member(low[0], classes, is_negated)
             continue
         high = ATOM.match(pattern, at + 1)
         assert high is not None
         at = high.end()
         ends = [one if one[1:] in tuple("dwsDWS") else _member(one) for one in (low[0], high[0])]
-        parts.append("-".join(ends))
-    return "".join(parts) + pattern[at : at + 1], at + 1
+        yield "-".join(ends)
+    yield pattern[at : at + 1]
+    return at + 1
 
 
 def _member(atom: str, classes: Classes = ECMA_CLASSES, is_negated: bool = False) -> str:

@@ -42,6 +42,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (LING, dict(layer_types=[LINEAR] * 42), "layer_group_size=6 contradicts layer_types"),
     (LING, dict(layer_group_size=0), "layer_group_size must be"),
     (LING, dict(kda_lower_bound=1.0), "kda_lower_bound must be"),
+    (LING, dict(kda_lower_bound=0.0), "kda_lower_bound must be below 0"),
     (LING, dict(short_conv_kernel_size=1), "short_conv_kernel_size must be"),
     (LING, dict(head_dim=1), "head_dim must be"),
 ]  # fmt: skip

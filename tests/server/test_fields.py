@@ -359,3 +359,8 @@ def test_reasoning_has_at_most_its_budget(client: httpx.Client, more: Any) -> No
     both = dict(thinking={"type": "enabled", "budget_tokens": 1}, thinking_token_budget=5)
     assert "give one of" in refused(client, CHAT, **both)["message"]
     assert "it is for chats" in refused(client, thinking_token_budget=5)["message"]
+    bound = {"regex": "a", "after": "</think>", "after_tokens": 5}
+    both = dict(thinking={"type": "enabled"}, structured_outputs=bound, thinking_token_budget=100)
+    assert refused(client, CHAT, **both)["message"] == (
+        "give one of thinking_token_budget and structured_outputs.after_tokens"
+    )

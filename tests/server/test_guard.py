@@ -248,6 +248,7 @@ def test_the_text_to_tokenize_has_a_limit(body: dict[str, Any], name: str) -> No
         ("/v1/completions", dict(prompt=["b" * 30])),
         ("/v1/completions", dict(prompt="b" * 30, cache_salt="x")),
         ("/v1/chat/completions", dict(messages=[dict(role="user", content="b" * 11)] * 2)),
+        ("/v1/chat/completions", dict(messages=[dict(role="user", cache_salt="b" * 26)])),
         ("/v1/embeddings", dict(input=["a", "b" * 30])),
         ("/v1/embeddings", dict(input="b" * 30)),
         ("/rerank", dict(query="a", documents=["a", "b" * 30])),

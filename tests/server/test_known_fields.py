@@ -173,6 +173,7 @@ def test_a_prompt_without_special_tokens() -> None:
         ("serve m --served-model-name a b", ["a", "b"]),
         ("serve --port 1 --verbose m --served-model-name a b --port 2", ["a", "b"]),
         ("serve m --served-model-name a b --served-model-name c", ["a", "b", "c"]),
+        ("serve m --served-model-name=a b", ["a", "b"]),
         ("serve --served-model-name a m --port 1", ["a"]),
         ("serve --served-model-name=a m --served-model-name=b", ["a", "b"]),
     ],

@@ -1,6 +1,7 @@
 """/v1/messages, by Anthropic's client, and what it is made of."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
@@ -15,9 +16,12 @@ from nanovllm.server.answered import json_response
 from nanovllm.server.chats.blocks import Block
 from nanovllm.server.chats.form import Ending, Usage
 from nanovllm.server.errors import APIError
+from nanovllm.server.messages.endpoints import Messages
 from nanovllm.server.messages.events import MessageForm
+from nanovllm.server.messages.request import chat_of
 from nanovllm.server.messages.thinking import chat_thinking
 from nanovllm.server.messages.turns import messages_of
+from nanovllm.server.options import ServerOptions
 
 SUM: Any = [{"role": "user", "content": "12+34="}]
 SCHEMA = {
@@ -280,6 +284,18 @@ def test_thinking_is_what_the_template_can_do() -> None:
     for thinking, template in ((off, "</think>"), (on, ""), (bounded, "")):
         with pytest.raises(ValueError, match=r"thinking\.type must not be"):
             chat_thinking(thinking, template)
+
+
+def test_thinking_is_what_the_used_template_can_do() -> None:
+    """A tokenizer may have several templates, of which only one writes the prompt."""
+    tokenizer = SimpleNamespace(chat_template={"default": "</think>", "tool_use": ""})
+    llm = SimpleNamespace(tokenizer=tokenizer, readers=None)
+    chats: Any = SimpleNamespace(llm=llm, options=ServerOptions(), parse=lambda chat, _: chat)
+    asked: dict[str, Any] = {"messages": SUM, "max_tokens": 5, "thinking": {"type": "disabled"}}
+    with pytest.raises(ValueError, match="the model always reasons"):
+        Messages(chats)._asked(chat_of(asked), asked)
+    asked["tools"] = [{"name": "f", "input_schema": {}}]
+    Messages(chats)._asked(chat_of(asked), asked)
 
 
 def test_a_stream_that_fails_ends_with_the_error() -> None:

@@ -20,13 +20,14 @@ from waiting import LIMIT, wait_until
 from nanovllm.engine.remote.readers import Readers
 from nanovllm.openai.request import CHAT, APIRequest, parse_body
 from nanovllm.server.chats.blocks import Block, BlockReader, Step
+from nanovllm.server.chats.fields import renamed
 from nanovllm.server.chats.form import Ending, Usage
 from nanovllm.server.errors import APIError
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.responses.endpoints import Responses
 from nanovllm.server.responses.events import ResponseForm
 from nanovllm.server.responses.items import messages_of
-from nanovllm.server.responses.request import ResponseRequest
+from nanovllm.server.responses.request import NAMES, ResponseRequest
 from nanovllm.server.responses.store import OVERHEAD, ResponseStore
 
 SUM = "12+34="
@@ -214,6 +215,17 @@ def test_a_client_that_leaves_ends_its_response(
     wait_until("the response goes on", lambda: re.search(r"/responses \w+ 499", adder_server.text))
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.response.id)
+
+
+def test_only_names_of_fields_are_renamed() -> None:
+    """`messages` and `tools` are also plain words."""
+    for message, expected in [
+        ("messages must be a list of messages, got 3", "input must be a list of messages, got 3"),
+        ("messages[3].content is missing", "input.content is missing"),
+        ("tools[1].function.name must be a text", "tools[1].name must be a text"),
+        ("prompts times max_tokens are too many", "prompts times max_output_tokens are too many"),
+    ]:
+        assert renamed(message, NAMES) == expected
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

@@ -18,7 +18,7 @@ from waiting import LIMIT
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.embedded import EMBEDDED_MODEL
-from nanovllm.openai.fields import CHAT, KNOWN
+from nanovllm.openai.fields import CHAT, KNOWN, OTHERS
 from nanovllm.openai.pooling import (
     NUMBERS_AT_ONCE,
     joined_body,
@@ -142,11 +142,29 @@ def test_a_thread_writes_long_states(served: Served, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
+    "more",
+    [
+        {"priority": 0}, {"truncation_side": "left"}, {"add_special_tokens": True},
+        {"use_activation": False, "task": "embed"}, {"request_id": "mine"},
+    ],
+)  # fmt: skip
+def test_pooling_takes_the_fields_of_embeddings(served: Served, more: dict[str, Any]) -> None:
+    vector = {name: value for name, value in more.items() if name != "task"}
+    expected = served.post("/v1/embeddings", input="1+1=", **vector).json()["data"][0]["embedding"]
+    found = served.post("/pooling", input="1+1=", **({"task": "embed"} | more))
+    assert found.json()["data"][0]["data"] == expected
+    if "request_id" in more:
+        assert found.headers["x-request-id"] == "mine" and found.json()["id"] == "pool-mine"
+
+
+@pytest.mark.parametrize(
     ("body", "status", "words"),
     [
         ({}, 400, "input is missing"),
         ({"input": "1", "task": "classify"}, 400, "task must be one of 'embed', 'token_embed'"),
         ({"input": "1", "normalize": True}, 400, 'normalize needs \\"task\\": \\"embed\\"'),
+        ({"input": "1", "use_activation": True}, 400, "use_activation needs"),
+        ({"input": "1", "priority": 1}, 400, "it is for chats and completions"),
         ({"input": "1", "task": "embed", "pooling": "all"}, 400, "pooling must be"),
         ({"input": "1", "encoding_format": "int"}, 400, "encoding_format must be one of"),
         ({"input": ["1"] * 5}, 400, "at most 4 inputs (max_inputs), got 5"),
@@ -240,9 +258,36 @@ def test_the_described_fields_are_those_that_the_parser_knows(served: Served, pa
     assert "unknown field 'x_y'" in served.post(path, x_y=1).text
     for name in known:
         body: dict[str, Any] = {name: {"a": 1}}
-        if path == "/tokenize" and name in KNOWN[CHAT]:
+        if path == "/tokenize" and (name in KNOWN[CHAT] or name in OTHERS[CHAT]):
             body["messages"] = []
         assert "unknown field" not in served.post(path, **body).text
+
+
+@pytest.mark.parametrize("path", [path for path, body in BODIES.items() if body.others])
+def test_fields_with_few_values_are_described_by_these(served: Served, path: str) -> None:
+    """`additionalProperties` is false: a client that checks its bodies may send nothing else."""
+    document = served.get("/openapi.json").json()
+    name = re.sub(r"\W", "_", path.strip("/"))
+    known = document["components"]["schemas"][name]["properties"]
+    for field, other in BODIES[path].others.items():
+        assert known[field]["enum"] == [None, *(one for one in other.accepts if one is not None)]
+        for value in known[field]["enum"]:
+            body = {"messages": []} if path == "/tokenize" else {}
+            text = served.post(path, **body, **{field: value}).text
+            assert "unknown field" not in text and f"{field}=" not in text
+
+
+def test_messages_have_their_own_errors_and_header_of_the_key(served: Served) -> None:
+    document = served.get("/openapi.json").json()
+    for path, name in (("/v1/messages", "MessagesError"), (CHAT, "Error")):
+        operation = document["paths"][path]["post"]
+        assert operation["security"] == [{"key": []}, {"key_header": []}]
+        error = operation["responses"]["default"]["content"]["application/json"]["schema"]
+        assert error["$ref"].endswith(f"/{name}")
+        found = served.post(path, x_y=1).json()
+        assert set(document["components"]["schemas"][name]["required"]) == set(found)
+    header = document["components"]["securitySchemes"]["key_header"]["name"]
+    assert served.get("/v1/models", headers={header: KEY}).status_code == 200
 
 
 def test_fields_have_types_and_ranges(served: Served) -> None:

@@ -1,5 +1,6 @@
 """Patterns mean what they mean for users: in Python's `re`, or in schemas in ECMAScript."""
 
+import json
 import re
 import sys
 import warnings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from selection import examples
 
 from nanovllm import StructuredOutputs
-from nanovllm.structured.patterns import ecma_pattern, portable
+from nanovllm.structured.patterns import ecma_pattern, portable, python_pattern
 from tests.grammar_words import accepts
 from tests.structured.test_grammars import GRAMMARS, walk
 
@@ -50,6 +51,8 @@ PATTERNS = st.builds(
 @example("[a&&b]", 1)
 @example("(?x)[^ a] # [", 1)
 @example(r"(?u)\w", 3)
+@example("(?x)\n", 0)
+@example("(?x)a # b\nc\x85", 0)
 def test_what_is_generated_is_matched_by_pythons_re(pattern: str, seed: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of sets in sets, which Python may get
@@ -129,6 +132,21 @@ def test_possessive_repetitions_are_refused(pattern: str) -> None:
     """For Rust `a++` is a group that repeats, for Python one that gives nothing back."""
     with pytest.raises(ValueError, match="possessive repetitions"):
         GRAMMARS.constraint(StructuredOutputs(regex=pattern))
+
+
+@pytest.mark.parametrize("form", ["(?u){}", "(?u)[{}]", "(?u)[^{}]"])
+@pytest.mark.parametrize("letter", "wW")
+def test_a_pattern_that_grows_too_long_is_refused(form: str, letter: str) -> None:
+    r"""Python's `\w` is 12,700 characters: a pattern of 256 KiB would take gigabytes."""
+    with pytest.raises(ValueError, match="at most 1048576 characters"):
+        python_pattern(form.format(rf"\{letter}" * 100))
+
+
+def test_the_patterns_of_a_structural_tag_are_bounded_together() -> None:
+    one = {"type": "regex", "pattern": "(?u)" + r"\w" * 50}
+    tag = {"format": {"type": "or", "elements": [one, one]}}
+    with pytest.raises(ValueError, match="at most 1048576 characters together"):
+        GRAMMARS.constraint(StructuredOutputs(structural_tag=json.dumps(tag)))
 
 
 def test_a_plain_pattern_is_written_as_it_is() -> None:

@@ -140,14 +140,14 @@ class Intake:
         is_text = isinstance(source, str)
         token_ids = self._tokenize(source, params, *limit) if is_text else as_list("prompt", source)
         if (kept := params.truncate_prompt_tokens) is not None:
-            from nanovllm.engine.requests.cut import last_tokens
+            from nanovllm.engine.requests.prompt_length import last_tokens
 
             token_ids = last_tokens(token_ids, kept, *limit)
         room = self.max_model_len - len(token_ids)
         if not 1 <= len(token_ids) <= most or params.min_tokens > room:
-            from nanovllm.engine.requests.prompt_length import refuse_length
+            from nanovllm.engine.requests.prompt_length import refuse_prompt
 
-            refuse_length(len(token_ids), most, why, params.min_tokens, self.max_model_len)
+            refuse_prompt(len(token_ids), most, why, params.min_tokens, self.max_model_len)
         plain = set(map(type, token_ids)) <= {int}
         in_range = plain and min(token_ids, default=0) >= 0
         if not in_range or max(token_ids, default=0) >= self.vocab_size:

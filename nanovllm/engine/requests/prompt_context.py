@@ -13,7 +13,7 @@ MOST = 64  # tokens that are looked at: a prompt may have a hundred thousand of 
 
 
 def prompt_context(tokenizer: Any, skip_special_tokens: bool, seq: Sequence) -> list[int]:
-    """The prompt's tokens from the last one on whose text is the same behind any other.
+    """The end of the prompt, from the last token whose text does not depend on earlier tokens.
 
     If there is none among the last MOST tokens, if the prompt ends within a character, or if the
     tokenizer's kind of decoder is unknown, the list is empty: the text begins as one of its own.

@@ -17,7 +17,8 @@ class Stream:
         self.open = {request_id: index for index, request_id in enumerate(request_ids)}
         self._tokenizer = tokenizer
         # How many characters and tokens of each sample events have reported; None if it has ended.
-        self.reported: list[list[tuple[int, int] | None]] = [[(0, 0)] * n for n in num_samples]
+        self.reported: dict[int, list[tuple[int, int] | None]]
+        self.reported = {index: [(0, 0)] * n for index, n in enumerate(num_samples)}
 
     def events(self, request_id: int, request: Request | None) -> list[StreamEvent]:
         """The new events of an open request. A request that another call has aborted is None."""

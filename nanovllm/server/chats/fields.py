@@ -92,8 +92,12 @@ def named_as(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def renamed(message: str, names: Mapping[str, str]) -> str:
-    """The message with other names, up to the value that it may quote."""
+    """The message with other names, up to the value that it may quote.
+
+    A name of one word is one only where the message begins: elsewhere it may be a plain word.
+    """
     head, got, value = message.partition(", got ")
     for pattern, own in names.items():
-        head = re.sub(rf"(?<![\w.]){pattern}(?!\w)", own, head)
+        start = r"(?<![\w.])" if "_" in pattern else "^"
+        head = re.sub(rf"{start}{pattern}(?=[ .,\[:]|$)", own, head)
     return head + got + value

@@ -3,10 +3,10 @@
 A path of the application that is missing here is described without the fields of its body.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
-from nanovllm.openai.fields import CHAT, COMPLETIONS, KNOWN
+from nanovllm.openai.fields import CHAT, COMPLETIONS, KNOWN, OTHERS
 from nanovllm.openai.pooling import POOLING, POOLING_FIELDS
 from nanovllm.openai.vectors import (
     EMBED_FIELDS,
@@ -17,6 +17,7 @@ from nanovllm.openai.vectors import (
     SCORE,
     SCORE_FIELDS,
 )
+from nanovllm.openai.vllm_fields import EMBEDDING, SCORING
 from nanovllm.server.adapters import LOAD_FIELDS, UNLOAD_FIELDS
 from nanovllm.server.messages.errors import PATH as MESSAGES
 from nanovllm.server.messages.request import COUNTED
@@ -24,19 +25,24 @@ from nanovllm.server.messages.request import KNOWN as MESSAGES_NAMES
 from nanovllm.server.responses.endpoints import RESPONSES
 from nanovllm.server.responses.request import KNOWN as RESPONSES_NAMES
 from nanovllm.server.tokens import IDS_FIELDS, TEXT_FIELDS
+from nanovllm.utils.other_names import OtherName
 
 ALSO = ("model", "user")  # in every body that `given_fields` reads
 
 
 @dataclass(frozen=True)
 class Body:
-    """The names in a path's body, or in its query; and what the path does."""
+    """The names in a path's body, or in its query; and what the path does.
+
+    `others` are fields with few values, which change nothing.
+    """
 
     says: str
     names: Collection[str] = ()
     required: tuple[str, ...] = ()
     streams: bool = False
     query: tuple[str, ...] = ()
+    others: Mapping[str, OtherName] = field(default_factory=dict)
 
 
 CHAT_NAMES = tuple(KNOWN[CHAT])
@@ -45,19 +51,21 @@ RERANK_NAMES = (*RERANK_FIELDS, *SCORE_FIELDS, *ALSO)
 EMBED_NAMES = ("input", *EMBED_FIELDS, *ALSO)
 
 BODIES: dict[str, Body] = {
-    CHAT: Body("Answer a chat.", CHAT_NAMES, ("messages",), streams=True),
-    COMPLETIONS: Body("Complete prompts.", tuple(KNOWN[COMPLETIONS]), ("prompt",), streams=True),
+    CHAT: Body("Answer a chat.", CHAT_NAMES, ("messages",), streams=True, others=OTHERS[CHAT]),
+    COMPLETIONS: Body("Complete prompts.", tuple(KNOWN[COMPLETIONS]), ("prompt",), streams=True,
+                      others=OTHERS[COMPLETIONS]),
     RESPONSES: Body("Respond to items, or to a text.", RESPONSES_NAMES, ("input",), streams=True),
     MESSAGES: Body("Answer messages.", MESSAGES_NAMES, ("messages", "max_tokens"), streams=True),
     f"{MESSAGES}/count_tokens": Body("Count the tokens of messages.", COUNTED, ("messages",)),
-    EMBEDDINGS: Body("Vectors of inputs.", EMBED_NAMES, ("input",)),
+    EMBEDDINGS: Body("Vectors of inputs.", EMBED_NAMES, ("input",), others=EMBEDDING),
     POOLING: Body("Vectors of inputs, or states of their tokens.", (*POOLING_FIELDS, *ALSO),
-                  ("input",)),
-    **{url: Body("How well documents fit queries.", SCORE_NAMES) for url in SCORE},
-    **{url: Body("Documents by how well they fit a query.", RERANK_NAMES, ("query", "documents"))
-       for url in RERANK},
+                  ("input",), others=EMBEDDING),
+    **{url: Body("How well documents fit queries.", SCORE_NAMES, others=SCORING)
+       for url in SCORE},
+    **{url: Body("Documents by how well they fit a query.", RERANK_NAMES, ("query", "documents"),
+                 others=SCORING) for url in RERANK},
     "/tokenize": Body("The token ids of a prompt, or of the prompt of messages.",
-                      dict.fromkeys((*TEXT_FIELDS, *CHAT_NAMES, *ALSO))),
+                      dict.fromkeys((*TEXT_FIELDS, *CHAT_NAMES, *ALSO)), others=OTHERS[CHAT]),
     "/detokenize": Body("The text of tokens.", (*IDS_FIELDS, *ALSO), ("tokens",)),
     "/v1/load_lora_adapter": Body("Offer an adapter.", LOAD_FIELDS, ("lora_name", "lora_path")),
     "/v1/unload_lora_adapter": Body("Stop offering an adapter.", UNLOAD_FIELDS, ("lora_name",)),

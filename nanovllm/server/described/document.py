@@ -8,11 +8,16 @@ from starlette.routing import BaseRoute, Route
 
 from nanovllm import __version__
 from nanovllm.server.described.bodies import BODIES, Body
-from nanovllm.server.described.fields import COMPONENTS, field_schemas
+from nanovllm.server.described.fields import COMPONENTS, field_schemas, other_schemas
 from nanovllm.server.guard import OPEN_PATHS
+from nanovllm.server.messages.errors import KEY_HEADER, has_own_errors
 
 ANY_OBJECT = {"type": "object"}
-KEY = "key"
+KEY, OWN_KEY = "key", "key_header"  # either of them is enough
+SCHEMES = {
+    KEY: {"type": "http", "scheme": "bearer"},
+    OWN_KEY: {"type": "apiKey", "in": "header", "name": KEY_HEADER},
+}
 
 
 def openapi(routes: Iterable[BaseRoute], needs_key: bool) -> dict[str, Any]:
@@ -31,7 +36,7 @@ def openapi(routes: Iterable[BaseRoute], needs_key: bool) -> dict[str, Any]:
             )
     components: dict[str, Any] = {"schemas": schemas}
     if needs_key:
-        components["securitySchemes"] = {KEY: {"type": "http", "scheme": "bearer"}}
+        components["securitySchemes"] = SCHEMES
     return {
         "openapi": "3.1.0",
         "info": {"title": "nanovllm", "version": __version__},
@@ -50,7 +55,7 @@ def _operation(
     found: dict[str, Any] = {
         "operationId": "_".join([method.lower(), name, *in_path]),
         "summary": (body.says if body else _first_line(route)).rstrip("."),
-        "responses": _responses(body),
+        "responses": _responses(body, route.path),
     }
     parameters = [
         {"name": one, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -69,7 +74,7 @@ def _operation(
     elif method == "POST" and body is None and route.path not in OPEN_PATHS:
         found["requestBody"] = _content(ANY_OBJECT)
     if needs_key and route.path not in OPEN_PATHS:
-        found["security"] = [{KEY: []}]
+        found["security"] = [{KEY: []}, {OWN_KEY: []}]
     return found
 
 
@@ -77,19 +82,20 @@ def _schema(body: Body) -> dict[str, Any]:
     """The schema of a body; other fields are errors."""
     schema: dict[str, Any] = {
         "type": "object",
-        "properties": field_schemas(body.names),
+        "properties": field_schemas(body.names) | other_schemas(body.others),
         "additionalProperties": False,
     }
     return schema | ({"required": list(body.required)} if body.required else {})
 
 
-def _responses(body: Body | None) -> dict[str, Any]:
+def _responses(body: Body | None, path: str) -> dict[str, Any]:
     good: dict[str, Any] = {"description": "success"}
     if body is not None and body.names:
         good |= _content(ANY_OBJECT)
         if body.streams:
             good["content"]["text/event-stream"] = {"schema": {"type": "string"}}
-    error = {"description": "an error"} | _content({"$ref": "#/components/schemas/Error"})
+    name = "MessagesError" if has_own_errors(path) else "Error"
+    error = {"description": "an error"} | _content({"$ref": f"#/components/schemas/{name}"})
     return {"200": good, "default": error}
 
 

@@ -14,6 +14,7 @@ from nanovllm.openai.pooling import STATES, VECTOR
 from nanovllm.openai.vectors import FORMATS
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.option import NOTHING, Option, options_of
+from nanovllm.utils.other_names import OtherName
 from nanovllm.vectors.pooling import POOLINGS
 
 Schema = dict[str, Any]
@@ -60,6 +61,18 @@ COMPONENTS: dict[str, Schema] = {
         },
         "required": ["error"],
     },
+    "MessagesError": {  # of Anthropic's API
+        "type": "object",
+        "properties": {
+            "type": {"type": "string", "enum": ["error"]},
+            "error": {
+                "type": "object",
+                "properties": {"type": TEXT, "message": TEXT},
+                "required": ["type", "message"],
+            },
+        },
+        "required": ["type", "error"],
+    },
 }
 COMMON: dict[str, Schema] = {
     "messages": listed({"$ref": "#/components/schemas/Message"}),
@@ -93,6 +106,17 @@ def field_schemas(names: Iterable[str]) -> dict[str, Schema]:
         else _of_option(options[name], kinds[name])
         for name in names
         if name not in options or not options[name].only_python
+    }
+
+
+def other_schemas(others: Mapping[str, OtherName]) -> dict[str, Schema]:
+    """The schemas of fields that accept few values; null counts as a missing field."""
+    return {
+        name: {
+            "description": other.why.replace("`", ""),
+            "enum": [None, *(value for value in other.accepts if value is not None)],
+        }
+        for name, other in others.items()
     }
 
 

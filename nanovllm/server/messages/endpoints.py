@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from nanovllm.chat.chat_format import tokenizer_template
 from nanovllm.openai.request import APIRequest
 from nanovllm.server.answered import answered
 from nanovllm.server.bodies import Bodies
@@ -48,7 +49,7 @@ class Messages:
 
     def _asked(self, chat: Mapping[str, Any], body: Mapping[str, Any]) -> APIRequest:
         """The chat as a request. If its last message is an answer, the model goes on with it."""
-        template = str(getattr(self._chats.llm.tokenizer, "chat_template", None) or "")
+        template = tokenizer_template(self._chats.llm.tokenizer, bool(chat["tools"]))
         thinking = chat_thinking(body.get("thinking"), template)
         last: Mapping[str, Any] = chat["messages"][-1] if chat["messages"] else {}
         continues = last.get("role") == "assistant"

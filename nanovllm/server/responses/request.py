@@ -51,6 +51,7 @@ FIXED: dict[str, tuple[Any, str]] = {
 }
 # What errors of chats call fields, as patterns, and their names here.
 NAMES = {
+    # Without an index: several items are one message, and instructions and earlier ones precede.
     r"messages(\[\d+\])?": "input",
     r"tools(\[\d+\])\.function": r"tools\1",
     r"response_format\.json_schema": "text.format",

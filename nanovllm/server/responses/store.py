@@ -45,7 +45,7 @@ class ResponseStore:
     def put(self, owner: Any, name: str, body: Any, messages: Sequence[Any]) -> bool:
         """Keep a response, and drop those that were not used for longest.
 
-        One that is too large is not kept; returns whether it is.
+        Returns whether the response is kept: it is not if it is too large.
         """
         new = Stored(orjson.dumps(body), orjson.dumps(messages))
         if self.is_off or new.size > self._max_each:

@@ -2,7 +2,7 @@
 
 import json
 
-from nanovllm.structured.lark import JSON_OPTIONS, lark_of, pattern_literal
+from nanovllm.structured.lark import JSON_OPTIONS, lark_of
 from nanovllm.structured.patterns import portable
 from nanovllm.structured.schemas import check_schema
 from nanovllm.structured.structural_tags.formats import Format, count_of, text_of, texts_of
@@ -45,7 +45,7 @@ def regex(writer: GrammarWriter, place: str, node: Format, ends: Ends) -> str:
     """A text that the pattern matches."""
     pattern = text_of(f"{place}/pattern", node["pattern"])
     try:
-        name = writer.rule(pattern_literal(pattern), "TEXT")
+        name = writer.pattern(pattern)
     except ValueError as error:
         raise ValueError(f"{place}/pattern: {error}") from None
     return writer.until(name, ends) if ends.marks else name

@@ -4,7 +4,8 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from nanovllm.structured.lark import literal
+from nanovllm.structured.lark import literal, pattern_literal
+from nanovllm.structured.patterns import MOST_WRITTEN
 from nanovllm.structured.structural_tags.formats import Format, Mark, kind_of, listed
 from nanovllm.utils.checks import shorten
 
@@ -42,7 +43,7 @@ class GrammarWriter:
         self._functions, self._tokens = functions, tokens
         self.eos = frozenset(eos_token_ids)
         self.rules: list[str] = []
-        self._num_formats = 0
+        self._num_formats = self._num_written = 0
         self._whole = False
 
     def format(self, place: str, node: Any, ends: Ends) -> str:
@@ -58,6 +59,17 @@ class GrammarWriter:
         name = f"{kind}_{len(self.rules)}"
         self.rules.append(f"{name}{options}: {expression}")
         return name
+
+    def pattern(self, pattern: str) -> str:
+        """The name of a new rule for a pattern. Raises if all have too many characters together."""
+        written = pattern_literal(pattern)
+        self._num_written += len(written)
+        if self._num_written > MOST_WRITTEN:
+            raise ValueError(
+                f"the patterns must have at most {MOST_WRITTEN} characters together with their"
+                " classes written out, got more"
+            )
+        return self.rule(written, "TEXT")
 
     def mark(self, mark: Mark, final: bool = False) -> str:
         """A text, letter by letter or as the added token that it names; or a token.
