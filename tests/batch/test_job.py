@@ -231,7 +231,7 @@ def test_a_line_may_have_a_salt() -> None:
         ({**completion(), "body": "x"}, "body must be an object, got 'x'"),
         ({**completion(), "custom_id": None}, "custom_id is missing"),
         ({**completion(), "boddy": {}}, "unknown field 'boddy'; did you mean 'body'?"),
-        ({**completion(), "url": CHAT}, "unknown field 'prompt'"),
+        ({**completion(), "url": CHAT}, "a chat has messages"),
     ],
 )
 def test_a_bad_field_is_refused(line: dict[str, Any], words: str) -> None:
