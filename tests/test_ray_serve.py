@@ -104,7 +104,7 @@ class Cluster(NamedTuple):
 
     def num_left(self) -> int:
         """How many requests have ended because their clients left, as the logs say."""
-        return len(re.findall(r"/v1/completions \w+ 499 ", "".join(self.logs())))
+        return len(re.findall(r"/v1/completions \S+ 499 ", "".join(self.logs())))
 
     def wait_until_left(self, number: int) -> None:
         wait_until("the request goes on", lambda: self.num_left() == number)
