@@ -57,6 +57,7 @@ class AttentionBackend:
     copied_layers: int  # a step may copy the KV of this many layers: the pool leaves memory for it
     heads: Heads | None = None  # the heads that plans are for; None: for any heads
     computes = frozenset({"soft_cap", "sinks"})  # of what layers may need
+    clears_rows = False  # whether a prefill writes zeros to rows after the last sequence's
     packs_few_queries = False  # whether a prefill's sequences with a few queries are fast
     prefill_attention: Callable[..., torch.Tensor]
     decode_attention: Callable[..., torch.Tensor]
@@ -104,6 +105,7 @@ class TorchBackend(AttentionBackend):
     name = "torch"
     preferred_block_size = 16
     graph_safe = False
+    clears_rows = True
     copied_layers = 2  # one, gathered and padded
     prefill_attention = staticmethod(prefill_attention.prefill_attention)
     decode_attention = staticmethod(decode_attention.decode_attention)

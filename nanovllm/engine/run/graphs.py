@@ -9,6 +9,7 @@ the capture runs, and is tested, anywhere.
 
 import functools
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 
@@ -21,7 +22,30 @@ from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.start.placement import Placement
 from nanovllm.layers.ranks import Ranks
 
+Result = TypeVar("Result")
+
 MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels one by one
+
+
+class Capture:
+    """Captures calls as CUDA graphs, all in one memory pool: one of them runs at a time.
+
+    The stream is created here: PyTorch's own stream for captures belongs to the first device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __call__(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """The graph of a call, and its result, which each replay overwrites."""
+        run()  # lazy initialization must not happen under capture
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        where = self._pool, self._stream
+        with torch.cuda.graph(graph, *where, capture_error_mode="thread_local"):
+            return graph, run()
 
 
 class DecodeGraphs:
@@ -52,26 +76,12 @@ class DecodeGraphs:
             self._fitting[batch] = next((size for size in self.sizes if size.holds(batch)), None)
         return self._fitting[batch]
 
-    def capture(self) -> None:
-        """Capture every size, largest first, into one memory pool. CUDA only.
-
-        The stream is created here: PyTorch's own stream for captures belongs to the first device.
-        """
-        device = self.logits.device
-        pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-        def captured(run: Callable[[], Computed]) -> Captured:
-            run()  # lazy initialization must not happen under capture
-            torch.cuda.synchronize(device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-                return graph, run()
-
+    def capture(self, capture: Capture) -> None:
+        """Capture every size, largest first."""
         for size in reversed(self.sizes):
-            self.graphs[size] = captured(functools.partial(self.run, size))
+            self.graphs[size] = capture(functools.partial(self.run, size))
             if self.redraws is not None:
-                self.redraws.capture(self.graphs[size][1], captured)
+                self.redraws.capture(self.graphs[size][1], capture)
 
     def release(self) -> None:
         """Free the captured graphs, even if this object is still referenced."""

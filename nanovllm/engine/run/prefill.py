@@ -1,7 +1,7 @@
 """Prefills: computes the prefills of one rank."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -10,10 +10,13 @@ from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.run.device_drafting import DeviceDrafting
 from nanovllm.engine.run.device_table import DeviceTable
 from nanovllm.engine.run.forward import Forward, contexts_of
-from nanovllm.engine.run.step_inputs import StepInputs
+from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
 from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.run.transfer import Array, upload, upload_ahead
 from nanovllm.layers.context import Context
+
+if TYPE_CHECKING:
+    from nanovllm.engine.run.prefill_graphs import PrefillGraphs
 
 
 class Prefills:
@@ -34,15 +37,18 @@ class Prefills:
         self.forward, self.table, self.parts = forward, table, parts
         self.drafting, self.device, self._copy_block = drafting, device, copy_block
 
-    def compute(self, inputs: StepInputs) -> Computed:
-        """Compute a prefill. Its tokens are not drawn yet."""
+    def compute(self, inputs: StepInputs, graphs: "PrefillGraphs | None" = None) -> Computed:
+        """Compute a prefill, by a graph if one fits. Its tokens are not drawn yet."""
         prefill = inputs.prefill
         assert prefill is not None
         takers = [
             (part, tokens) for part in self.parts if (tokens := part.tokens(inputs)) is not None
         ]
-        needed = [*(tokens for _, tokens in takers), prefill.sampled_tokens]
-        hidden = self.hidden(inputs, np.concatenate(needed) if takers else needed[0])
+        if takers:
+            needed = np.concatenate([*(tokens for _, tokens in takers), prefill.sampled_tokens])
+            hidden = self.hidden(inputs, needed)
+        else:
+            hidden = self._sampled(inputs, prefill, graphs)
         if prefill.copied_blocks is not None:
             for source, target in prefill.copied_blocks.reshape(-1, 2).tolist():
                 self._copy_block(source, target)
@@ -63,6 +69,15 @@ class Prefills:
         table_rows = upload(prefill.sample_table_rows, self.device)
         drawn_from = hidden if inputs.keeps_hidden else None
         return Computed(logits, table_rows, taken=taken, hidden=drawn_from)
+
+    def _sampled(
+        self, inputs: StepInputs, prefill: PrefillInputs, graphs: "PrefillGraphs | None"
+    ) -> torch.Tensor:
+        """The hidden states of a prefill's sampled tokens, by a graph if one fits."""
+        needed, hidden = prefill.sampled_tokens, None
+        if graphs is not None and not inputs.keeps_hidden and not self._read(inputs):
+            hidden = graphs.hidden(prefill, needed)
+        return self.hidden(inputs, needed) if hidden is None else hidden
 
     def hidden(self, inputs: StepInputs, needed: Array | None = None) -> torch.Tensor:
         """The hidden states of a prefill's tokens, or only of those `needed`."""

@@ -29,6 +29,7 @@ from nanovllm.models.decoder import CausalLM
 
 if TYPE_CHECKING:
     from nanovllm.engine.run.graphs import DecodeGraphs
+    from nanovllm.engine.run.prefill_graphs import PrefillGraphs
     from nanovllm.engine.run.reports import Columns
 
 Part = TypeVar("Part", bound=StepPart)
@@ -72,6 +73,7 @@ class Shard:
         )
         self.marking = next((part for part in self.parts if part.marks_rows), None)
         self.graphs: DecodeGraphs | None = None
+        self.short_prefills: PrefillGraphs | None = None
         self._num_threads = num_threads
         self._make_redraws = make_redraws
         self.memory = memory  # of weights and caches, if sleep can free it
@@ -135,7 +137,7 @@ class Shard:
             before(inputs)
         self.table.write(inputs.changes)
         if inputs.prefill is not None:
-            computed = self.prefills.compute(inputs)
+            computed = self.prefills.compute(inputs, self.short_prefills)
         else:
             computed = self._decode(inputs)
         for after in self._after:
@@ -187,17 +189,38 @@ class Shard:
         step = GraphStep(self.decodes, self.draws, self.ranks)
         return DecodeGraphs(step, sizes, logits, redraws)
 
+    def prefill_graphs(self, num_running: int) -> "PrefillGraphs | None":
+        """Prefills of all captured sizes, not captured; they run on any device.
+
+        None if layers or drafts read more of a prefill than tokens and KV, or if ranks exchange.
+        """
+        groups = self.caches.groups.groups
+        is_plain = groups and not self.caches.slots_per_sequence and self.ranks.size == 1
+        is_plain = is_plain and type(self.drafting).prefill is DeviceDrafting.prefill
+        if not is_plain or not all(group.attention.clears_rows for group in groups):
+            return None
+        from nanovllm.engine.run.prefill_graphs import PrefillGraphs, sizes_up_to
+
+        return PrefillGraphs(self.forward, self.table, len(groups), sizes_up_to(num_running))
+
     def capture_graphs(self, num_running: int) -> int:
-        """Capture the decode steps; returns how many sizes there are."""
+        """Capture decode steps and short prefills; returns how many graphs there are."""
+        from nanovllm.engine.run.graphs import Capture
+
         self.graphs = self.decode_graphs(num_running)
-        self.graphs.capture()
-        return len(self.graphs.sizes)
+        self.short_prefills = self.prefill_graphs(num_running)
+        both = [graphs for graphs in (self.graphs, self.short_prefills) if graphs is not None]
+        capture = Capture(self.device)
+        for graphs in both:
+            graphs.capture(capture)
+        return sum(len(graphs.sizes) for graphs in both)
 
     def drop_graphs(self) -> None:
-        """Free the decode graphs and their memory."""
-        if self.graphs:
-            self.graphs.release()
-        self.graphs = None
+        """Free the graphs and their memory."""
+        for graphs in (self.graphs, self.short_prefills):
+            if graphs is not None:
+                graphs.release()
+        self.graphs = self.short_prefills = None
 
     def synchronize(self) -> None:
         """Wait until the device has done all that was launched."""

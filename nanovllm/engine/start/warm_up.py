@@ -52,6 +52,9 @@ def compile_steps(shard: Shard, config: Config) -> None:
         for size in graphs.sizes:
             if shard.placement.uses_graphs or size.num_seqs == 1:
                 graphs.run(size)
+        if shard.placement.uses_graphs and (prefills := shard.prefill_graphs(num_running)):
+            for size_of_prefill in prefills.sizes:
+                prefills.run(size_of_prefill)
 
     with _errors_name_options(shard, config), ExitStack() as stack:
         for _, model in shard.models:
@@ -76,7 +79,7 @@ def first_steps(shard: Shard, config: Config, num_running: int) -> None:
     start = time.perf_counter()
     num_graphs = shard.capture_graphs(num_running)
     seconds = time.perf_counter() - start
-    logger.info("%d decode graphs captured in %.1f s", num_graphs, seconds)
+    logger.info("%d graphs captured in %.1f s", num_graphs, seconds)
     shard.drafting.measure(shard)
 
 

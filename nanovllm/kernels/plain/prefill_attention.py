@@ -48,7 +48,10 @@ def plan_prefill(
     groups: list[PrefillGroup] = []
     out_rows = torch.empty(q_ends[-1], dtype=torch.long, device=device)
     num_out = 0
-    for members in group_by_length(list(zip(q_lens, k_lens, strict=True))):
+    for alike in group_by_length(list(zip(q_lens, k_lens, strict=True))):
+        members = [i for i in alike if q_lens[i]]
+        if not members:
+            continue
         num_queries = max(q_lens[i] for i in members)
         num_keys = max(k_lens[i] for i in members)
         starts, lens = (
@@ -91,7 +94,7 @@ def prefill_attention(
 ) -> torch.Tensor:
     """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is cached.
 
-    Blocks that no query sees are not read.
+    Blocks that no query sees are not read. Rows after the last sequence's are 0.
     """
     window, outs = kv.window, []
     for group in plan.groups:
@@ -122,4 +125,6 @@ def prefill_attention(
             starts = group.q_starts, k_starts, group.k_lens
             out = attend_in_slices(queries, keys, values, *starts, kv)
         outs.append(out.transpose(1, 2).flatten(0, 1))  # [B * Q, H, D]
-    return torch.cat(outs)[plan.out_rows][..., : kv.value_width]
+    out = torch.cat(outs)[plan.out_rows][..., : kv.value_width]
+    num_unused = len(q) - len(out)
+    return F.pad(out, (0, 0, 0, 0, 0, num_unused)) if num_unused else out

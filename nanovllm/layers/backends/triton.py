@@ -14,6 +14,7 @@ class TritonBackend(AttentionBackend):
     name = "triton"
     preferred_block_size = 64
     graph_safe = True
+    clears_rows = True
     copied_layers = 0
 
     def __init__(self, spec: AttentionSpec) -> None:

@@ -21,32 +21,41 @@ from nanovllm.kernels.triton.attention.latent_tiles import (
     store_sums,
 )
 from nanovllm.kernels.triton.attention.prefill_plan import TiledPrefillPlan
-from nanovllm.kernels.triton.attention.queries import NONE
+from nanovllm.kernels.triton.attention.queries import NONE, surplus_row
 from nanovllm.kernels.triton.common import LOG2E
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
+@triton.jit(do_not_specialize=["num_rows", "num_seqs", "table_stride"])
 def _latent_prefill_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, tables_ptr, cu_q_ptr, cu_k_ptr, tile_seqs_ptr, tile_ends_ptr,
-    out_ptr, scale_log2, q_row_stride, q_head_stride, k_row_stride, table_stride, num_seqs,
-    num_parts,
+    out_ptr, scale_log2, q_row_stride, q_head_stride, k_row_stride, table_stride, num_rows,
+    num_seqs, num_parts,
     H: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, W: tl.constexpr, V: tl.constexpr,
     COLUMNS: tl.constexpr, REST: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Compute HEADS heads of QUERIES tokens. BLOCK_SIZE 0: keys are the step's own rows."""
+    """Compute HEADS heads of QUERIES tokens. BLOCK_SIZE 0: keys are the step's own rows.
+
+    Surplus tiles clear rows of no sequence.
+    """
     part = tl.program_id(0) % num_parts
     number = tl.program_id(0) // num_parts
     seq = tl.load(tile_seqs_ptr + number)
-    if seq < num_seqs:
+    m = tl.arange(0, BLOCK_M)
+    head = part * HEADS + m % HEADS
+    if seq >= num_seqs:
+        row = surplus_row(number, cu_q_ptr, tile_ends_ptr, num_seqs, QUERIES) + m // HEADS
+        unused = (row < num_rows) & (m < QUERIES * HEADS) & (head < H)
+        nothing, rest = no_sums(BLOCK_M, V, COLUMNS, REST)
+        at = out_ptr + (row.to(tl.int64) * H + head) * V
+        store_sums(at, nothing, rest, unused, V, COLUMNS, REST)
+    else:
         # Tiles are counted from a sequence's end, so that those with the most keys start first.
         tile = tl.load(tile_ends_ptr + seq) - 1 - number
         first_row = tl.load(cu_q_ptr + seq)
         num_queries = tl.load(cu_q_ptr + seq + 1) - first_row
         num_keys = tl.load(cu_k_ptr + seq + 1) - tl.load(cu_k_ptr + seq)
-        m = tl.arange(0, BLOCK_M)
         query = tile * QUERIES + m // HEADS
-        head = part * HEADS + m % HEADS
         asked = (query < num_queries) & (m < QUERIES * HEADS) & (head < H)
         row = (first_row + query).to(tl.int64)
         q, q_rest = load_queries(
@@ -93,9 +102,9 @@ def latent_prefill(
 ) -> torch.Tensor:
     """Causal attention of q [T, H, W] to rows k [T, 1, W], or to the cache if a part is cached.
 
-    The result is [T, H, V]. v is k. A sequence's queries are its last tokens. q and k may be
-    strided, except in their last dimension. FLOPs: 2 * (W + V) for each head, query and key that
-    the query sees.
+    The result is [T, H, V]. v is k. A sequence's queries are its last tokens. Rows after the last
+    sequence's are 0, if the plan has more sequences than the step. q and k may be strided, except
+    in their last dimension. FLOPs: 2 * (W + V) for each head, query and key that the query sees.
     """
     num_tokens, num_heads, width = q.shape
     values, paged = kv.value_width, plan.block_tables is not None
@@ -115,7 +124,7 @@ def latent_prefill(
     _latent_prefill_kernel[(num_parts * len(divided.seqs),)](
         q, k, tables, plan.cu_seqlens_q, plan.cu_seqlens_k, divided.seqs, divided.ends, out,
         kv.scale * LOG2E, q.stride(0), q.stride(1), k.stride(0), tables.stride(0),
-        len(divided.ends), num_parts,
+        len(q), len(divided.ends), num_parts,
         H=num_heads, HEADS=heads, QUERIES=queries, W=width, V=values, COLUMNS=tiles.columns,
         REST=tiles.rest, BLOCK_SIZE=block_size, BLOCK_M=max(16, next_power_of_2(heads * queries)),
         BLOCK_N=tiles.keys, WINDOW=kv.window or 0, num_warps=4,

@@ -21,7 +21,7 @@ from nanovllm.kernels.triton.attention.attend_codes import (
 )
 from nanovllm.kernels.triton.attention.kv_codes import as_pairs
 from nanovllm.kernels.triton.attention.prefill_plan import TiledPrefillPlan
-from nanovllm.kernels.triton.attention.queries import load_sinks
+from nanovllm.kernels.triton.attention.queries import load_sinks, surplus_row
 from nanovllm.kernels.triton.common import (
     LOG2E,
     TILE,
@@ -152,12 +152,12 @@ def _attend_pairs(  # type: ignore[no-untyped-def]
     return total, interleave(even, odd, CONVERTED)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
+@triton.jit(do_not_specialize=["num_rows", "num_seqs", "table_stride"])
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, k_codes_ptr, v_codes_ptr, k_scales_ptr, v_scales_ptr, k_tiles, v_tiles,
     tables_ptr, cu_q_ptr, cu_k_ptr, tile_seqs_ptr, tile_ends_ptr, sinks_ptr, out_ptr, scale_log2,
     q_row_stride, q_head_stride, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
-    table_stride, num_seqs, num_kv_heads,
+    table_stride, num_rows, num_seqs, num_kv_heads,
     G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, COPIED: tl.constexpr, QUANTIZED: tl.constexpr, CONVERTED: tl.constexpr,
@@ -165,21 +165,28 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute one tile of queries. BLOCK_SIZE 0: K and V are the step's own, a row for each token.
 
-    QUANTIZED: keys and values of the cache are codes.
+    QUANTIZED: keys and values of the cache are codes. Surplus tiles clear rows of no sequence.
     """
     kv_head = tl.program_id(0) % num_kv_heads
     number = tl.program_id(0) // num_kv_heads
     seq = tl.load(tile_seqs_ptr + number)
-    if seq < num_seqs:
+    m = tl.arange(0, BLOCK_Q * BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    head = kv_head * G + m % BLOCK_G
+    if seq >= num_seqs:
+        first = surplus_row(number, cu_q_ptr, tile_ends_ptr, num_seqs, BLOCK_Q)
+        row = first + m // BLOCK_G
+        at = out_ptr + (row.to(tl.int64) * num_kv_heads * G + head)[:, None] * D + d[None, :]
+        unused = (row < num_rows) & (m % BLOCK_G < G)
+        nothing = tl.zeros([BLOCK_Q * BLOCK_G, BLOCK_D], out_ptr.dtype.element_ty)
+        tl.store(at, nothing, mask=unused[:, None] & (d < D)[None, :])
+    else:
         # Tiles are counted from a sequence's end, so that those with the most keys start first.
         tile = tl.load(tile_ends_ptr + seq) - 1 - number
         first_row = tl.load(cu_q_ptr + seq)
         num_queries = tl.load(cu_q_ptr + seq + 1) - first_row
         num_keys = tl.load(cu_k_ptr + seq + 1) - tl.load(cu_k_ptr + seq)
-        m = tl.arange(0, BLOCK_Q * BLOCK_G)
-        d = tl.arange(0, BLOCK_D)
         query = tile * BLOCK_Q + m // BLOCK_G
-        head = kv_head * G + m % BLOCK_G
         inside = (query < num_queries) & (m % BLOCK_G < G)
         real = inside[:, None] & (d < D)[None, :]
         row = (first_row + query).to(tl.int64)
@@ -233,7 +240,8 @@ def prefill_attention(
 ) -> torch.Tensor:
     """Causal attention of q [T, H, D] to k, v [T, KVH, D], or to the cache if a part is cached.
 
-    A sequence's queries are its last tokens. q, k and v may be strided, except in their last
+    A sequence's queries are its last tokens. Rows after the last sequence's are 0, if the plan has
+    more sequences than the step. q, k and v may be strided, except in their last
     dimension. FLOPs: 4 * D for each head, query and key that the query sees.
     """
     _, num_heads, head_dim = q.shape
@@ -272,7 +280,7 @@ def prefill_attention(
         q, k, v, *codes, kv.k_scales, kv.v_scales, k_tiles, v_tiles, tables, plan.cu_seqlens_q,
         plan.cu_seqlens_k, tiles.seqs, tiles.ends, kv.sinks, out, kv.scale * LOG2E, q.stride(0),
         q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), tables.stride(0),
-        len(tiles.ends), num_kv_heads,
+        len(q), len(tiles.ends), num_kv_heads,
         G=group, D=head_dim, BLOCK_SIZE=kv.k_cache.shape[1] if paged else 0,
         BLOCK_Q=queries, BLOCK_G=next_power_of_2(group), BLOCK_D=block_d,
         BLOCK_N=block_n, WINDOW=kv.window or 0, COPIED=copied,

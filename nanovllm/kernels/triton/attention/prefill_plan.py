@@ -15,7 +15,11 @@ LONG = 256  # from this many tokens a sequence on average, the kernel for Hopper
 
 @dataclass(frozen=True, slots=True)
 class QueryTiles:
-    """Which tile has which queries. Surplus tiles have none."""
+    """Which tile has which queries.
+
+    Surplus tiles have none. If the last sequence is empty, they are enough for the rows after the
+    other sequences' rows.
+    """
 
     seqs: torch.Tensor  # [tiles], int32: a tile's sequence; S for a surplus tile
     ends: torch.Tensor  # [S], int32: tiles of the sequences up to this one

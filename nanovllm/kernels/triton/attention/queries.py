@@ -63,6 +63,14 @@ def load_sinks(sinks_ptr, head, real):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def surplus_row(  # type: ignore[no-untyped-def]
+    number, cu_q_ptr, tile_ends_ptr, num_seqs, QUERIES: tl.constexpr
+):  # fmt: skip
+    """The first of the rows of a surplus tile of a prefill: they follow the last sequence's."""
+    return tl.load(cu_q_ptr + num_seqs) + QUERIES * (number - tl.load(tile_ends_ptr + num_seqs - 1))
+
+
+@triton.jit
 def sees(lens, keys, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """Whether queries that see `lens` keys see the keys `keys`."""
     seen = keys < lens
