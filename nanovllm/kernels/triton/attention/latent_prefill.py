@@ -44,11 +44,14 @@ def _latent_prefill_kernel(  # type: ignore[no-untyped-def]
     m = tl.arange(0, BLOCK_M)
     head = part * HEADS + m % HEADS
     if seq >= num_seqs:
-        row = surplus_row(number, cu_q_ptr, tile_ends_ptr, num_seqs, QUERIES) + m // HEADS
+        first = surplus_row(number, cu_q_ptr, tile_ends_ptr, num_seqs, QUERIES)
+        row = (first + m // HEADS).to(tl.int64)
         unused = (row < num_rows) & (m < QUERIES * HEADS) & (head < H)
-        nothing, rest = no_sums(BLOCK_M, V, COLUMNS, REST)
-        at = out_ptr + (row.to(tl.int64) * H + head) * V
-        store_sums(at, nothing, rest, unused, V, COLUMNS, REST)
+        v = tl.arange(0, 16)
+        at = out_ptr + ((row * H + head) * V)[:, None] + v[None, :]
+        for column in range(0, V, 16):
+            kept = unused[:, None] & (column + v < V)[None, :]
+            tl.store(at + column, tl.zeros([BLOCK_M, 16], out_ptr.dtype.element_ty), mask=kept)
     else:
         # Tiles are counted from a sequence's end, so that those with the most keys start first.
         tile = tl.load(tile_ends_ptr + seq) - 1 - number

@@ -175,8 +175,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     head = kv_head * G + m % BLOCK_G
     if seq >= num_seqs:
         first = surplus_row(number, cu_q_ptr, tile_ends_ptr, num_seqs, BLOCK_Q)
-        row = first + m // BLOCK_G
-        at = out_ptr + (row.to(tl.int64) * num_kv_heads * G + head)[:, None] * D + d[None, :]
+        row = (first + m // BLOCK_G).to(tl.int64)
+        at = out_ptr + (row * num_kv_heads * G + head)[:, None] * D + d[None, :]
         unused = (row < num_rows) & (m % BLOCK_G < G)
         nothing = tl.zeros([BLOCK_Q * BLOCK_G, BLOCK_D], out_ptr.dtype.element_ty)
         tl.store(at, nothing, mask=unused[:, None] & (d < D)[None, :])
