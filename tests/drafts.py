@@ -104,9 +104,10 @@ def make_eager(path: Path, config: dict[str, Any], **options: Any) -> LLM:
 
 
 def use_graphs(llm: LLM) -> None:
-    """Compute decode steps as in graphs: padded, with block tables of full width."""
+    """Compute steps as in graphs: padded, with block tables of full width."""
     shard = llm.model_runner.shard
     shard.graphs = shard.decode_graphs(llm.config.max_num_running)
+    shard.short_prefills = shard.prefill_graphs(llm.config.max_num_running)
 
 
 class TableAdversary(Guesser):

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from nanovllm.engine.engine_config import most_kept
 from nanovllm.engine.run.device_table import UNMARKED, DeviceTable
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import MARKS, StepInputs
-from nanovllm.engine.run.step_part import StepPart
+from nanovllm.engine.run.step_part import PrefillSize, StepPart
 from nanovllm.engine.run.transfer import Array, upload_ahead
 from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.schedule.sequence import Sequence
@@ -86,6 +87,10 @@ class AdapterPart(StepPart):
         (uploaded,) = upload_ahead(self._device, slots if tokens is None else slots[tokens])
         return self._rows(uploaded)
 
+    def padded(self, size: PrefillSize) -> "PaddedMarks | None":
+        """The adapters of captured prefills, if the size has some."""
+        return PaddedMarks(size.num_tokens, self._rows) if size.is_marked else None
+
     def in_decode(self, table: DeviceTable, size: Size, decoding: Decoding) -> AdapterRows | None:
         """The adapters of a decode step's queries; None if no sequence has one."""
         del decoding
@@ -115,6 +120,23 @@ class AdapterPart(StepPart):
         self.tensors[number] = self.read(path, number) if tensors is None else tensors
         while len(self.tensors) > self._most:
             del self.tensors[next(iter(self.tensors))]
+
+
+class PaddedMarks:
+    """The slots of a captured prefill's tokens; none for padding."""
+
+    def __init__(self, words: int, rows_of: Callable[[torch.Tensor], AdapterRows]) -> None:
+        self.words, self._rows_of = words, rows_of
+
+    def fill(self, words: Array, inputs: StepInputs) -> None:
+        """Write a step's slots."""
+        marks = inputs.arrays[MARKS]
+        words[: len(marks)] = marks
+        words[len(marks) :] = UNMARKED
+
+    def read(self, words: torch.Tensor) -> AdapterRows:
+        """The adapters of the rows."""
+        return self._rows_of(words.int())
 
 
 def parts_of(shard: Shard) -> AdapterPart:

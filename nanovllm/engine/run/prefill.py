@@ -74,10 +74,11 @@ class Prefills:
         self, inputs: StepInputs, prefill: PrefillInputs, graphs: "PrefillGraphs | None"
     ) -> torch.Tensor:
         """The hidden states of a prefill's sampled tokens, by a graph if one fits."""
-        needed, hidden = prefill.sampled_tokens, None
-        if graphs is not None and not inputs.keeps_hidden and not self._read(inputs):
-            hidden = graphs.hidden(prefill, needed)
-        return self.hidden(inputs, needed) if hidden is None else hidden
+        needed = prefill.sampled_tokens
+        if graphs is None or inputs.keeps_hidden or not (done := graphs.compute(inputs, needed)):
+            return self.hidden(inputs, needed)
+        self.drafting.prefill(self.table.columns, inputs, *done[1:])
+        return done.hidden
 
     def hidden(self, inputs: StepInputs, needed: Array | None = None) -> torch.Tensor:
         """The hidden states of a prefill's tokens, or only of those `needed`."""

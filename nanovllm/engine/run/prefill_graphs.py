@@ -7,35 +7,34 @@ tested, anywhere.
 """
 
 import functools
+from collections.abc import Iterable, Sequence
 from itertools import cycle
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from nanovllm.engine.run.device_table import BUFFERS, DeviceTable
 from nanovllm.engine.run.forward import Forward, contexts_of
 from nanovllm.engine.run.graphs import Capture
-from nanovllm.engine.run.step_inputs import PrefillInputs
+from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
+from nanovllm.engine.run.step_part import PaddedPart, PrefillSize, StepPart
 from nanovllm.engine.run.transfer import Array, upload_ahead
-from nanovllm.layers.context import NOTHING, Context
+from nanovllm.layers.context import Context
 
-# At most a third of a step's tokens are padding, but for the smallest ones.
-TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-
-
-class PrefillSize(NamedTuple):
-    """T tokens of fewer than S sequences: the last one is unused, and has the padding's rows."""
-
-    num_tokens: int
-    num_seqs: int
+# From 32 on, at most a third of a step's tokens are padding.
+TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 
 
-def sizes_up_to(num_running: int) -> list[PrefillSize]:
+def sizes_up_to(num_running: int, has_marks: bool = False) -> list[PrefillSize]:
     """The sizes to capture where at most `num_running` sequences run.
 
-    A quarter of the tokens may be sequences of their own, such as decoding ones.
+    A quarter of the tokens may be sequences of their own, such as decoding ones. Only some steps
+    have marks: they have fewer sizes.
     """
-    return [PrefillSize(tokens, 1 + min(num_running, max(8, tokens // 4))) for tokens in TOKENS]
+    sizes = [PrefillSize(tokens, 1 + min(num_running, max(8, tokens // 4))) for tokens in TOKENS]
+    marked = [size._replace(is_marked=True) for size in sizes[1::2]]
+    return sizes + marked if has_marks else sizes
 
 
 class PaddedArrays(NamedTuple):
@@ -76,38 +75,80 @@ class PaddedArrays(NamedTuple):
 
 def lengths_of(size: PrefillSize, num_groups: int) -> list[int]:
     """The 64-bit words of each of a size's arrays."""
-    tokens, seqs = size
+    tokens, seqs, _ = size
     ends = seqs // 2 + 1
     return [tokens, tokens, num_groups * tokens, seqs, seqs, ends, ends]
+
+
+class PaddedStep:
+    """The memory of a size: its arrays and those of step parts, on the host and on the device.
+
+    There are several copies on the host, as steps may not have been uploaded yet.
+    """
+
+    def __init__(
+        self, size: PrefillSize, num_groups: int, parts: Sequence[StepPart], device: torch.device
+    ) -> None:
+        padded = {part.name: part.padded(size) for part in parts}
+        self.parts = {name: part for name, part in padded.items() if part is not None}
+        lengths = [sum(lengths_of(size, num_groups)), *(p.words for p in self.parts.values())]
+
+        def allocate(
+            device: torch.device, pin_memory: bool
+        ) -> tuple[torch.Tensor, PaddedArrays, list[torch.Tensor]]:
+            memory = torch.zeros(
+                sum(lengths), dtype=torch.long, device=device, pin_memory=pin_memory
+            )
+            own, *others = torch.split(memory, lengths)
+            return memory, PaddedArrays.of(own, size, num_groups), others
+
+        pinned = device.type == "cuda"
+        self._hosts = cycle([allocate(torch.device("cpu"), pinned) for _ in range(BUFFERS)])
+        self._memory, self.arrays, self._others = allocate(device, pin_memory=False)
+        self.arrays.slots.fill_(-1)
+
+    def upload(self, inputs: StepInputs, needed: Array, unused_row: int) -> None:
+        """Send a step's arrays to the device, in the order of the device's work."""
+        assert inputs.prefill is not None
+        memory, arrays, others = next(self._hosts)
+        arrays.fill(inputs.prefill, needed, unused_row)
+        for part, words in zip(self.parts.values(), others, strict=True):
+            part.fill(words.numpy(), inputs)
+        self._memory.copy_(memory, non_blocking=True)
+
+    def read(self) -> dict[str, object]:
+        """The values that layers read of step parts, by their names."""
+        parts: Iterable[tuple[str, PaddedPart]] = self.parts.items()
+        values = zip(parts, self._others, strict=True)
+        return {name: part.read(words) for (name, part), words in values}
+
+
+class ShortPrefill(NamedTuple):
+    """What a graph has computed of a prefill's T tokens. The next replay overwrites it."""
+
+    hidden: torch.Tensor  # of the needed tokens
+    input_ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    context: Context  # of the first cache group
+    residuals: list[torch.Tensor]  # [T, hidden] each
 
 
 class PrefillGraphs:
     """The model for every size. A prefill runs in the next larger one, padded.
 
     Padding is stored nowhere, and belongs to no sequence. The attention backend must write zeros to
-    its rows: other layers compute them as any row, and no row depends on others.
+    its rows: other layers compute them as any row, and no row depends on others. `parts` are those
+    that layers read in a prefill.
     """
 
     def __init__(
-        self, forward: Forward, table: DeviceTable, num_groups: int, sizes: list[PrefillSize]
-    ) -> None:
+        self, forward: Forward, table: DeviceTable, num_groups: int, parts: Sequence[StepPart],
+        sizes: list[PrefillSize],
+    ) -> None:  # fmt: skip
         self.forward, self.table, self.num_groups, self.sizes = forward, table, num_groups, sizes
-        self.graphs: dict[PrefillSize, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        device = table.block_tables.device
-        self._device, self._memories = device, {}
-        for size in sizes:
-            hosts = []
-            for _ in range(BUFFERS):
-                host = self._memory(size, pin_memory=device.type == "cuda")
-                hosts.append((host, PaddedArrays.of(host, size, num_groups)))
-            memory = self._memory(size, device=device)
-            arrays = PaddedArrays.of(memory, size, num_groups)
-            arrays.slots.fill_(-1)
-            self._memories[size] = cycle(hosts), memory, arrays
-
-    def _memory(self, size: PrefillSize, **options: object) -> torch.Tensor:
-        words = sum(lengths_of(size, self.num_groups))
-        return torch.zeros(words, dtype=torch.long, **options)  # type: ignore[call-overload, no-any-return]
+        self.graphs: dict[PrefillSize, tuple[torch.cuda.CUDAGraph, ShortPrefill]] = {}
+        self._device = table.block_tables.device
+        self._steps = {size: PaddedStep(size, num_groups, parts, self._device) for size in sizes}
 
     def capture(self, capture: Capture) -> None:
         """Capture every size, largest first."""
@@ -120,52 +161,79 @@ class PrefillGraphs:
             graph.reset()
         self.graphs.clear()
 
-    def fitting(self, num_tokens: int, num_seqs: int, num_needed: int) -> PrefillSize | None:
+    def fitting(
+        self, num_tokens: int, num_seqs: int, num_needed: int, is_marked: bool = False
+    ) -> PrefillSize | None:
         """The smallest size for so many tokens, sequences and hidden states, if there is one."""
         most = max(num_seqs + 1, num_needed)
-        fitting = (s for s in self.sizes if num_tokens <= s.num_tokens and most <= s.num_seqs)
+        fitting = (
+            size for size in self.sizes
+            if num_tokens <= size.num_tokens and most <= size.num_seqs
+            and is_marked == size.is_marked
+        )  # fmt: skip
         return next(fitting, None)
 
-    def hidden(self, prefill: PrefillInputs, needed: Array) -> torch.Tensor | None:
-        """The hidden states of the tokens `needed`, or None if no size fits the prefill.
-
-        The next replay overwrites them.
-        """
-        size = self.fitting(len(prefill.input_ids), len(prefill.table_rows), len(needed))
+    def compute(self, inputs: StepInputs, needed: Array) -> ShortPrefill | None:
+        """Compute a prefill, with the hidden states of the tokens `needed`; None if none fits."""
+        prefill = inputs.prefill
+        assert prefill is not None
+        num_tokens, num_seqs = len(prefill.input_ids), len(prefill.table_rows)
+        size = self.fitting(num_tokens, num_seqs, len(needed), inputs.is_marked)
         if size is None:
             return None
-        hosts, memory, arrays = self._memories[size]
-        host, host_arrays = next(hosts)
-        host_arrays.fill(prefill, needed, self.table.layout.unused_row)
-        memory.copy_(host, non_blocking=True)
+        step = self._steps[size]
+        step.upload(inputs, needed, self.table.layout.unused_row)
         pending = prefill.pending()
         if len(pending[0]):
             self.table.share()
-            uploaded = upload_ahead(self._device, *pending)
-            arrays.input_ids.copy_(self.table.fill_pending(arrays.input_ids, *uploaded))
+            ids = step.arrays.input_ids
+            ids.copy_(self.table.fill_pending(ids, *upload_ahead(self._device, *pending)))
         if size in self.graphs:
-            graph, hidden = self.graphs[size]
+            graph, computed = self.graphs[size]
             graph.replay()
         else:
-            hidden = self.run(size)
-        return hidden[: len(needed)]
+            computed = self.run(size)
+        return _without_padding(computed, prefill, len(needed))
 
-    def run(self, size: PrefillSize) -> torch.Tensor:
-        """Compute the hidden states of a size's arrays."""
-        *_, arrays = self._memories[size]
+    def run(self, size: PrefillSize) -> ShortPrefill:
+        """Compute a size's arrays."""
+        step = self._steps[size]
+        ids, positions, slots, rows, needed, q_ends, k_ends = step.arrays
         tables: list[torch.Tensor | None] = [
-            table.index_select(0, arrays.table_rows)
-            for table in self.table.block_tables[: self.num_groups]
+            table.index_select(0, rows) for table in self.table.block_tables[: self.num_groups]
         ]
         context = Context(
             is_prefill=True,
-            slot_mapping=arrays.slots[0],
-            cu_seqlens_q=arrays.q_ends,
-            cu_seqlens_k=arrays.k_ends,
+            slot_mapping=slots[0],
+            cu_seqlens_q=q_ends,
+            cu_seqlens_k=k_ends,
             max_seqlen_q=size.num_tokens,
             max_seqlen_k=self.table.layout.max_blocks * self.table.layout.block_size,
             block_tables=tables[0],
         )
-        contexts = contexts_of(context, arrays.slots[1:], tables[1:])
-        read = arrays.input_ids, arrays.positions, contexts, NOTHING, arrays.needed
-        return self.forward(*read)[0]
+        contexts = contexts_of(context, slots[1:], tables[1:])
+        hidden, residuals = self.forward(ids, positions, contexts, step.read(), needed)
+        return ShortPrefill(hidden, ids, positions, context, residuals)
+
+
+def _without_padding(
+    computed: ShortPrefill, prefill: PrefillInputs, num_needed: int
+) -> ShortPrefill:
+    """A prefill's own rows of what its size has computed."""
+    hidden, ids, positions, context, residuals = computed
+    num_tokens, num_seqs = len(prefill.input_ids), len(prefill.table_rows)
+    assert context.cu_seqlens_q is not None and context.cu_seqlens_k is not None
+    assert context.block_tables is not None
+    own = Context(
+        is_prefill=True,
+        slot_mapping=context.slot_mapping[:num_tokens],
+        cu_seqlens_q=context.cu_seqlens_q[: num_seqs + 1],
+        cu_seqlens_k=context.cu_seqlens_k[: num_seqs + 1],
+        max_seqlen_q=int(np.diff(prefill.cu_seqlens_q).max()),
+        max_seqlen_k=int(np.diff(prefill.cu_seqlens_k).max()),
+        block_tables=context.block_tables[:num_seqs],
+    )
+    return ShortPrefill(
+        hidden[:num_needed], ids[:num_tokens], positions[:num_tokens], own,
+        [residual[:num_tokens] for residual in residuals],
+    )  # fmt: skip

@@ -192,16 +192,19 @@ class Shard:
     def prefill_graphs(self, num_running: int) -> "PrefillGraphs | None":
         """Prefills of all captured sizes, not captured; they run on any device.
 
-        None if layers or drafts read more of a prefill than tokens and KV, or if ranks exchange.
+        None if attention or a part that layers read cannot compute padding, or if ranks exchange.
         """
-        groups = self.caches.groups.groups
-        is_plain = groups and not self.caches.slots_per_sequence and self.ranks.size == 1
-        is_plain = is_plain and type(self.drafting).prefill is DeviceDrafting.prefill
-        if not is_plain or not all(group.attention.clears_rows for group in groups):
+        groups, base = self.caches.groups.groups, StepPart
+        parts = [part for part in self.parts if type(part).in_prefill is not base.in_prefill]
+        pads = all(type(part).padded is not base.padded for part in parts)
+        if not pads or not all(group.attention.clears_rows for group in groups):
+            return None
+        if not groups or self.ranks.size > 1:
             return None
         from nanovllm.engine.run.prefill_graphs import PrefillGraphs, sizes_up_to
 
-        return PrefillGraphs(self.forward, self.table, len(groups), sizes_up_to(num_running))
+        sizes = sizes_up_to(num_running, self.marking is not None)
+        return PrefillGraphs(self.forward, self.table, len(groups), parts, sizes)
 
     def capture_graphs(self, num_running: int) -> int:
         """Capture decode steps and short prefills; returns how many graphs there are."""

@@ -1,7 +1,7 @@
 """StepPart: what a feature adds to the steps of one rank. The base class adds nothing."""
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -18,6 +18,26 @@ if TYPE_CHECKING:
     from nanovllm.engine.run.reports import Columns
 
 TAKEN = "taken_tokens"  # the array of the tokens that a `HiddenReader` asks for
+
+
+class PrefillSize(NamedTuple):
+    """T tokens of fewer than S sequences: the last one is unused, and has the padding's rows."""
+
+    num_tokens: int
+    num_seqs: int
+    is_marked: bool = False
+
+
+class PaddedPart(Protocol):
+    """A part's arrays in captured prefills of one size: `words` of 64 bits."""
+
+    words: int
+
+    def fill(self, words: Array, inputs: StepInputs) -> None:
+        """Write a step's arrays to the host's copy."""
+
+    def read(self, words: torch.Tensor) -> Any:
+        """The values that layers read, from the device's copy. Graphs capture this."""
 
 
 class StepPart:
@@ -64,6 +84,10 @@ class StepPart:
         decoding: Decoding,  # noqa: ARG002
     ) -> Any:
         """The values that layers read in a decode step, or None. Decode graphs capture this."""
+        return None
+
+    def padded(self, size: PrefillSize) -> PaddedPart | None:  # noqa: ARG002
+        """What layers read in captured prefills of this size, in place of `in_prefill`."""
         return None
 
     def tokens(self, inputs: StepInputs) -> Array | None:  # noqa: ARG002

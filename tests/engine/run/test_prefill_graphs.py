@@ -17,11 +17,12 @@ from nanovllm.engine.run.prefill_graphs import (
     TOKENS,
     PaddedArrays,
     PrefillGraphs,
-    PrefillSize,
+    ShortPrefill,
     lengths_of,
     sizes_up_to,
 )
 from nanovllm.engine.run.step_inputs import PrefillInputs
+from nanovllm.engine.run.step_part import PrefillSize
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
@@ -45,7 +46,7 @@ def use_graphs(llm: LLM) -> list[PrefillSize]:
     assert graphs is not None
     run, sizes = graphs.run, []
 
-    def recording(size: PrefillSize) -> torch.Tensor:
+    def recording(size: PrefillSize) -> ShortPrefill:
         sizes.append(size)
         return run(size)
 
@@ -116,7 +117,7 @@ def test_many_sequences_need_a_larger_size() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "seqs", "needed", "found"),
-    [(16, 8, 8, 16), (16, 9, 8, 48), (17, 1, 1, 32), (10, 1, 10, 48), (1025, 1, 1, None)],
+    [(16, 8, 8, 16), (16, 9, 8, 48), (17, 1, 1, 32), (10, 1, 10, 48), (2049, 1, 1, None)],
 )
 def test_one_sequence_of_a_size_stays_unused(
     tokens: int, seqs: int, needed: int, found: int | None, model_dir: Path
