@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafts import Adversary, speculate
+from drafts import Adversary, speculate, use_graphs
 from families import SAMPLES, spaces
 from families.describe import write
 from reference import (
@@ -30,6 +30,8 @@ from reference import (
 )
 
 from nanovllm import SamplingParams
+from nanovllm.engine.run.prefill_graphs import ShortPrefill
+from nanovllm.engine.run.step_part import PrefillSize
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
@@ -48,6 +50,27 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def has_kv(case: Case) -> bool:
     return "mamba2" not in (case.path / "config.json").read_text()
+
+
+@pytest.mark.parametrize("chunk", [20, 300])
+def test_padded_prefills_leave_the_same_states(chunk: int, case: Case) -> None:
+    if not has_kv(case):
+        return
+    with make_llm(case.path, attention_backend="torch", max_num_batched_tokens=chunk) as llm:
+        use_graphs(llm)
+        graphs = llm.model_runner.shard.short_prefills
+        assert graphs is not None
+        run, sizes = graphs.run, []
+
+        def recording(size: PrefillSize) -> ShortPrefill:
+            sizes.append(size)
+            return run(size)
+
+        graphs.run = recording  # type: ignore[method-assign]
+        for _ in range(2):  # then from checkpoints
+            assert_same(generate(llm, case), case.expected)
+        assert sizes
+        audit_at_rest(llm)
 
 
 @pytest.mark.sampled(share=0.08)

@@ -123,10 +123,14 @@ class AdapterPart(StepPart):
 
 
 class PaddedMarks:
-    """The slots of a captured prefill's tokens; none for padding."""
+    """The slots of a captured prefill's tokens, as many as `words`; none for padding."""
 
     def __init__(self, words: int, rows_of: Callable[[torch.Tensor], AdapterRows]) -> None:
         self.words, self._rows_of = words, rows_of
+
+    def fits(self, inputs: StepInputs) -> bool:  # noqa: ARG002
+        """Any step's slots fit."""
+        return True
 
     def fill(self, words: Array, inputs: StepInputs) -> None:
         """Write a step's slots."""

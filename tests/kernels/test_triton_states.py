@@ -4,11 +4,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import recurrences
 import torch
 from recurrences import CHECKPOINTS, DUMP, Prefill, decode_step, slots_of
 
+from nanovllm.engine.cache.padded_states import PaddedStates
+from nanovllm.engine.run.device_table import NO_CHANGES
+from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
+from nanovllm.engine.run.step_part import PrefillSize
 from nanovllm.kernels.operands.rates import ChannelRates, DeltaRates, SpaceRates
 from nanovllm.kernels.operands.state_chunks import divide
 from nanovllm.kernels.operands.state_step import StateStep
@@ -182,6 +187,47 @@ def test_a_sequence_depends_on_no_other_one_and_on_no_step(
         outs, before = run(TRITON, shape, (*part, before), step)
         assert torch.equal(outs, alone[start:end])
     assert torch.equal(before[1], alone_states[1])
+
+
+def padded_step(step: StateStep, num_rows: int, device: str) -> StateStep:
+    """A step in memory for more rows and sequences, as captured prefills have it."""
+    ends = step.ends
+    others = [np.zeros(0, np.int64)] * 5
+    prefill = PrefillInputs(np.zeros(ends[-1], np.int64), *others[:2], ends, ends, *others[:3])
+    arrays = {
+        "states_before": step.before.cpu().numpy(), "states_after": step.after.cpu().numpy(),
+        "states_starts": step.starts,
+    }  # fmt: skip
+    inputs = StepInputs(len(ends) - 1, 0, NO_CHANGES, prefill, arrays=arrays)
+    padded = PaddedStates(PrefillSize(num_rows, len(ends) + 2))
+    words = torch.full((padded.words,), 77)
+    assert padded.fits(inputs)
+    padded.fill(words.numpy(), inputs)
+    return padded.read(words.to(device))
+
+
+@pytest.mark.parametrize("prefill", [MANY, FEW], ids=["many", "few"])
+@pytest.mark.parametrize(
+    "shape", [Delta(1, 1, 64, 32, torch.bfloat16), Delta(), Channels(), Space(),
+              Space(1, 2, 32, 16, torch.bfloat16)], ids=str
+)  # fmt: skip
+def test_padding_changes_no_sequence(shape: Shape, prefill: Prefill, kernel_device: str) -> None:
+    step = prefill.step(kernel_device)
+    rows = len(step.after)
+    *inputs, states = shape.make(rows + 80, kernel_device)
+    own = [each[:rows] if torch.is_tensor(each) else each for each in inputs]
+    out, new = run(TRITON, shape, (*own, states), step)
+    padded = padded_step(step, rows + 80, kernel_device)
+    found, found_states = run(TRITON, shape, (*inputs, states), padded)
+    assert torch.equal(found[:rows], out) and not found[rows:].any()
+    assert torch.equal(found_states[:DUMP], new[:DUMP])
+    x = inputs[0][:, :64]
+    weight, old = x[:4].T.contiguous(), slots_of((3, x.shape[1]), shape.dtype, kernel_device)
+    kept = old.clone()
+    out = TRITON.causal_conv(x[:rows], weight, None, old, step, True)
+    found = TRITON.causal_conv(x, weight, None, kept, padded, True)
+    assert torch.equal(found[:rows], out) and not found[rows:].any()
+    assert torch.equal(kept[:DUMP], old[:DUMP])
 
 
 def test_chunks_end_at_positions_kept_tokens_and_sequences() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 from nanovllm.engine.cache.state_pool import StatePool
 from nanovllm.engine.run.device_table import DeviceTable
 from nanovllm.engine.run.step_inputs import StepInputs
-from nanovllm.engine.run.step_part import StepPart
+from nanovllm.engine.run.step_part import PaddedPart, PrefillSize, StepPart
 from nanovllm.engine.run.transfer import Array, upload_ahead
 from nanovllm.engine.schedule.batch import NO_COPIES, Batch, Size
 from nanovllm.kernels.operands.state_step import StateStep
@@ -58,6 +58,12 @@ class StatePart(StepPart):
         slots = upload_ahead(self._pool.device, before, after)
         starts = inputs.arrays.get("states_starts")
         return StateStep(slots[0], slots[1], ends, starts=starts, kept=after)
+
+    def padded(self, size: PrefillSize) -> PaddedPart:
+        """Where captured prefills find and leave states."""
+        from nanovllm.engine.cache.padded_states import PaddedStates
+
+        return PaddedStates(size)
 
     def in_decode(self, table: DeviceTable, size: Size, decoding: Decoding) -> Any:
         """Where the queries of a decode step find and leave states."""

@@ -18,7 +18,7 @@ from nanovllm.engine.run.device_table import BUFFERS, DeviceTable
 from nanovllm.engine.run.forward import Forward, contexts_of
 from nanovllm.engine.run.graphs import Capture
 from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
-from nanovllm.engine.run.step_part import PaddedPart, PrefillSize, StepPart
+from nanovllm.engine.run.step_part import PaddedPart, PrefillSize, StepPart, aligned
 from nanovllm.engine.run.transfer import Array, upload_ahead
 from nanovllm.layers.context import Context
 
@@ -51,11 +51,10 @@ class PaddedArrays(NamedTuple):
     @classmethod
     def of(cls, memory: torch.Tensor, size: PrefillSize, num_groups: int) -> "PaddedArrays":
         """The parts of a memory of `lengths_of(size, num_groups)` words."""
-        ends = size.num_seqs + 1
-        ids, positions, slots, rows, needed, *words = torch.split(
-            memory, lengths_of(size, num_groups)
-        )
-        q_ends, k_ends = (part.view(torch.int32)[:ends] for part in words)
+        seqs = size.num_seqs
+        ids, positions, slots, *of_seqs = torch.split(memory, lengths_of(size, num_groups))
+        rows, needed = (part[:seqs] for part in of_seqs[:2])
+        q_ends, k_ends = (part.view(torch.int32)[: seqs + 1] for part in of_seqs[2:])
         return cls(ids, positions, slots.view(num_groups, -1), rows, needed, q_ends, k_ends)
 
     def fill(self, prefill: PrefillInputs, needed: Array, unused_row: int) -> None:
@@ -76,8 +75,8 @@ class PaddedArrays(NamedTuple):
 def lengths_of(size: PrefillSize, num_groups: int) -> list[int]:
     """The 64-bit words of each of a size's arrays."""
     tokens, seqs, _ = size
-    ends = seqs // 2 + 1
-    return [tokens, tokens, num_groups * tokens, seqs, seqs, ends, ends]
+    ends = aligned(seqs // 2 + 1)
+    return [tokens, tokens, num_groups * tokens, aligned(seqs), aligned(seqs), ends, ends]
 
 
 class PaddedStep:
@@ -91,7 +90,8 @@ class PaddedStep:
     ) -> None:
         padded = {part.name: part.padded(size) for part in parts}
         self.parts = {name: part for name, part in padded.items() if part is not None}
-        lengths = [sum(lengths_of(size, num_groups)), *(p.words for p in self.parts.values())]
+        others = (aligned(part.words) for part in self.parts.values())
+        lengths = [sum(lengths_of(size, num_groups)), *others]
 
         def allocate(
             device: torch.device, pin_memory: bool
@@ -182,6 +182,8 @@ class PrefillGraphs:
         if size is None:
             return None
         step = self._steps[size]
+        if not all(part.fits(inputs) for part in step.parts.values()):
+            return None
         step.upload(inputs, needed, self.table.layout.unused_row)
         pending = prefill.pending()
         if len(pending[0]):

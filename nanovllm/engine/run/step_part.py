@@ -28,10 +28,18 @@ class PrefillSize(NamedTuple):
     is_marked: bool = False
 
 
+def aligned(words: int) -> int:
+    """A number of 64-bit words after which the next array is aligned, as kernels expect it."""
+    return words + words % 2
+
+
 class PaddedPart(Protocol):
-    """A part's arrays in captured prefills of one size: `words` of 64 bits."""
+    """A part's arrays in captured prefills of one size: `words` of 64 bits, or one more."""
 
     words: int
+
+    def fits(self, inputs: StepInputs) -> bool:
+        """Whether the part has room for a step, which `fill` may be called with next."""
 
     def fill(self, words: Array, inputs: StepInputs) -> None:
         """Write a step's arrays to the host's copy."""

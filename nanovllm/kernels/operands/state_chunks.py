@@ -18,6 +18,7 @@ class StateChunks(NamedTuple):
     states, and with its sequence's part. Kept tokens end KV blocks: with blocks of a multiple of
     CHUNK tokens, results depend on no other sequence of the step. Sequences that are not short come
     first. Rows of the tables have 16 or 32 bytes, as kernels are compiled for aligned addresses.
+    Both tables may have rows without tokens, of which kernels compute nothing.
     """
 
     # [chunks, 4]: the first row, the number of tokens, the sequence, and its first row
@@ -40,8 +41,25 @@ class StateChunks(NamedTuple):
         return self.parts[self.num_long :]
 
 
+class ChunkTables(NamedTuple):
+    """The tables of `StateChunks` on the host, in int64."""
+
+    chunks: torch.Tensor
+    parts: torch.Tensor
+    kept: torch.Tensor
+    num_long: int
+    num_long_chunks: int
+
+
 def divide(ends: Any, starts: Any, after: Any, device: torch.device) -> StateChunks:
-    """The chunks of sequences whose tokens are the rows `ends[b]:ends[b + 1]`, with one upload.
+    """The chunks of sequences on the device, with one upload; `chunk_tables` has the arguments."""
+    tables = chunk_tables(ends, starts, after)
+    chunks, parts, kept = upload([tables.chunks, tables.parts, tables.kept], device)
+    return StateChunks(chunks, parts, kept, tables.num_long, tables.num_long_chunks)
+
+
+def chunk_tables(ends: Any, starts: Any, after: Any) -> ChunkTables:
+    """The chunks of sequences whose tokens are the rows `ends[b]:ends[b + 1]`.
 
     Arrays on the host: sequence b's first token has position `starts[b]`, or 0 without `starts`;
     states are kept after the tokens with `after` of 0 or more.
@@ -69,8 +87,7 @@ def divide(ends: Any, starts: Any, after: Any, device: torch.device) -> StateChu
         kept_ends[order + 1], torch.zeros_like(order),
     ], dim=1)  # fmt: skip
     num_long = int((lengths > FEW).sum())
-    chunks, parts, kept = upload([chunks, parts, kept], device)
-    return StateChunks(chunks, parts, kept, num_long, int(chunk_ends[num_long]))
+    return ChunkTables(chunks, parts, kept, num_long, int(chunk_ends[num_long]))
 
 
 def _ends(counts: torch.Tensor) -> torch.Tensor:

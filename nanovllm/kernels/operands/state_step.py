@@ -29,7 +29,7 @@ class StateStep:
     token; -1, the last slot, for states that are not kept. Sequence b's tokens are the rows
     `ends[b]:ends[b + 1]`, where `ends` is on the host; in a decode step each has `num_queries`.
     A prefill may have two more arrays on the host: the position of each sequence's first token,
-    and a copy of `after`.
+    and a copy of `after`. If it `is_padded`, its last rows belong to no sequence.
     """
 
     before: torch.Tensor
@@ -38,8 +38,13 @@ class StateStep:
     num_queries: int = 1
     starts: Any = None  # a NumPy array [B]; None: all are 0
     kept: Any = None  # a NumPy array [T]; None: `chunks` waits for the device
+    is_padded: bool = False
     _batches: list[StateBatch] | None = None
     _chunks: "StateChunks | None" = None
+
+    def outputs(self, x: torch.Tensor, *shape: int) -> torch.Tensor:
+        """Memory of the type of x for results of the step's rows; zeros if some are padding."""
+        return x.new_zeros(shape) if self.is_padded else x.new_empty(shape)
 
     @property
     def batches(self) -> list[StateBatch]:
@@ -63,17 +68,22 @@ class StateStep:
             self._chunks = divide(self.ends, self.starts, kept, self.after.device)
         return self._chunks
 
+    def use_chunks(self, chunks: "StateChunks") -> None:
+        """Use these chunks of the prefill."""
+        self._chunks = chunks
+
     def _prefill_batches(self) -> list[StateBatch]:
         ends = torch.as_tensor(self.ends, dtype=torch.int64)
         lengths = ends.diff()
         members = [
-            (lengths == length).nonzero().flatten() for length in sorted({*lengths.tolist()})
+            (lengths == length).nonzero().flatten() for length in sorted({*lengths.tolist()} - {0})
         ]
         rows = [ends[alike, None] + torch.arange(int(lengths[alike[0]])) for alike in members]
         # All numbers travel to the device together.
         numbers = torch.cat([*members, *(part.flatten() for part in rows)]).to(self.after.device)
-        indices = torch.split(numbers[: len(lengths)], [len(alike) for alike in members])
-        places = torch.split(numbers[len(lengths) :], [part.numel() for part in rows])
+        count = sum(map(len, members))
+        indices = torch.split(numbers[:count], [len(alike) for alike in members])
+        places = torch.split(numbers[count:], [part.numel() for part in rows])
         tables = [place.view(part.shape) for place, part in zip(places, rows, strict=True)]
         return [
             StateBatch(table, self.before[index], self.after[table])

@@ -30,7 +30,7 @@ def channel_delta(
     q, k = unit(q.float()) * key_size**-0.5, unit(k.float())
     forget = log_forget(a.float() + rates.bias, rates, num_heads).exp()
     learn = b.float().sigmoid()
-    out = torch.empty_like(v)
+    out = step.outputs(v, *v.shape)
     for rows, before, after in step.batches:
         memory = states[before]
         for row, slot in zip(rows.unbind(1), after.unbind(1), strict=True):

@@ -34,7 +34,7 @@ def gated_delta(
     q = q * key_size**-0.5
     forget = (-rates.log_rate.exp() * F.softplus(a.float() + rates.bias)).exp()
     learn = b.float().sigmoid() * rates.most
-    out = torch.empty_like(v)
+    out = step.outputs(v, *v.shape)
     for rows, before, after in step.batches:
         memory = states[before]
         for row, slot in zip(rows.unbind(1), after.unbind(1), strict=True):

@@ -31,7 +31,7 @@ def state_space(
     b, c = (each.repeat_interleave(shared, dim=1) for each in (b, c))
     time = F.softplus(dt.float() + rates.bias).clamp(rates.low, rates.high)
     forget = (-rates.log_rate.exp() * time).exp()
-    out = torch.empty_like(x)
+    out = step.outputs(x, *x.shape)
     for rows, before, after in step.batches:
         state = states[before]
         for row, slot in zip(rows.unbind(1), after.unbind(1), strict=True):

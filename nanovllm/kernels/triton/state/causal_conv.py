@@ -191,7 +191,7 @@ def causal_conv(
     """
     channels, width = weight.shape
     assert x.stride(1) == 1 and weight.is_contiguous() and states[0].is_contiguous()
-    out = x.new_empty(x.shape)
+    out = step.outputs(x, *x.shape)
     inputs = (x, weight, weight if bias is None else bias, states, step.before)
     strides = x.stride(0), states.stride(0)
     is_fixed = {"C": channels, "W": width}

@@ -23,7 +23,7 @@ def channel_delta(
     _, num_heads, _, value_size = states.shape
     assert qkv.stride(1) == 1 and states[0].is_contiguous()
     a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
-    out = qkv.new_empty(len(qkv), num_heads, value_size)
+    out = step.outputs(qkv, len(qkv), num_heads, value_size)
     parts = None if step.ends is None else step.chunks.parts
     one_by_one(qkv, a, b, rates, states, step, parts, out)
     return out

@@ -72,6 +72,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     number = tl.program_id(0)
     head, chunk_ptr = number % H, chunks_ptr + number // H * 4
     first, count = tl.load(chunk_ptr).to(tl.int64), tl.load(chunk_ptr + 1)
+    if count == 0:
+        return
     token, other = tl.arange(0, CHUNK), tl.arange(0, CHUNK)[None, :]
     row, real = first + token, token < count
     a = tl.load(a_ptr + row * a_stride + head, mask=real, other=0.0).to(tl.float32)
@@ -124,6 +126,9 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     blocks: tl.constexpr = (DV + BLOCK_V - 1) // BLOCK_V
     number = tl.program_id(0)
     head, part_ptr = number // blocks % H, parts_ptr + number // (blocks * H) * 8
+    begin, end = tl.load(part_ptr + 3), tl.load(part_ptr + 4)
+    if begin == end:
+        return
     k_at = tl.arange(0, BLOCK_K)
     v_at = number % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     memory_at = states_ptr + head * (DK * DV) + k_at[:, None] * DV + v_at[None, :]
@@ -132,7 +137,6 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     memory = tl.load(memory_at + slot * slot_stride, mask=inside, other=0.0)
     token, other = tl.arange(0, CHUNK), tl.arange(0, CHUNK)[None, :]
     dtype = w_ptr.dtype.element_ty
-    begin, end = tl.load(part_ptr + 3), tl.load(part_ptr + 4)
     # Where the next chunk is, how much it forgets and its slot are read during this one.
     first, count = tl.load(chunks_ptr + begin * 4).to(tl.int64), tl.load(chunks_ptr + begin * 4 + 1)
     shrink_ptr, last = factors_ptr + head * 4 + 2, first + count - 1

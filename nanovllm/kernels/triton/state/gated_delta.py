@@ -41,6 +41,8 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
     number = tl.program_id(0)
     head = number // blocks % H
     sequence, first, count = tokens_of(parts_ptr, number // (blocks * H), QUERIES)
+    if count == 0:
+        return
     k_at = tl.arange(0, BLOCK_K)
     v_at = number % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     memory_at = states_ptr + head * (DK * DV) + k_at[:, None] * DV + v_at[None, :]
@@ -99,7 +101,7 @@ def gated_delta(
     _, num_heads, key_size, value_size = states.shape
     assert qkv.stride(1) == 1 and states[0].is_contiguous()
     a, b = (x if x.stride(1) == 1 else x.contiguous() for x in (a, b))
-    out = qkv.new_empty(len(qkv), num_heads, value_size)
+    out = step.outputs(qkv, len(qkv), num_heads, value_size)
     if step.ends is None:
         one_by_one(qkv, a, b, rates, states, step, None, out)
         return out

@@ -48,6 +48,8 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     """
     chunk_ptr, part = chunks_ptr + tl.program_id(0) * 4, tl.program_id(1)
     first, count = tl.load(chunk_ptr).to(tl.int64), tl.load(chunk_ptr + 1)
+    if count == 0:
+        return
     token = tl.arange(0, CHUNK)
     row, real = first + token, token < count
     if part < G:
@@ -93,6 +95,9 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     number = tl.program_id(0)
     block, head, part_ptr = number % blocks, number // blocks % H, number // (blocks * H) * 8
     part_ptr += parts_ptr
+    begin, end = tl.load(part_ptr + 3), tl.load(part_ptr + 4)
+    if begin == end:
+        return
     n = block // blocks_p * BLOCK_N + tl.arange(0, BLOCK_N)
     p = block % blocks_p * BLOCK_P + tl.arange(0, BLOCK_P)
     state_at = states_ptr + head * (P * N) + p[None, :] * N + n[:, None]
@@ -102,7 +107,6 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     state = tl.load(state_at + slot * slot_stride, mask=inside, other=0.0)
     token = tl.arange(0, CHUNK)
     logs_ptr = times_ptr + (H + head).to(tl.int64) * num_tokens
-    begin, end = tl.load(part_ptr + 3), tl.load(part_ptr + 4)
     keep_at += begin.to(tl.int64) * (H * P * N)
     # Where the next chunk is, what it forgets and its slot are read during this one.
     first, count = tl.load(chunks_ptr + begin * 4).to(tl.int64), tl.load(chunks_ptr + begin * 4 + 1)
@@ -140,6 +144,8 @@ def _output_kernel(  # type: ignore[no-untyped-def]
     number = tl.program_id(0)
     head, chunk = number // blocks % H, number // (blocks * H)
     first, count = tl.load(chunks_ptr + chunk * 4).to(tl.int64), tl.load(chunks_ptr + chunk * 4 + 1)
+    if count == 0:
+        return
     token, other = tl.arange(0, CHUNK), tl.arange(0, CHUNK)[None, :]
     row, real = first + token, token < count
     p = number % blocks * BLOCK_P + tl.arange(0, BLOCK_P)[None, :]

@@ -33,6 +33,8 @@ def _recurrent_kernel(  # type: ignore[no-untyped-def]
     number = tl.program_id(0)
     head = number // blocks % H
     sequence, first, count = tokens_of(parts_ptr, number // (blocks * H), QUERIES)
+    if count == 0:
+        return
     n = tl.arange(0, BLOCK_N)
     p = number % blocks * BLOCK_P + tl.arange(0, BLOCK_P)
     state_at = states_ptr + head * (P * N) + p[:, None] * N + n[None, :]
@@ -75,7 +77,7 @@ def state_space(
     _, num_heads, head_dim, _ = states.shape
     assert xbc.stride(1) == 1 and states[0].is_contiguous()
     dt = dt if dt.stride(1) == 1 else dt.contiguous()
-    out = xbc.new_empty(len(xbc), num_heads, head_dim)
+    out = step.outputs(xbc, len(xbc), num_heads, head_dim)
     if step.ends is None:
         _one_by_one(xbc, dt, rates, states, step, None, out)
         return out

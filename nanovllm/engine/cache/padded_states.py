@@ -1,0 +1,89 @@
+"""The slots of states in captured prefills of one size, and their chunks, padded."""
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.engine.run.step_inputs import StepInputs
+from nanovllm.engine.run.step_part import PrefillSize, aligned
+from nanovllm.engine.run.transfer import Array
+from nanovllm.kernels.operands.state_chunks import CHUNK, ChunkTables, StateChunks, chunk_tables
+from nanovllm.kernels.operands.state_step import StateStep
+
+
+class _Arrays(NamedTuple):
+    before: torch.Tensor  # [S]
+    after: torch.Tensor  # [T]
+    ends: torch.Tensor  # [S + 1]
+    chunks: torch.Tensor  # [C, 4], int32
+    parts: torch.Tensor  # [2 * S, 8], int32: those of long sequences, then those of short ones
+    kept: torch.Tensor  # [T], int32
+
+
+class PaddedStates:
+    """The arrays of a step with states. Unused chunks and parts have no tokens."""
+
+    def __init__(self, size: PrefillSize) -> None:
+        self.size = size
+        # A sequence has up to two chunks more than it fills, and some for kept states within it.
+        self.num_long_chunks = size.num_tokens // CHUNK + 2 * size.num_seqs
+        self._num_chunks = self.num_long_chunks + 2 * size.num_seqs
+        tokens, seqs, _ = size
+        self._lengths = [
+            aligned(seqs), tokens, aligned(seqs + 1), 2 * self._num_chunks, 8 * seqs, tokens // 2
+        ]  # fmt: skip
+        self.words = sum(self._lengths)
+        self._tables: ChunkTables | None = None  # of the step that was asked for last
+
+    def fits(self, inputs: StepInputs) -> bool:
+        """Whether the step's chunks fit."""
+        assert inputs.prefill is not None
+        arrays = inputs.arrays
+        self._tables = tables = chunk_tables(
+            inputs.prefill.cu_seqlens_q, arrays["states_starts"], arrays["states_after"]
+        )
+        num_short = len(tables.chunks) - tables.num_long_chunks
+        return (
+            tables.num_long_chunks <= self.num_long_chunks and num_short <= 2 * self.size.num_seqs
+        )
+
+    def fill(self, words: Array, inputs: StepInputs) -> None:
+        """Write a step's slots and chunks."""
+        assert inputs.prefill is not None and self._tables is not None
+        own, (tables, num_seqs) = self._parts(torch.from_numpy(words)), (self._tables, self.size[1])
+        for tensor, array, padding in (
+            (own.before, inputs.arrays["states_before"], 0),
+            (own.after, inputs.arrays["states_after"], -1),
+            (own.ends, inputs.prefill.cu_seqlens_q, len(inputs.prefill.input_ids)),
+        ):
+            tensor[: len(array)] = torch.from_numpy(array)
+            tensor[len(array) :] = padding
+        own.chunks.zero_()
+        own.parts.zero_()
+        long, short = tables.num_long_chunks, len(tables.chunks) - tables.num_long_chunks
+        own.chunks[:long] = tables.chunks[:long]
+        own.chunks[self.num_long_chunks :][:short] = tables.chunks[long:]
+        own.parts[: tables.num_long] = tables.parts[: tables.num_long]
+        own.parts[num_seqs:][: len(tables.parts) - tables.num_long] = tables.parts[
+            tables.num_long :
+        ]
+        own.kept[: len(tables.kept)] = tables.kept
+
+    def read(self, words: torch.Tensor) -> StateStep:
+        """Where the rows find and leave states."""
+        own = self._parts(words)
+        chunks = StateChunks(
+            own.chunks, own.parts, own.kept, self.size.num_seqs, self.num_long_chunks
+        )
+        # Plain kernels read the ends on the host, and are not captured.
+        ends = own.ends.numpy() if words.device.type == "cpu" else ()
+        step = StateStep(own.before, own.after, ends, is_padded=True)
+        step.use_chunks(chunks)
+        return step
+
+    def _parts(self, words: torch.Tensor) -> _Arrays:
+        before, after, ends, *tables = torch.split(words, self._lengths)
+        chunks, parts, kept = (table.view(torch.int32) for table in tables)
+        seqs = self.size.num_seqs
+        before, ends = before[:seqs], ends[: seqs + 1]
+        return _Arrays(before, after, ends, chunks.view(-1, 4), parts.view(-1, 8), kept)
