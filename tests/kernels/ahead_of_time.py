@@ -958,8 +958,9 @@ SPILLS = {
     "block_products, 256 rows, Q8_0": 16,  # not on Hopper, whose tiles are larger
     "few_adapted_rows, 1024, 64 rows": 16,
     # States of chunks: less on Hopper, where products read from shared memory.
-    "gated_delta, Qwen3-Next, prefill": 224,
-    "gated_delta, float16": 208,
+    "gated_delta, Qwen3-Next, prefill": 240,
+    "gated_delta, float16": 224,
+    "gated_delta, keys of 96, prefill": 16,
     "state_space, Mamba-2, prefill": 16,  # on an RTX 50
     "quantized_rows": 96,  # those with 32 rows and more, and a few numbers of float32
 }

@@ -30,18 +30,20 @@ MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels on
 class Capture:
     """Captures calls as CUDA graphs, all in one memory pool: one of them runs at a time.
 
-    The stream is created here: PyTorch's own stream for captures belongs to the first device.
+    Lazy initialization must not happen under capture: each call runs once before, unless all calls
+    have run in this process (`has_run`). The stream is created here, as PyTorch's own belongs to the first device.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, has_run: bool = False) -> None:
+        self._device, self._has_run = device, has_run
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """The graph of a call, and its result, which each replay overwrites."""
-        run()  # lazy initialization must not happen under capture
-        torch.cuda.synchronize(self._device)
+        if not self._has_run:
+            run()
+            torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         where = self._pool, self._stream
         with torch.cuda.graph(graph, *where, capture_error_mode="thread_local"):

@@ -74,6 +74,7 @@ class Shard:
         self.marking = next((part for part in self.parts if part.marks_rows), None)
         self.graphs: DecodeGraphs | None = None
         self.short_prefills: PrefillGraphs | None = None
+        self._has_captured = False
         self._num_threads = num_threads
         self._make_redraws = make_redraws
         self.memory = memory  # of weights and caches, if sleep can free it
@@ -213,9 +214,10 @@ class Shard:
         self.graphs = self.decode_graphs(num_running)
         self.short_prefills = self.prefill_graphs(num_running)
         both = [graphs for graphs in (self.graphs, self.short_prefills) if graphs is not None]
-        capture = Capture(self.device)
+        capture = Capture(self.device, self._has_captured)
         for graphs in both:
             graphs.capture(capture)
+        self._has_captured = True
         return sum(len(graphs.sizes) for graphs in both)
 
     def drop_graphs(self) -> None:
