@@ -31,7 +31,8 @@ class Capture:
     """Captures calls as CUDA graphs, all in one memory pool: one of them runs at a time.
 
     Lazy initialization must not happen under capture: each call runs once before, unless all calls
-    have run in this process (`has_run`). The stream is created here, as PyTorch's own belongs to the first device.
+    have run in this process (`has_run`). The stream is created here: PyTorch's own stream for
+    captures belongs to the first device.
     """
 
     def __init__(self, device: torch.device, has_run: bool = False) -> None:
