@@ -23,9 +23,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from peers import OURS, ROOT, Engine, pairs, program
+if TYPE_CHECKING:
+    from peers import Engine
+
+FOLDER = Path(__file__).resolve().parent
+OURS = "nanovllm"
 
 WARMUPS = 3
 SHARE = 0.4  # of the GPU's memory for each of two engines
@@ -53,7 +57,8 @@ def ours(model: str, way: str, options: dict[str, Any]) -> Ask:
 
 
 def vllm(model: str) -> Ask:
-    """vLLM's offline engine."""
+    """vLLM's offline engine. Its packages must not find this folder's modules."""
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != FOLDER]
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm import LLM, SamplingParams
 
@@ -89,7 +94,7 @@ def serve(name: str, model: str, way: str, options: dict[str, Any]) -> None:
 class Served:
     """An engine in a process."""
 
-    def __init__(self, engine: Engine, model: str, way: str, options: str) -> None:
+    def __init__(self, engine: "Engine", model: str, way: str, options: str) -> None:
         command = [engine.python, __file__, "--serve", engine.name, model, way, options]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=engine.env()
@@ -152,6 +157,8 @@ def main() -> None:
     parser.add_argument("--peer-python", nargs="+", default=[], metavar="vllm=PYTHON")
     parser.add_argument("--options", default="{}", metavar="JSON", help="of our engine")
     args = parser.parse_args()
+    from peers import ROOT, Engine, pairs, program
+
     sys.path.insert(0, str(ROOT))
     options = json.loads(args.options)
     if args.peer_python:
