@@ -11,6 +11,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from nanovllm.chat.message_fields import MESSAGE
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.described.bodies import Body
 from nanovllm.server.json_words import in_json_words
@@ -35,8 +36,10 @@ COMPONENTS: dict[str, Schema] = {
         "anyOf": [TEXT, IDS, listed({"$ref": "#/components/schemas/Prompt"})],
     },
     "Message": {
+        "description": "it may also have fields that the chat template reads",
         "type": "object",
         "properties": {
+            **{name: {} for name in MESSAGE},
             "role": TEXT,
             "content": {"anyOf": [TEXT, listed(OBJECT), {"type": "null"}]},
         },
