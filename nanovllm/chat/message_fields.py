@@ -19,7 +19,7 @@ ANSWERED = (
 MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", *ANSWERED)
 CALL = ("id", "type", "function", "index", "provider_specific_fields")
 FUNCTION = ("name", "arguments", "parsed_arguments")
-PART = ("type", "text", "annotations", "logprobs", "cache_control")
+PART = ("type", "text", "id", "index", "annotations", "logprobs", "cache_control")
 REFUSED = {"audio": "models are text only", "function_call": "use tool_calls"}
 
 
