@@ -16,7 +16,7 @@ NEAREST := $(wildcard tests/engine/test_*.py tests/kernels/test_cpu_*.py tests/k
 	$(addprefix tests/test_,config.py docs.py exactness.py llm.py logprobs.py outputs.py package.py \
 	samples.py sampling.py sampling_params.py selection.py stats.py stream.py structured_outputs.py)
 
-.PHONY: demo check test test-real test-all lint types nearest bench clean
+.PHONY: demo check test test-real test-all lowest lint types nearest bench clean
 
 demo: $(VENV)/.models  ## set up, and run the example on the embedded model and on SmolLM2
 	$(BIN)/python example.py
@@ -36,6 +36,14 @@ test-real: $(VENV)/.testing $(VENV)/.models $(VENV)/.models-real  ## the tests o
 test-all: $(VENV)/.testing $(VENV)/.models  ## all combinations, every process started cold, and the mutants
 	NANOVLLM_TESTS_COLD=1 $(BIN)/python -m pytest -n auto --all
 	$(BIN)/python tools/mutants.py
+
+LOWEST := $(shell sed -n 's/^ *"torch>=\(.*\)",/\1/p' pyproject.toml)
+lowest:  ## a smoke test with the lowest PyTorch that is allowed, and the tested versions of all else
+	$(PYTHON) -m venv $(VENV)/lowest
+	grep -v -e '^torch=' -e '^triton=' constraints.txt > $(VENV)/lowest/constraints.txt
+	$(VENV)/lowest/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		-c $(VENV)/lowest/constraints.txt torch==$(LOWEST) -e '.[serve]'
+	$(VENV)/lowest/bin/python tools/smoke.py
 
 lint: $(VENV)/.testing  ## ruff: rules and format
 	$(BIN)/ruff check .

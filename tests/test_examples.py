@@ -42,6 +42,15 @@ def test_the_example_adds_without_the_package_index(tmp_path: Path) -> None:
     assert last.startswith("SmolLM2 is left out: 'smollm2' is not downloaded, as HF_HUB_OFFLINE")
 
 
+def test_an_installation_is_tried() -> None:
+    """As `make lowest` does with another PyTorch."""
+    argv = [sys.executable, str(ROOT / "tools" / "smoke.py")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("sums and a chat are right\n")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_training_raises_the_reward() -> None:

@@ -9,6 +9,7 @@ from nanovllm.chat.harmony.history import (
     harmony_tools,
     shows_harmony,
 )
+from nanovllm.chat.message_fields import CALL, FUNCTION, MESSAGE, PART, check_fields
 from nanovllm.chat.template_fields import reads, template_keywords
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import (
@@ -89,10 +90,10 @@ def _check_conversation(name: str, conversation: Any, template: str) -> list[Any
         raise TypeError(f"{name} must be a list of messages, got {shorten(conversation)}")
     if not conversation:
         raise ValueError(f"{name} must have a message or more, got none")
-    for message in conversation:
+    for index, message in enumerate(conversation):
         if not isinstance(message, Mapping) or "role" not in message:
             raise ValueError(
-                f'{name}: a message must be a dict with a "role", got {shorten(message)}'
+                f'{name}[{index}] must be a dict with a "role", got {shorten(message)}'
             )
     return [
         _for_template(f"{name}[{i}]", message, template) for i, message in enumerate(conversation)
@@ -107,20 +108,23 @@ def _for_template(name: str, message: Mapping[str, Any], template: str) -> Mappi
     """
     role = message["role"]
     if role not in ROLES and not _mentions(template, role):
-        check_choice(f"{name}: role", role, ROLES)
+        check_choice(f"{name}.role", role, ROLES)
+    check_fields(name, message, MESSAGE, template)
     if role == "developer" and role not in template:
         message = {**message, "role": "system"}
     content = message.get("content")
     if isinstance(content, list):
-        content = _joined(name, content)
-    elif content is None and role == "assistant":  # it calls tools
-        content = ""
-    elif not isinstance(content, str):
-        raise TypeError(f"{name}: content must be a text or parts of text, got {shorten(content)}")
+        content = _joined(f"{name}.content", content, template)
+    elif content is None and role == "assistant":  # it calls tools, or refuses to answer
+        content = message.get("refusal") or ""
+    if not isinstance(content, str):
+        raise TypeError(f"{name}.content must be a text or parts of text, got {shorten(content)}")
     message = {**message, "content": content}
     if message.get("tool_calls"):
         calls = as_list(f"{name}.tool_calls", message["tool_calls"], "a list of calls")
-        parsed = [_call(f"{name}.tool_calls[{index}]", call) for index, call in enumerate(calls)]
+        parsed = [
+            _call(f"{name}.tool_calls[{index}]", call, template) for index, call in enumerate(calls)
+        ]
         message = {**message, "tool_calls": parsed}
     return message
 
@@ -130,7 +134,7 @@ def _mentions(template: str, role: Any) -> bool:
     return isinstance(role, str) and any(f"{mark}{role}{mark}" in template for mark in "'\"")
 
 
-def _call(name: str, call: Any) -> Any:
+def _call(name: str, call: Any, template: str) -> Any:
     """A tool call with its arguments, JSON text in OpenAI's API, as an object."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -138,23 +142,26 @@ def _call(name: str, call: Any) -> Any:
             f'{name} must be {{"type": "function", "function": {{"name": ..., "arguments": ...}}}},'
             f" got {shorten(call)}"
         )
+    check_fields(name, call, CALL, template)
+    check_fields(f"{name}.function", function, FUNCTION, template)
     arguments = function.get("arguments")
     if not isinstance(arguments, str):
         return call
     try:
         parsed = parse_json(arguments or "{}")
     except ValueError as error:
-        raise ValueError(f"{name}: arguments is not valid JSON: {error}") from None
+        raise ValueError(f"{name}.function.arguments is not valid JSON: {error}") from None
     return {**call, "function": {**function, "arguments": parsed}}
 
 
-def _joined(name: str, parts: list[Any]) -> str:
+def _joined(name: str, parts: list[Any], template: str) -> str:
     """The text of a content in parts `{"type": "text", "text": ...}`: one line for each part."""
-    for part in parts:
+    for index, part in enumerate(parts):
         if not isinstance(part, Mapping) or part.get("type") != "text":
-            raise ValueError(f"{name}: content must be text or parts of text, got {shorten(part)}")
+            raise ValueError(f"{name}[{index}] must be a part of text, got {shorten(part)}")
         if not isinstance(part.get("text"), str):
-            raise TypeError(f"{name}: content must be text, got {shorten(part.get('text'))}")
+            raise TypeError(f"{name}[{index}].text must be a text, got {shorten(part.get('text'))}")
+        check_fields(f"{name}[{index}]", part, PART, template)
     return "\n".join(part["text"] for part in parts)
 
 

@@ -6,9 +6,12 @@ A template's own parser says which names it looks up: a name in its text or in a
 import functools
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.utils.checks import check_name, shorten
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, nodes
 
 FIELDS = ("reasoning_effort", "thinking", "documents")
 # How templates call what `{"type": "enabled"}` turns on.
@@ -19,12 +22,20 @@ THINKING_TYPES = ("enabled", "disabled")
 @functools.lru_cache(16)
 def variables_of(template: str) -> frozenset[str] | None:
     """The variables that a template reads and does not set itself; None if it is not valid."""
-    from jinja2 import TemplateError, meta
+    from jinja2 import meta
+
+    parsed = parsed_template(template)
+    return None if parsed is None else frozenset(meta.find_undeclared_variables(parsed))
+
+
+def parsed_template(template: str) -> "nodes.Template | None":
+    """A template as Jinja's parser reads it; None if it is not valid."""
+    from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
-        environment = _compile_jinja_template(template).environment
-        return frozenset(meta.find_undeclared_variables(environment.parse(template)))
+        environment: Environment = _compile_jinja_template(template).environment
+        return environment.parse(template)
     except (TemplateError, ImportError, AttributeError):
         return None
 

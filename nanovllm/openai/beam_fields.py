@@ -6,7 +6,7 @@ from typing import Any
 from nanovllm.beam_search_params import BeamSearchParams
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
-from nanovllm.utils.json_text import check_json_bool, shorten_json
+from nanovllm.utils.json_text import shorten_json
 
 # Parameters of sampling that a search has too.
 SHARED = (
@@ -26,8 +26,7 @@ def beam_params(
     those of drawing are refused, unless they have no effect. `max_tokens` are the body's, or else
     the server's; None is as many as the model takes.
     """
-    asks = check_json_bool("use_beam_search", body.get("use_beam_search", False))
-    if not asks:
+    if not body.get("use_beam_search", False):
         if body.get("length_penalty", 1) != 1:
             raise ValueError("length_penalty needs use_beam_search to be true")
         return None

@@ -3,6 +3,28 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from nanovllm.beam_search_params import BeamSearchParams
+from nanovllm.openai.field_kinds import (
+    AS_OBJECT,
+    AS_OBJECTS,
+    AS_TEXT,
+    FLAG_OR_COUNT,
+    FLAG_OR_OBJECT,
+    ID,
+    IDS,
+    MESSAGES,
+    OBJECT,
+    OBJECTS,
+    PROMPTS,
+    SALT,
+    SWITCH,
+    TEXT,
+    TEXT_OR_OBJECT,
+    Kind,
+    check_kinds,
+    described,
+    integer,
+)
 from nanovllm.openai.guided import GUIDED
 from nanovllm.openai.vllm_fields import CHATS, COMPLETION
 from nanovllm.sampling_params import SamplingParams
@@ -48,6 +70,36 @@ KNOWN = {
     for url, names in INPUTS.items()
 }
 OTHERS = {CHAT: CHATS, COMPLETIONS: COMPLETION}
+LENGTH_PENALTY = options_of(BeamSearchParams)["length_penalty"]
+# What the fields take, in addition to those of `SamplingParams`.
+SHARED: dict[str, Kind] = {
+    **dict.fromkeys(
+        ("stream", "return_token_ids", "return_tokens_as_token_ids", "use_beam_search",
+         "add_special_tokens"), SWITCH,
+    ),
+    **dict.fromkeys(("stop_token_ids", "allowed_token_ids"), IDS),
+    "model": TEXT, "stream_options": OBJECT, "response_format": AS_OBJECT, "request_id": ID,
+    "cache_salt": SALT, "length_penalty": Kind(LENGTH_PENALTY.check, {"type": "number"}),
+    "logprobs": FLAG_OR_COUNT, "top_logprobs": integer(0), "max_completion_tokens": integer(1),
+}  # fmt: skip
+NO_TOKENS = described({"type": "integer", "minimum": 0})  # with `echo`
+KINDS: dict[str, dict[str, Kind]] = {
+    CHAT: {
+        **SHARED,
+        **dict.fromkeys(
+            ("parallel_tool_calls", "add_generation_prompt", "continue_final_message",
+             "include_reasoning"), SWITCH,
+        ),
+        "messages": MESSAGES, "tools": AS_OBJECTS, "tool_choice": TEXT_OR_OBJECT,
+        "chat_template": AS_TEXT, "chat_template_kwargs": AS_OBJECT, "thinking": FLAG_OR_OBJECT,
+        "documents": OBJECTS,
+        "thinking_token_budget": described({"type": "integer", "minimum": 0}),
+    },
+    COMPLETIONS: {
+        **SHARED, "prompt": PROMPTS, "echo": SWITCH, "best_of": integer(1),
+        "max_tokens": NO_TOKENS, "max_completion_tokens": NO_TOKENS,
+    },
+}  # fmt: skip
 
 
 def known_fields(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +112,7 @@ def known_fields(url: str, body: Mapping[str, Any]) -> dict[str, Any]:
         check_name(name, known)
         if name in SAMPLING and options_of(SamplingParams)[name].only_python and value:
             raise ValueError(f"{name} is for calls in Python, not for requests; leave it out")
-    _check_model(given)
+    check_kinds(given, KINDS[url])
     return given
 
 

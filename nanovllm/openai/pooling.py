@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from nanovllm.openai.field_kinds import Kind, check_kinds, choice
 from nanovllm.openai.fields import given_fields
 from nanovllm.openai.vectors import (
     EMBED_FIELDS,
+    EMBED_KINDS,
     EMBED_OPTIONS,
     VectorRequest,
     usage,
     vector_request,
 )
 from nanovllm.openai.vllm_fields import EMBEDDING
-from nanovllm.utils.checks import check_choice
 from nanovllm.vectors.outputs import PooledOutput
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ POOLING = "/pooling"
 VECTOR, STATES = "embed", "token_embed"  # tasks, by vLLM's names
 STATES_OPTIONS = ("pooling", "truncate_prompt_tokens", "cache_salt")
 POOLING_FIELDS = ("input", "task", *EMBED_FIELDS)
+POOLING_KINDS: dict[str, Kind] = {**EMBED_KINDS, "task": choice(VECTOR, STATES)}
 NUMBERS_AT_ONCE = 1 << 14  # of states, which take about a millisecond
 CODED_AT_ONCE = 3 << 18  # bytes; a multiple of three, so that base64 has no padding in between
 
@@ -33,8 +35,8 @@ CODED_AT_ONCE = 3 << 18  # bytes; a multiple of three, so that base64 has no pad
 def parse_pooling(body: Mapping[str, Any]) -> tuple[str, VectorRequest]:
     """The task in a body, and its request; a field that is null counts as missing."""
     body = given_fields(body, POOLING_FIELDS, EMBEDDING)
-    task = body.get("task", STATES)
-    check_choice("task", task, (VECTOR, STATES))
+    check_kinds(body, POOLING_KINDS)
+    task: str = body.get("task", STATES)
     if task == VECTOR:
         return task, vector_request(body, name="input")
     for name in (*EMBED_OPTIONS, "use_activation"):

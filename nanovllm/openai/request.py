@@ -5,7 +5,6 @@ fields are errors, and so are values that ask for something that is not supporte
 engine.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,15 +18,8 @@ from nanovllm.openai.fields import CHAT as CHAT
 from nanovllm.openai.fields import COMPLETIONS as COMPLETIONS
 from nanovllm.openai.guided import guided_outputs
 from nanovllm.openai.response_format import structured_of
-from nanovllm.prompt_dicts import salt_number
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import check_int
 from nanovllm.utils.json_text import check_json_bool, shorten_json
-
-CHAT_BOOLS = (
-    "parallel_tool_calls", "add_generation_prompt", "continue_final_message", "add_special_tokens",
-)  # fmt: skip
-REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +60,11 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
     prompt = body[prompt_name]
     if url == CHAT and not isinstance(prompt, list):
         raise TypeError(f"messages must be a list of messages, got {shorten_json(prompt)}")
-    streams = check_json_bool("stream", body.get("stream", False))
-    form, name, sampling = answer_form(body, streams), body.get("request_id"), _sampling(body)
+    streams = body.get("stream", False)
+    form, sampling = answer_form(body, streams), _sampling(body)
     prompts = [prompt] if url == CHAT else prompts_of(prompt_name, prompt)
-    if (salt := body.get("cache_salt")) is not None:
-        salt_number(salt)  # an error, if it is not valid
-        if url == COMPLETIONS:
-            prompts = [_salted(prompt, salt) for prompt in prompts]
+    if url == COMPLETIONS and (salt := body.get("cache_salt")) is not None:
+        prompts = [_salted(prompt, salt) for prompt in prompts]
     params = SamplingParams(**{**defaults, **sampling})
     return APIRequest(
         url=url,
@@ -83,21 +73,12 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
         params=params,
         model=body.get("model"),
         streams=streams,
-        echo=check_json_bool("echo", body.get("echo", False)),
+        echo=body.get("echo", False),
         form=form,
-        adds_special=check_json_bool("add_special_tokens", body.get("add_special_tokens", True)),
+        adds_special=body.get("add_special_tokens", True),
         beams=beam_params(body, sampling, params.max_tokens),
-        name=None if name is None else check_request_id("request_id", name),
+        name=body.get("request_id"),
     )
-
-
-def check_request_id(name: str, value: Any) -> str:
-    """A client's id of its request, which a header and a line of a log can have."""
-    if not isinstance(value, str) or not REQUEST_ID.fullmatch(value):
-        raise ValueError(
-            f"{name} must be 1 to 128 letters, digits or signs of ASCII, got {shorten_json(value)}"
-        )
-    return value
 
 
 def _salted(prompt: str | list[int], salt: str) -> dict[str, Any]:
@@ -109,22 +90,10 @@ def _salted(prompt: str | list[int], salt: str) -> dict[str, Any]:
 def _chat_options(body: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Keywords of a chat; OpenAI's default of `tool_choice` is "auto" if there are tools."""
     given = {name: body[name] for name in names if name in body}
-    for name in given.keys() & set(CHAT_BOOLS):
-        check_json_bool(name, given[name])
-    if not isinstance(given.get("thinking", True), bool | Mapping):
-        raise TypeError(f"thinking must be an object, got {shorten_json(given['thinking'])}")
-    if not _is_list_of_objects(given.get("documents", [])):
-        raise TypeError(
-            f"documents must be a list of objects, got {shorten_json(given['documents'])}"
-        )
     continues = given.get("continue_final_message")
     if continues and given.setdefault("add_generation_prompt", False):
         raise ValueError("continue_final_message needs add_generation_prompt to be false")
     return {"tool_choice": "auto", **given} if given.get("tools") else given
-
-
-def _is_list_of_objects(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, Mapping) for one in value)
 
 
 def prompts_of(name: str, prompt: Any) -> list[Any]:
@@ -178,7 +147,7 @@ def _num_chat_logprobs(body: Mapping[str, Any]) -> int | None:
     check_json_bool("logprobs (with top_logprobs)", wanted)
     if top and not wanted:  # 0 is the default of vLLM's clients
         raise ValueError("top_logprobs needs logprobs to be true")
-    return check_int("top_logprobs", top or 0, 0) if wanted else None
+    return int(top or 0) if wanted else None
 
 
 def _token_id(text: str) -> int:

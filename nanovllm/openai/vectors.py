@@ -10,11 +10,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm.openai.field_kinds import (
+    AS_TEXT,
+    ID,
+    PROMPTS,
+    SALT,
+    SWITCH,
+    TEXT,
+    Kind,
+    check_kinds,
+    choice,
+    described,
+    integer,
+)
 from nanovllm.openai.fields import given_fields
-from nanovllm.openai.request import check_request_id, prompts_of
+from nanovllm.openai.request import prompts_of
 from nanovllm.openai.vllm_fields import EMBEDDING, SCORING
-from nanovllm.utils.checks import check_choice, check_int
-from nanovllm.utils.json_text import check_json_bool, shorten_json
+from nanovllm.utils.json_text import shorten_json
 from nanovllm.vectors.outputs import EmbeddingRequestOutput, ScoringRequestOutput
 
 EMBEDDINGS = "/v1/embeddings"
@@ -31,6 +43,23 @@ SCORE_FIELDS = (*SCORE_OPTIONS, "request_id")
 RERANK_FIELDS = ("query", "documents", "top_n", "return_documents")
 OTHER_NAMES = {  # vLLM's other names
     "text_1": "queries", "text_2": "documents", "data_1": "queries", "data_2": "documents",
+}  # fmt: skip
+COMMON: dict[str, Kind] = {
+    "model": TEXT, "request_id": ID, "cache_salt": SALT, "instruction": AS_TEXT,
+}  # fmt: skip
+EMBED_KINDS: dict[str, Kind] = {
+    **COMMON, "input": PROMPTS, "encoding_format": choice(*FORMATS), "use_activation": SWITCH,
+    "normalize": SWITCH, "dimensions": integer(1), "prompt_name": AS_TEXT, "pooling": AS_TEXT,
+}  # fmt: skip
+SCORE_KINDS: dict[str, Kind] = {
+    **COMMON, **dict.fromkeys((*OTHER_NAMES, *OTHER_NAMES.values()), PROMPTS), "method": AS_TEXT,
+}  # fmt: skip
+TEXTS_OR_OBJECTS = described(
+    {"type": "array", "items": {"type": ["string", "object"]}, "minItems": 1}
+)
+RERANK_KINDS: dict[str, Kind] = {
+    **COMMON, "method": AS_TEXT, "query": TEXT, "documents": TEXTS_OR_OBJECTS,
+    "top_n": integer(1), "return_documents": SWITCH,
 }  # fmt: skip
 
 
@@ -58,20 +87,21 @@ def parse_embeddings(body: Mapping[str, Any]) -> VectorRequest:
 
 def vector_request(body: dict[str, Any], **defaults: Any) -> VectorRequest:
     """The request of a body with known fields; `defaults` are options that it may not have."""
+    check_kinds(body, EMBED_KINDS)
     prompts = _prompts("input", _required(body, "input"))
     kind = body.get("encoding_format", "float")
-    check_choice("encoding_format", kind, FORMATS)
     if "use_activation" in body:  # vLLM's name
         if "normalize" in body:
             raise ValueError("use_activation is another name of normalize; give one of them")
-        body["normalize"] = check_json_bool("use_activation", body["use_activation"])
+        body["normalize"] = body["use_activation"]
     options = defaults | {name: body[name] for name in EMBED_OPTIONS if name in body}
-    return VectorRequest((prompts,), options, body.get("model"), kind, name=_request_id(body))
+    return VectorRequest((prompts,), options, body.get("model"), kind, name=body.get("request_id"))
 
 
 def parse_score(body: Mapping[str, Any]) -> VectorRequest:
     """Parse the body of /score: `queries` and `documents`, by vLLM's older names `text_1`, ...."""
     body = given_fields(body, (*OTHER_NAMES, "queries", "documents", *SCORE_FIELDS), SCORING)
+    check_kinds(body, SCORE_KINDS)
     given, called = dict(body), {}
     for other, name in OTHER_NAMES.items():
         if other in given:
@@ -83,15 +113,14 @@ def parse_score(body: Mapping[str, Any]) -> VectorRequest:
         for name in ("queries", "documents")
     ]
     options, model = _score_options(body), body.get("model")
-    return VectorRequest(tuple(texts), options, model, name=_request_id(body))
+    return VectorRequest(tuple(texts), options, model, name=body.get("request_id"))
 
 
 def parse_rerank(body: Mapping[str, Any]) -> VectorRequest:
     """Parse the body of /rerank: a `query`, `documents`, and how many of them to return."""
     body = given_fields(body, (*RERANK_FIELDS, *SCORE_FIELDS), SCORING)
+    check_kinds(body, RERANK_KINDS)
     query, documents = _required(body, "query"), _required(body, "documents")
-    if not isinstance(query, str):
-        raise TypeError(f"query must be a text, got {shorten_json(query)}")
     if not query:
         raise ValueError('query must not be empty, got ""')
     if not isinstance(documents, list) or not documents:
@@ -99,11 +128,10 @@ def parse_rerank(body: Mapping[str, Any]) -> VectorRequest:
             f"documents must be a list that is not empty, got {shorten_json(documents)}"
         )
     texts = [_text_of(f"documents[{i}]", document) for i, document in enumerate(documents)]
-    top_n = check_int("top_n", body.get("top_n", len(texts)), 1)
-    returns = check_json_bool("return_documents", body.get("return_documents", True))
     return VectorRequest(
-        (query, texts), _score_options(body), body.get("model"), top_n=min(top_n, len(texts)),
-        returns_documents=returns, name=_request_id(body),
+        (query, texts), _score_options(body), body.get("model"),
+        top_n=min(body.get("top_n", len(texts)), len(texts)),
+        returns_documents=body.get("return_documents", True), name=body.get("request_id"),
     )  # fmt: skip
 
 
@@ -167,11 +195,6 @@ def _required(body: Mapping[str, Any], name: str) -> Any:
     if name not in body:
         raise ValueError(f"{name} is missing")
     return body[name]
-
-
-def _request_id(body: Mapping[str, Any]) -> str | None:
-    name = body.get("request_id")
-    return None if name is None else check_request_id("request_id", name)
 
 
 def _score_options(body: Mapping[str, Any]) -> dict[str, Any]:

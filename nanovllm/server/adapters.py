@@ -9,14 +9,16 @@ from starlette.responses import PlainTextResponse, Response
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.lora_request import LoRARequest, named_adapters
+from nanovllm.openai.field_kinds import AS_TEXT, SWITCH, Kind, check_kinds
 from nanovllm.server.bodies import Bodies
 from nanovllm.server.errors import APIError
 from nanovllm.server.options import ServerOptions
 from nanovllm.utils.checks import check_name, shorten
-from nanovllm.utils.json_text import check_json_bool, shorten_json
+from nanovllm.utils.json_text import shorten_json
 
 LOAD_FIELDS = ("lora_name", "lora_path", "load_inplace")
 UNLOAD_FIELDS = ("lora_name", "lora_int_id")
+KINDS: dict[str, Kind] = {"lora_name": AS_TEXT, "lora_path": AS_TEXT, "load_inplace": SWITCH}
 
 
 class ServedModels:
@@ -71,7 +73,7 @@ class ServedModels:
         body = await self._body(request, LOAD_FIELDS)
         path = _text(body, "lora_path")
         adapter = LoRARequest(_text(body, "lora_name"), path)
-        replaces = check_json_bool("load_inplace", body.get("load_inplace", False))
+        replaces = body.get("load_inplace", False)
         self._check_free(adapter.name, replaces)
         await self._llm.check_adapter(adapter)
         self._check_free(adapter.name, replaces)
@@ -95,6 +97,7 @@ class ServedModels:
         body = await self._bodies.read(request, lambda body: body)
         for name in body:
             check_name(name, fields)
+        check_kinds(body, KINDS)
         return body
 
     def _check_free(self, name: str, replaces: bool = False) -> None:

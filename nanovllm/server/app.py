@@ -23,7 +23,7 @@ from nanovllm.server.adapters import ServedModels
 from nanovllm.server.answering import Answering
 from nanovllm.server.chats.api import ChatAPI
 from nanovllm.server.clients import Clients
-from nanovllm.server.described.endpoints import Described
+from nanovllm.server.described.endpoints import Described, fields_of
 from nanovllm.server.errors import APIError, raise_own
 from nanovllm.server.guard import Guard, known_hosts
 from nanovllm.server.messages.endpoints import Messages
@@ -69,6 +69,7 @@ def make_app(
         Route("/v1/models/{name:path}", server.model),
         Route("/tokenize", tokens.tokenize, methods=["POST"]),
         Route("/detokenize", tokens.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", tokens.info),
         Route("/start_profile", server.start_profile, methods=["POST"]),
         Route("/stop_profile", server.stop_profile, methods=["POST"]),
         Route("/health", server.health),
@@ -77,11 +78,11 @@ def make_app(
         Route("/", server.page),
         *pooling.routes,
         *state.routes,
-        *Described(options).routes,
+        *Described(options, llm.model_config.vocab_size).routes,
         *(Sleeping(llm).routes if options.sleep_endpoints else ()),
     ]
     origins = list(options.cors_origin or ())
-    guard = Guard(tuple(options.api_key or ()), origins, known_hosts(options), clients)
+    guard = Guard(tuple(options.api_key or ()), origins, known_hosts(options), clients, fields_of)
     around: Any = [Middleware(guard.around)]
     if origins:  # outermost, so that a page on another site can also read errors
         allowed: Any = dict(allow_origins=origins, allow_methods=["*"], allow_headers=["*"])

@@ -20,6 +20,7 @@ from nanovllm.engine.errors import (
 )
 from nanovllm.engine.requests.prompt_length import PromptTooLongError
 from nanovllm.server.messages.errors import has_own_errors, messages_error
+from nanovllm.server.named_field import NO_FIELDS, Fields, named_field
 from nanovllm.utils.checks import did_you_mean, shorten
 
 logger = logging.getLogger("nanovllm.server")
@@ -50,10 +51,15 @@ class APIError(Exception):
         self.status, self.code, self.headers = status, code, headers
 
 
-def error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
-    """The body of an error."""
-    kind = TYPES.get(status, "server_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+def error_body(error: APIError, fields: Fields = NO_FIELDS) -> dict[str, Any]:
+    """The body of an error of a request whose body may have these fields."""
+    kind, param = TYPES.get(error.status, "server_error"), error_param(error, fields)
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": error.code}}
+
+
+def error_param(error: APIError, fields: Fields) -> str | None:
+    """The field of a request's body that is wrong, or that names what does not exist."""
+    return named_field(str(error), fields) if error.status in (400, 404) else None
 
 
 def request_error(reason: str) -> APIError:
@@ -74,7 +80,9 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, PromptTooLongError):
         return APIError(400, _with_limit(str(error)), "context_length_exceeded")
     if isinstance(error, ValueError | TypeError):
-        return APIError(400, str(error))
+        from nanovllm.server.json_words import in_json_words
+
+        return APIError(400, in_json_words(str(error)))
     if isinstance(error, AsleepError):
         return APIError(503, "the engine sleeps; POST /wake_up ends it", "not_ready")
     if isinstance(error, NotReadyError):
@@ -93,12 +101,12 @@ def _with_limit(message: str) -> str:
     return message + words
 
 
-def error_response(error: APIError, url: str = "") -> JSONResponse:
-    """The response to a request for this path that has failed."""
+def error_response(error: APIError, url: str = "", fields: Fields = NO_FIELDS) -> JSONResponse:
+    """The response to a request for this path that has failed; its body may have these fields."""
     if has_own_errors(url):
         body = messages_error(error.status, str(error))
     else:
-        body = error_body(error.status, str(error), error.code)
+        body = error_body(error, fields)
     return JSONResponse(
         body, status_code=error.status, headers=error.headers or HEADERS.get(error.status)
     )

@@ -26,7 +26,7 @@ def sse(value: Any) -> bytes:
 
 def error_event(error: APIError) -> bytes:
     """An error as the last event of a chat or a completion."""
-    return sse(error_body(error.status, str(error), error.code))
+    return sse(error_body(error))
 
 
 class EventStream(Response):

@@ -186,7 +186,7 @@ def response_head(status: int, headers: Headers, keep_alive: bool, is_chunked: b
 
 def last_response(error: APIError, headers: Headers) -> bytes:
     """The whole response to a request that no application sees."""
-    body = orjson.dumps(error_body(error.status, str(error), error.code))
+    body = orjson.dumps(error_body(error))
     more = {"content-type": "application/json", "content-length": str(len(body))}
     more |= HEADERS.get(error.status, {})
     own = [(name.lower().encode(), value.encode()) for name, value in more.items()]

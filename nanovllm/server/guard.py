@@ -5,17 +5,18 @@ import contextlib
 import hmac
 import ipaddress
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from nanovllm.openai.request import check_request_id
+from nanovllm.openai.request_id import check_request_id
 from nanovllm.server.clients import Clients, address_of
 from nanovllm.server.errors import APIError, as_api_error, error_response
 from nanovllm.server.limits import Limits
 from nanovllm.server.log import CLIENT_LEFT, RequestLine
 from nanovllm.server.messages.errors import KEY_HEADER
+from nanovllm.server.named_field import NO_FIELDS, Fields
 from nanovllm.server.options import ServerOptions
 from nanovllm.utils.checks import shorten
 
@@ -32,7 +33,7 @@ class Guard:
     Each request has an id, in a header of the response, and a line in the log. Exceptions of the
     application become responses here. Web pages of these `origins` may use the server, and clients
     that know it by the names in `hosts`; None is any name. Requests that may do work are counted
-    in `clients`.
+    in `clients`. `fields_of` has the fields of bodies by path, for errors that name one.
     """
 
     def __init__(
@@ -41,9 +42,10 @@ class Guard:
         origins: Sequence[str],
         hosts: Collection[str] | None = None,
         clients: Clients | None = None,
+        fields_of: Callable[[str], Fields] = lambda _: NO_FIELDS,
     ) -> None:
         self._keys, self._origins = [key.encode() for key in keys], origins
-        self._hosts = hosts
+        self._hosts, self._fields_of = hosts, fields_of
         self.clients = Clients(Limits()) if clients is None else clients
         self.is_draining = False
         self.num_active = 0  # requests that are being answered
@@ -101,7 +103,8 @@ class Guard:
                 raise
             found = as_api_error(error)
             line.fail(found.status, str(found), found.code)
-            await error_response(found, line.url)(scope, receive, send)
+            response = error_response(found, line.url, self._fields_of(line.url))
+            await response(scope, receive, send)
 
     def _check(self, path: str, method: str, headers: Headers) -> None:
         """Raise if a request is refused."""

@@ -14,12 +14,26 @@ from nanovllm.openai.request import CHAT, APIRequest
 from nanovllm.server.errors import APIError
 from nanovllm.server.limits import Limits
 
+MOST_LISTED = {"stop": "max_stops", "bad_words": "max_bad_words"}  # texts in these fields
+ID_LISTS = ("stop_token_ids", "allowed_token_ids")  # have at most as many ids as the vocabulary
+LOGPROBS = ("logprobs", "prompt_logprobs")  # are at most `max_logprobs`
+
+
+def limit_schemas(limits: Limits, vocab_size: int) -> dict[str, dict[str, Any]]:
+    """The limits of single fields, as keywords of JSON schemas."""
+    return {
+        **{name: {"maxItems": getattr(limits, limit)} for name, limit in MOST_LISTED.items()},
+        **{name: {"maxItems": vocab_size} for name in ID_LISTS},
+        **{name: {"maximum": limits.max_logprobs} for name in (*LOGPROBS, "top_logprobs")},
+    }
+
 
 def check_body(body: Mapping[str, Any], limits: Limits) -> None:
     """Raise if fields of a body are too long to be read. Wrong types have other errors, later."""
+    for name, limit in MOST_LISTED.items():
+        _check_number(name, body.get(name), limit, limits)
     _check_stops(body.get("stop"), limits)
     _check_grammar(body, limits)
-    _check_bad_words(body.get("bad_words"), limits)
 
 
 def check_asked(asked: APIRequest, limits: Limits, vocab_size: int) -> None:
@@ -33,12 +47,8 @@ def check_asked(asked: APIRequest, limits: Limits, vocab_size: int) -> None:
 
 
 def _check_stops(stops: Any, limits: Limits) -> None:
-    """Raise for too many stop texts, or characters in them."""
+    """Raise for too many characters in stop texts."""
     listed = stops if isinstance(stops, list) else [stops]
-    if len(listed) > limits.max_stops:
-        raise APIError(
-            400, f"stop must have at most {limits.max_stops} texts (max_stops), got {len(listed)}"
-        )
     num_chars = sum(len(stop) for stop in listed if isinstance(stop, str))
     if num_chars > limits.max_stop_chars:
         raise APIError(
@@ -67,23 +77,21 @@ def _json_size(value: Any) -> int:
         return len(json.dumps(value))
 
 
-def _check_bad_words(words: Any, limits: Limits) -> None:
-    """Raise for too many bad words, which would be tokenized."""
-    if isinstance(words, list) and len(words) > limits.max_bad_words:
-        raise APIError(
-            400, f"bad_words must have at most {limits.max_bad_words} texts (max_bad_words), got"
-            f" {len(words)}"
-        )  # fmt: skip
+def _check_number(name: str, texts: Any, limit: str, limits: Limits) -> None:
+    """Raise for too many texts, which would be looked for, or tokenized."""
+    most: int = getattr(limits, limit)
+    if isinstance(texts, list) and len(texts) > most:
+        raise APIError(400, f"{name} must have at most {most} texts ({limit}), got {len(texts)}")
 
 
 def _check_logprobs(asked: APIRequest, limits: Limits) -> None:
     """Raise for too many log-probabilities."""
     most = limits.max_logprobs
-    for name in ("logprobs", "prompt_logprobs"):
+    for name in LOGPROBS:
         number = getattr(asked.params, name)
         if number is not None and number > most:
-            also = " (top_logprobs)" if name == "logprobs" and asked.url == CHAT else ""
-            raise APIError(400, f"{name}{also} must be at most {most} (max_logprobs), got {number}")
+            name = "top_logprobs" if name == "logprobs" and asked.url == CHAT else name
+            raise APIError(400, f"{name} must be at most {most} (max_logprobs), got {number}")
 
 
 def check_beams(beams: BeamSearchParams, limits: Limits, eos_token_ids: Collection[int]) -> None:
@@ -91,7 +99,7 @@ def check_beams(beams: BeamSearchParams, limits: Limits, eos_token_ids: Collecti
     each = candidates_per_beam(() if beams.ignore_eos else eos_token_ids)
     if each * beams.beam_width > limits.max_logprobs:
         raise APIError(
-            400, f"with use_beam_search n must be at most {limits.max_logprobs // each}, which is"
+            400, f"n must be at most {limits.max_logprobs // each} with use_beam_search, which is"
             f" {limits.max_logprobs} (max_logprobs) by {each} tokens for each beam, got"
             f" {beams.beam_width}"
         )  # fmt: skip
@@ -99,7 +107,7 @@ def check_beams(beams: BeamSearchParams, limits: Limits, eos_token_ids: Collecti
 
 def _check_id_lists(asked: APIRequest, vocab_size: int) -> None:
     """Raise for a list of token ids that is longer than the vocabulary."""
-    for name in ("stop_token_ids", "allowed_token_ids"):
+    for name in ID_LISTS:
         number = len(getattr(asked.params, name) or ())
         if number > vocab_size:
             raise APIError(
@@ -127,7 +135,7 @@ def check_truncated(prompts: Any, kept: int | None, limits: Limits) -> None:
         salted = isinstance(prompt, Mapping)
         if (number := num_chars({**prompt, "cache_salt": None} if salted else prompt)) > most:
             raise APIError(
-                400, f"with truncate_prompt_tokens a prompt must have at most {most} characters"
+                400, f"truncate_prompt_tokens needs a prompt of at most {most} characters"
                 f" (max_tokenize_chars), got {number}"
             )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize: convert texts to token ids, and back."""
+"""/tokenize, /detokenize and /tokenizer_info: texts as token ids, and what is special to them."""
 
 import dataclasses
 import functools
@@ -7,9 +7,10 @@ from typing import Any
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from nanovllm.async_llm import AsyncLLM
+from nanovllm.openai.field_kinds import IDS, SWITCH, TEXT, Kind, check_kinds
 from nanovllm.openai.fields import given_fields
 from nanovllm.openai.long_texts import decoded
 from nanovllm.openai.request import CHAT, APIRequest, parse_body
@@ -21,10 +22,12 @@ from nanovllm.server.log import RequestLine
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.refusals import check_truncated, num_chars, refuse_templates
 from nanovllm.utils.checks import check_ids, check_int, check_text
-from nanovllm.utils.json_text import check_json_bool, shorten_json
 
 TEXT_FIELDS = ("prompt", "add_special_tokens", "return_token_strs")
 IDS_FIELDS = ("tokens",)
+KINDS: dict[str, Kind] = {
+    "prompt": TEXT, "tokens": IDS, "add_special_tokens": SWITCH, "return_token_strs": SWITCH,
+}  # fmt: skip
 OF_ANY_LENGTH = {"truncate_prompt_tokens": -1}  # parameters of a chat that the model cannot take
 SLICE = 1 << 14  # tokens that are converted at a time, so that other threads run in between
 
@@ -54,21 +57,25 @@ class TokenAnswering:
         """The text of `tokens`."""
         return await answered(request, self._bodies, self._parse_ids, self._detokenized)
 
+    async def info(self, _: Request) -> Response:
+        """The tokenizer's special tokens and its chat template, as vLLM shows them."""
+        tokenizer = self._llm.tokenizer
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+        found = {name: getattr(tokenizer, name, None) for name in names}
+        return JSONResponse({"tokenizer_class": type(tokenizer).__name__, **found})
+
     def _parse_text(self, _: str, body: dict[str, Any]) -> TokensRequest:
-        shows = body.pop("return_token_strs", None)
-        shows = shows is not None and check_json_bool("return_token_strs", shows)
+        shows = body.pop("return_token_strs", None) or False
+        check_kinds({"return_token_strs": shows}, KINDS)
         if body.get("messages") is not None:
             return TokensRequest(None, self._parse_chat(body), False, shows)
         body = self._given(body, TEXT_FIELDS)
         if "prompt" not in body:
             raise ValueError("prompt or messages is missing")
         text = body["prompt"]
-        if not isinstance(text, str):
-            raise TypeError(f"prompt must be a text, got {shorten_json(text)}")
         check_text("prompt", text)
         self._check_length("prompt", text)
-        special = check_json_bool("add_special_tokens", body.get("add_special_tokens", True))
-        return TokensRequest(text, None, special, shows)
+        return TokensRequest(text, None, body.get("add_special_tokens", True), shows)
 
     def _parse_chat(self, body: Mapping[str, Any]) -> APIRequest:
         self._check_length("messages and tools", [body["messages"], body.get("tools")])
@@ -99,6 +106,7 @@ class TokenAnswering:
     def _given(self, body: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
         """The fields of a body. Its model must be one of the server's."""
         given = given_fields(body, names)
+        check_kinds(given, KINDS)
         self._models.adapter(given.get("model"))
         return given
 

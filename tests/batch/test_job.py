@@ -252,7 +252,7 @@ def test_a_bad_field_is_refused(line: dict[str, Any], words: str) -> None:
         (jsonl(completion("b", prompt=""))[:-1], "prompt must have 1 to 63 tokens"),
         (
             jsonl({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})[:-1],
-            "content must be text or parts of text, got {'type': 'image_url'}",
+            "content[0] must be a part of text, got {'type': 'image_url'}",
         ),
         (jsonl(completion("b", prompt=[10**9]))[:-1], "prompt token id must be in [0, 263]"),
         (jsonl(chat("b", messages=[]))[:-1], "must have a message or more"),

@@ -275,7 +275,7 @@ def test_arguments_in_a_conversation_become_objects(llm: LLM) -> None:
     assert turn.prompt["prompt"] == 'Hi;5{"a": 5}{};10;'
     call["function"]["arguments"] = '{"a": '
     with pytest.raises(
-        ValueError, match=re.escape("messages[1].tool_calls[0]: arguments is not valid")
+        ValueError, match=re.escape("messages[1].tool_calls[0].function.arguments is not valid")
     ):
         llm.chat_turns(talk, chat_template=template)
 

@@ -73,12 +73,16 @@ def test_options_reach_the_template(options: dict[str, Any], prompt: str, llm: L
         ("Hi", TypeError, "messages must be a list of messages, or of such lists, got 'Hi'"),
         (["Hi"], TypeError, "conversations[0] must be a list of messages, got 'Hi'"),
         ([[user("Hi")], []], ValueError, "conversations[1] must have a message or more"),
-        ([[user("Hi")], ["Hi"]], ValueError, "conversations[1]: a message must be a dict with"),
-        ([{"content": "Hi"}], ValueError, 'messages: a message must be a dict with a "role"'),
+        ([[user("Hi")], ["Hi"]], ValueError, "conversations[1][0] must be a dict with"),
+        ([{"content": "Hi"}], ValueError, 'messages[0] must be a dict with a "role"'),
         ([[]], ValueError, "messages must have a message or more, got none"),
-        ([user("Hi"), user([{"type": "image_url"}])], ValueError, "messages[1]: content must be"),
-        ([user([{"type": "text", "text": 5}])], TypeError, "content must be text, got 5"),
-        ([[user("Hi")], [user(["Hi"])]], ValueError, "conversations[1][0]: content must be text"),
+        ([user("Hi"), user([{"type": "image_url"}])], ValueError, "messages[1].content[0] must"),
+        ([user([{"type": "text", "text": 5}])], TypeError, "content[0].text must be a text, got 5"),
+        (
+            [[user("Hi")], [user(["Hi"])]],
+            ValueError,
+            "conversations[1][0].content[0] must",
+        ),
     ],
 )
 def test_bad_conversations_are_refused(
@@ -115,7 +119,7 @@ def test_an_answer_that_only_calls_tools_has_an_empty_content(
 def test_a_message_without_a_text_is_refused_by_its_place(
     llm: LLM, message: dict[str, Any], got: str
 ) -> None:
-    words = rf"^messages\[1\]: content must be a text or parts of text, got {got}$"
+    words = rf"^messages\[1\].content must be a text or parts of text, got {got}$"
     with pytest.raises(TypeError, match=words):
         llm.chat([user("Hi"), {"role": "user", **message}], GREEDY, use_tqdm=False)
 
@@ -140,7 +144,7 @@ def test_a_role_is_one_that_the_template_knows(
 
 @pytest.mark.parametrize("role", ["bot", "Loud", 5, None, ["user"], ""])
 def test_a_role_that_no_template_knows_is_refused(llm: LLM, role: Any) -> None:
-    with pytest.raises(ValueError, match=r"^messages\[1\]: role must be one of 'system', 'devel"):
+    with pytest.raises(ValueError, match=r"^messages\[1\].role must be one of 'system', 'devel"):
         llm.chat([user("Hi"), {"role": role, "content": "Hi"}], GREEDY, use_tqdm=False)
 
 

@@ -202,7 +202,7 @@ def test_fields_of_the_chat_template(client: httpx.Client) -> None:
     assert "[x]" in prompt_of(client, documents=[{"title": "a", "text": "x"}])
     for documents in ("x", ["x"], {"text": "x"}):
         message = refused(client, CHAT, documents=documents)["message"]
-        assert message.startswith("documents must be a list of objects")
+        assert message.startswith("documents must be an array of objects")
     for kind, end in (("enabled", "<think>"), ("disabled", "assistant:")):
         assert prompt_of(client, thinking={"type": kind}).endswith(end)
     talk = [*HI, {"role": "assistant", "content": "Well"}]
@@ -313,7 +313,7 @@ def test_beams(client: httpx.Client, model_dir: Path) -> None:
     assert "streamed" in refused(client, **asked, stream=True)["message"]
     wide = refused(client, use_beam_search=True, n=11)["message"]
     assert wide == (
-        "with use_beam_search n must be at most 10, which is 20 (max_logprobs) by 2 tokens for each"
+        "n must be at most 10 with use_beam_search, which is 20 (max_logprobs) by 2 tokens for each"
         " beam, got 11"
     )
     likely = post(client, use_beam_search=True, n=2, ignore_eos=True, max_tokens=None)
@@ -327,7 +327,7 @@ def test_beams_need_more_candidates_if_many_tokens_end_a_text() -> None:
     limits = ServerOptions(max_logprobs=20)
     check_beams(BeamSearchParams(beam_width=5), limits, {1, 2, 3})
     check_beams(BeamSearchParams(beam_width=10, ignore_eos=True), limits, {1, 2, 3})
-    with pytest.raises(APIError, match=r"n must be at most 5, .* by 4 tokens .* got 6"):
+    with pytest.raises(APIError, match=r"n must be at most 5 .* by 4 tokens .* got 6"):
         check_beams(BeamSearchParams(beam_width=6), limits, {1, 2, 3})
 
 

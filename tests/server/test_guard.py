@@ -204,8 +204,8 @@ def test_each_refused_request_has_one_line_with_the_reason(lines: Any) -> None:
     assert not any("secret" in reason for *_, reason in requests)
     assert [(*one[:2], one[2]) for one in requests[:9]] == [
         (completions, 401, "invalid_api_key"),
-        (completions, 400, "max_tokens must be an int >= 1"),
-        (completions, 400, "structured_outputs: choice must be a list of texts"),
+        (completions, 400, "max_tokens must be an integer >= 1"),
+        (completions, 400, "structured_outputs: choice must be an array of texts"),
         (completions, 404, "model_not_found"),
         ("/tokenize", 400, "prompt must be a text"),
         (completions, 400, "unknown field"),
@@ -262,7 +262,7 @@ def test_prompts_to_truncate_have_a_limit(path: str, body: dict[str, Any]) -> No
     assert response.status_code == 400
     message = response.json()["error"]["message"]
     assert message == (
-        "with truncate_prompt_tokens a prompt must have at most 29 characters"
+        "truncate_prompt_tokens needs a prompt of at most 29 characters"
         " (max_tokenize_chars), got 30"
     )
 

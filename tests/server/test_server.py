@@ -346,11 +346,11 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", dict(prompt=["a", ""], stream=True), 400, "prompt[1]: prompt must have"),
     (
         "/v1/completions", dict(prompt=["a", 5]), 400,
-        "prompt must be all token ids, or all texts and lists of token ids",
+        "prompt must be all token ids, or all texts and arrays of token ids",
     ),
     (
         "/v1/chat/completions", dict(messages=[*HI, {"role": "user"}]), 400,
-        "messages[1]: content must be a text or parts of text, got None",
+        "messages[1].content must be a text or parts of text, got null",
     ),
     ("/v1/chat/completions", dict(messages=[{"role": "user", "content": 5}]), 400, "got 5"),
     ("/tokenize", dict(), 400, "prompt or messages is missing"),
@@ -366,8 +366,8 @@ BAD: list[tuple[str, Any, int, str]] = [
         "/v1/completions", dict(prompt="a", structured_outputs={"regex": "("}, stream=True), 400,
         "structured_outputs: regex",
     ),
-    ("/v1/chat/completions", dict(messages="a"), 400, "messages must be a list"),
-    ("/v1/chat/completions", dict(messages=[{}]), 400, 'a dict with a "role"'),
+    ("/v1/chat/completions", dict(messages="a"), 400, "messages must be an array"),
+    ("/v1/chat/completions", dict(messages=[{}]), 400, 'must be an object with a "role"'),
     ("/v1/chat/completions", dict(messages=HI, prompt="a"), 400, "a chat has messages"),
     ("/v1/chat/completions", dict(messages=HI, tools=[1]), 400, "tools[0] must be"),
     ("/v1/embeddings", dict(), 400, "input is missing"),
@@ -381,8 +381,8 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/embeddings", dict(input=["a"] * 2049), 400, "at most 2048 inputs (max_inputs), got 2049"),
     ("/score", dict(text_1="a", text_2=["b"] * 3000), 400, "(max_inputs), got 3000"),
     ("/rerank", dict(query="a", documents=["b"] * 3000), 400, "(max_inputs), got 3000"),
-    ("/v1/embeddings", dict(input=3), 400, "input must be a text, token ids or a list of these"),
-    ("/score", dict(text_1=3, text_2="a"), 400, "text_1 must be a text, token ids or a list"),
+    ("/v1/embeddings", dict(input=3), 400, "input must be a text, token ids or an array of these"),
+    ("/score", dict(text_1=3, text_2="a"), 400, "text_1 must be a text, token ids or an array"),
     ("/score", dict(text_1="a", text_2=[]), 400, "text_2 must not be empty, got []"),
     ("/rerank", dict(query="", documents=["b"]), 400, 'query must not be empty, got ""'),
     ("/rerank", dict(query="a", documents=["b"], top_n=0), 400, "top_n must be"),
@@ -391,7 +391,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/score", dict(text_1=["a", "b"], text_2="b"), 400, "queries must be one or as many"),
     ("/start_profile", dict(), 400, "start_profile writes into profiler_dir"),
     ("/stop_profile", dict(), 400, "no profile is being recorded"),
-    ("/rerank", dict(query="a", documents=[]), 400, "documents must be a list that is not"),
+    ("/rerank", dict(query="a", documents=[]), 400, "documents must be an array that is not"),
     ("/rerank", dict(query="a", documents=["b", 5]), 400, "documents[1] must be a text"),
     ("/rerank", dict(query="a", documents=["b"], top_n=-1), 400, "top_n must be"),
     ("/v1/nothing", dict(), 404, "there is no path '/v1/nothing'"),
@@ -410,7 +410,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", dict(prompt="a", logprobs=259), 400, "logprobs must be at most 20 (max_"),
     (
         "/v1/chat/completions", dict(messages=HI, logprobs=True, top_logprobs=21), 400,
-        "logprobs (top_logprobs) must be at most 20 (max_logprobs), got 21",
+        "top_logprobs must be at most 20 (max_logprobs), got 21",
     ),
     (
         "/v1/completions", dict(prompt="a", stop=["a"] * 65), 400,
@@ -439,7 +439,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     ),
     (
         "/v1/chat/completions", dict(messages=[{"role": "bot", "content": "a"}]), 400,
-        "role must be one of 'system', 'developer', 'user', 'assistant', 'tool', got 'bot'",
+        "role must be one of 'system', 'developer', 'user', 'assistant', 'tool', got \"bot\"",
     ),
     (
         "/v1/chat/completions", dict(messages=HI, tools=TOOLS, parallel_tool_calls=0), 400,
@@ -455,7 +455,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/tokenize", dict(prompt="a", return_token_strs=1), 400, "must be true or false, got 1"),
     ("/detokenize", dict(tokens=[1], model="x"), 404, "'x' does not exist"),
     ("/detokenize", dict(), 400, "tokens is missing"),
-    ("/detokenize", dict(tokens="a"), 400, "tokens must be a list of token ids"),
+    ("/detokenize", dict(tokens="a"), 400, "tokens must be an array of token ids"),
     ("/detokenize", dict(tokens=[10**9]), 400, "token id"),
     ("/v1/embeddings", dict(input=["a", 7]), 400, "input must be all token ids, or all texts"),
 ]  # fmt: skip
@@ -469,6 +469,9 @@ def test_bad_requests_get_their_status(
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert words in error["message"] and set(error) == {"message", "type", "param", "code"}
+    name = error["message"].split(" must ")[0]
+    if status == 400 and name.isidentifier():
+        assert error["param"] == ("messages" if name == "prompt" and "chat" in path else name)
 
 
 @pytest.mark.parametrize(
@@ -725,7 +728,7 @@ def test_templates_of_requests_are_refused(server: Server) -> None:
         for path in ("/v1/chat/completions", "/tokenize"):
             response = post(server, path, messages=HI, chat_template_kwargs=given)
             assert response.status_code == 400
-            words = "takes no templates" if given != 5 else "chat_template_kwargs must be a dict"
+            words = "takes no templates" if given != 5 else "chat_template_kwargs must be an object"
             assert words in response.json()["error"]["message"]
 
 

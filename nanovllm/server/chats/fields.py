@@ -28,13 +28,14 @@ def given_fields(
     return given
 
 
-def check_fixed(given: Mapping[str, Any], fixed: Mapping[str, tuple[Any, str]]) -> None:
+def check_fixed(
+    given: Mapping[str, Any], fixed: Mapping[str, tuple[Any, str]], place: str = ""
+) -> None:
     """Raise for fields with another than their only value; each says why."""
     for name, (value, why) in fixed.items():
         if name in given and (given[name] != value or type(given[name]) is not type(value)):
-            raise ValueError(
-                f"{name} must be {shorten_json(value)} here, got {shorten_json(given[name])}: {why}"
-            )
+            only, got = shorten_json(value), shorten_json(given[name])
+            raise ValueError(f"{place}{name} must be {only} here, got {got}: {why}")
 
 
 def text_in(value: Any, place: str) -> str:
@@ -58,9 +59,8 @@ def kind_of(value: Any, place: str, kinds: Collection[str], default: str | None 
         raise TypeError(f"{place} must be an object, got {shorten_json(value)}")
     kind = value.get("type", default)
     if kind not in kinds:
-        raise ValueError(
-            f"{place}.type must be one of {', '.join(kinds)}, got {shorten_json(kind)}"
-        )
+        allowed = f"one of {', '.join(kinds)}" if len(kinds) > 1 else next(iter(kinds))
+        raise ValueError(f"{place}.type must be {allowed}, got {shorten_json(kind)}")
     return str(kind)
 
 

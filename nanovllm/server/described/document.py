@@ -1,14 +1,14 @@
 """The description of an application as OpenAPI 3.1, made from its routes: none is missing."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from starlette.routing import BaseRoute, Route
 
 from nanovllm import __version__
 from nanovllm.server.described.bodies import BODIES, Body
-from nanovllm.server.described.fields import COMPONENTS, field_schemas, other_schemas
+from nanovllm.server.described.fields import COMPONENTS, Schema, field_schemas
 from nanovllm.server.guard import OPEN_PATHS
 from nanovllm.server.messages.errors import KEY_HEADER, has_own_errors
 
@@ -20,8 +20,10 @@ SCHEMES = {
 }
 
 
-def openapi(routes: Iterable[BaseRoute], needs_key: bool) -> dict[str, Any]:
-    """The description of these routes."""
+def openapi(
+    routes: Iterable[BaseRoute], needs_key: bool, limits: Mapping[str, Schema]
+) -> dict[str, Any]:
+    """The description of these routes; `limits` are keywords of fields, for this server."""
     schemas: dict[str, Any] = dict(COMPONENTS)
     paths: dict[str, Any] = {}
     for route in routes:
@@ -30,7 +32,7 @@ def openapi(routes: Iterable[BaseRoute], needs_key: bool) -> dict[str, Any]:
             methods = sorted((route.methods or set()) - {"HEAD"})
             paths.setdefault(path, {}).update(
                 {
-                    method.lower(): _operation(route, method, schemas, needs_key)
+                    method.lower(): _operation(route, method, schemas, needs_key, limits)
                     for method in methods
                 }
             )
@@ -46,7 +48,11 @@ def openapi(routes: Iterable[BaseRoute], needs_key: bool) -> dict[str, Any]:
 
 
 def _operation(
-    route: Route, method: str, schemas: dict[str, Any], needs_key: bool
+    route: Route,
+    method: str,
+    schemas: dict[str, Any],
+    needs_key: bool,
+    limits: Mapping[str, Schema],
 ) -> dict[str, Any]:
     """What one method of a path does; the schema of its body joins `schemas`."""
     body = BODIES.get(route.path)
@@ -67,7 +73,7 @@ def _operation(
     if parameters:
         found["parameters"] = parameters
     if method == "POST" and body is not None and body.names:
-        schemas[name] = _schema(body)
+        schemas[name] = schema_of(body, limits)
         found["requestBody"] = _content({"$ref": f"#/components/schemas/{name}"}) | {
             "required": True
         }
@@ -78,11 +84,11 @@ def _operation(
     return found
 
 
-def _schema(body: Body) -> dict[str, Any]:
+def schema_of(body: Body, limits: Mapping[str, Schema]) -> dict[str, Any]:
     """The schema of a body; other fields are errors."""
     schema: dict[str, Any] = {
         "type": "object",
-        "properties": field_schemas(body.names) | other_schemas(body.others),
+        "properties": field_schemas(body, limits),
         "additionalProperties": False,
     }
     return schema | ({"required": list(body.required)} if body.required else {})

@@ -6,14 +6,26 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from nanovllm.server.named_field import NO_FIELDS, Fields
 from nanovllm.server.options import ServerOptions
+from nanovllm.server.refusals import limit_schemas
+
+
+def fields_of(path: str) -> Fields:
+    """The fields that a body for this path may have, for errors that name one."""
+    from nanovllm.server.described.bodies import BODIES
+
+    if (body := BODIES.get(path)) is None:
+        return NO_FIELDS
+    return Fields((*body.names, *body.others), *body.required[:1])
 
 
 class Described:
     """Describes the application that answers a request; the description is made when asked for."""
 
-    def __init__(self, options: ServerOptions) -> None:
+    def __init__(self, options: ServerOptions, vocab_size: int) -> None:
         self._needs_key = bool(options.api_key)
+        self._limits = limit_schemas(options, vocab_size)
         self._document: dict[str, Any] | None = None
 
     @property
@@ -35,5 +47,5 @@ class Described:
         if self._document is None:
             from nanovllm.server.described.document import openapi
 
-            self._document = openapi(request.app.routes, self._needs_key)
+            self._document = openapi(request.app.routes, self._needs_key, self._limits)
         return self._document

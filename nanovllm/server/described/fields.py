@@ -1,29 +1,27 @@
-"""JSON schemas of the fields of bodies, by name.
+"""JSON schemas of the fields of bodies, by name: made from what checks them.
 
-Those of `SamplingParams` are made from its fields. A field without a schema takes any value here;
-the parser of its body decides.
+Those of `SamplingParams` are made from its fields, others from the kinds that the parser of the
+body has. A field without either takes any value here.
 """
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nanovllm.openai.pooling import STATES, VECTOR
-from nanovllm.openai.vectors import FORMATS
+from nanovllm.chat.message_fields import MESSAGE
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.server.described.bodies import Body
+from nanovllm.server.json_words import in_json_words
 from nanovllm.utils.option import NOTHING, Option, options_of
 from nanovllm.utils.other_names import OtherName
-from nanovllm.vectors.pooling import POOLINGS
 
 Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}
-NUMBER: Schema = {"type": "integer"}
-SWITCH: Schema = {"type": "boolean"}
 OBJECT: Schema = {"type": "object"}
-IDS: Schema = {"type": "array", "items": NUMBER}
-PROMPTS: Schema = {"$ref": "#/components/schemas/Prompts"}
+IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 
 def listed(items: Schema) -> Schema:
@@ -38,8 +36,10 @@ COMPONENTS: dict[str, Schema] = {
         "anyOf": [TEXT, IDS, listed({"$ref": "#/components/schemas/Prompt"})],
     },
     "Message": {
+        "description": "it may also have fields that the chat template reads",
         "type": "object",
         "properties": {
+            **{name: {} for name in MESSAGE},
             "role": TEXT,
             "content": {"anyOf": [TEXT, listed(OBJECT), {"type": "null"}]},
         },
@@ -53,7 +53,7 @@ COMPONENTS: dict[str, Schema] = {
                 "properties": {
                     "message": TEXT,
                     "type": TEXT,
-                    "param": {"type": "null"},
+                    "param": {"type": ["string", "null"]},
                     "code": {"type": ["string", "null"]},
                 },
                 "required": ["message", "type"],
@@ -74,42 +74,45 @@ COMPONENTS: dict[str, Schema] = {
         "required": ["type", "error"],
     },
 }
-COMMON: dict[str, Schema] = {
-    "messages": listed({"$ref": "#/components/schemas/Message"}),
-    "prompt": PROMPTS, "input": PROMPTS, "queries": PROMPTS, "documents": PROMPTS,
-    "text_1": PROMPTS, "text_2": PROMPTS, "query": TEXT, "model": TEXT, "user": TEXT,
-    "tools": listed(OBJECT), "tool_choice": {"anyOf": [TEXT, OBJECT]},
-    "parallel_tool_calls": SWITCH, "chat_template_kwargs": OBJECT, "cache_salt": TEXT,
-    "reasoning_effort": TEXT, "echo": SWITCH, "stream": SWITCH, "stream_options": OBJECT,
-    "max_completion_tokens": NUMBER, "top_logprobs": NUMBER, "response_format": OBJECT,
-    "metadata": OBJECT, "dimensions": NUMBER, "normalize": SWITCH, "prompt_name": TEXT,
-    "instruction": TEXT, "method": TEXT, "top_n": NUMBER, "tokens": IDS,
-    "pooling": {"type": "string", "enum": list(POOLINGS)},
-    "task": {"type": "string", "enum": [STATES, VECTOR]},
-    "encoding_format": {"type": "string", "enum": list(FORMATS)},
-    "add_special_tokens": SWITCH, "return_token_strs": SWITCH, "lora_name": TEXT,
-    "lora_path": TEXT, "load_inplace": SWITCH, "lora_int_id": NUMBER,
+# The types of JSON for those of annotations; their keywords do not disturb one another.
+TYPES: dict[Any, Schema] = {
+    int: {"type": "integer"}, float: {"type": "number"}, bool: {"type": "boolean"}, str: TEXT,
+    Iterable[int]: IDS, Iterable[str]: listed(TEXT),
+    Mapping[int, float]: OBJECT | {"additionalProperties": {"type": "number"}},
 }  # fmt: skip
-KINDS: dict[Any, Schema] = {
-    int: NUMBER, float: {"type": "number"}, bool: SWITCH, str: TEXT, Iterable[int]: IDS,
-    Iterable[str]: listed(TEXT), types.NoneType: {"type": "null"},
-    Mapping[int, float]: {"type": "object", "additionalProperties": {"type": "number"}},
-}  # fmt: skip
+RANGE = re.compile(r"(>=?) (\S+)|in ([\[(])(\S+), (\S+)\]")  # as `allowed_range` writes it
 
 
-def field_schemas(names: Iterable[str]) -> dict[str, Schema]:
-    """The schema of each name. Names that only calls in Python take are left out."""
+def field_schemas(body: Body, limits: Mapping[str, Schema]) -> dict[str, Schema]:
+    """The schema of each field that a body may have. Names that only Python takes are left out.
+
+    `limits` are keywords, by names of fields, for what this server allows.
+    """
     options, kinds = options_of(SamplingParams), _annotations()
-    return {
-        name: COMMON.get(name, {})
-        if name in COMMON or name not in options
-        else _of_option(options[name], kinds[name])
-        for name in names
-        if name not in options or not options[name].only_python
-    }
+    found: dict[str, Schema] = {}
+    for name in body.names:
+        if name in options and options[name].only_python:
+            continue
+        schema = _of_option(options[name], kinds[name]) if name in options else {}
+        if name in body.kinds:
+            schema = {key: schema[key] for key in schema if key == "description"}
+            schema |= body.kinds[name].schema
+        schema = schema | limits.get(name, {})
+        found[name] = schema if name in body.required else or_null(schema)
+    return found | _other_schemas(body.others)
 
 
-def other_schemas(others: Mapping[str, OtherName]) -> dict[str, Schema]:
+def or_null(schema: Schema) -> Schema:
+    """The schema of a field that may be null, which counts as missing."""
+    if "enum" in schema:
+        schema = schema | {"enum": [*schema["enum"], None]}
+    if "type" in schema:
+        kinds = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+        return schema | {"type": [*kinds, "null"]}
+    return {"anyOf": [schema, {"type": "null"}]} if "$ref" in schema else schema
+
+
+def _other_schemas(others: Mapping[str, OtherName]) -> dict[str, Schema]:
     """The schemas of fields that accept few values; null counts as a missing field."""
     return {
         name: {
@@ -125,15 +128,30 @@ def _annotations() -> dict[str, Any]:
 
 
 def _of_option(option: Option, annotation: Any) -> Schema:
-    """The schema of a field: its type, and in words its range and what it does."""
+    """The schema of a field: its type and its range, and in words what it does."""
     parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else [annotation]
-    kinds = [KINDS.get(part, OBJECT) for part in parts]
-    unique = [kind for place, kind in enumerate(kinds) if kind not in kinds[:place]]
-    says = f"{option.help.replace('`', '')}; must be {option.rule.allowed}"
+    schemas = [TYPES.get(part, OBJECT) for part in parts if part is not types.NoneType]
+    names = list(dict.fromkeys(schema["type"] for schema in schemas))
+    says = f"{option.help.replace('`', '')}; must be {in_json_words(option.rule.allowed)}"
     if option.none not in (None, NOTHING):
         says += f"; null: {option.none}".replace("`", "")
     found: Schema = {"description": says}
-    if option.rule.choices:
-        found["enum"] = [*option.rule.choices, *([None] if types.NoneType in parts else ())]
-        return found
-    return found | (unique[0] if len(unique) == 1 else {"anyOf": unique})
+    for schema in schemas:
+        found |= schema
+    found["type"] = names[0] if len(names) == 1 else names
+    return found | bounds(option.rule.allowed)
+
+
+def bounds(allowed: str) -> Schema:
+    """The keywords of a range, which a rule says in words; none if it is no range."""
+    if (found := RANGE.fullmatch(allowed)) is None:
+        return {}
+    sign, only, opening, low, high = found.groups()
+    if only is not None:
+        return {"exclusiveMinimum" if sign == ">" else "minimum": _number(only)}
+    lowest = "exclusiveMinimum" if opening == "(" else "minimum"
+    return {lowest: _number(low), "maximum": _number(high)}
+
+
+def _number(text: str) -> int | float:
+    return float(text) if "." in text else int(text)

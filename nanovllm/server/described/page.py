@@ -35,7 +35,8 @@ def docs_page(document: Mapping[str, Any]) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f"<title>{title}</title><style>{STYLE}</style></head><body><h1>{title}</h1>"
         '<p>What this server answers; <a href="openapi.json">openapi.json</a> has the same for'
-        ' programs, and <a href="./">the page</a> is for chats. A field in bold must be given.</p>'
+        ' programs, and <a href="./">the page</a> is for chats. A field in bold must be given; in'
+        " others null is as good as nothing.</p>"
         f"{''.join(parts)}</body></html>\n"
     )
 
@@ -80,6 +81,10 @@ def _type(document: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
         return " | ".join("null" if one is None else str(one) for one in schema["enum"])
     if "anyOf" in schema:
         return " | ".join(dict.fromkeys(_type(document, one) for one in schema["anyOf"]))
-    if schema.get("type") == "array":
-        return f"list of {_type(document, schema['items'])}"
-    return str(schema.get("type", "any"))
+    kinds = schema.get("type", "any")
+    return " | ".join(
+        f"list of {_type(document, schema['items'])}" if kind == "array" and "items" in schema
+        else str(kind)
+        for kind in ([kinds] if isinstance(kinds, str) else kinds)
+        if kind != "null"
+    )  # fmt: skip

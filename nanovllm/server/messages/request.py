@@ -3,10 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nanovllm.openai.field_kinds import (
+    AS_OBJECT,
+    AS_OBJECTS,
+    LIST,
+    SWITCH,
+    TEXT_OR_LIST,
+    Kind,
+    check_kinds,
+    described,
+    integer,
+)
+from nanovllm.openai.fields import KINDS as CHAT_KINDS
+from nanovllm.openai.request import CHAT
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.chats.fields import given_fields, kind_of, list_in, text_in
 from nanovllm.server.messages.turns import messages_of
-from nanovllm.utils.checks import check_int
 from nanovllm.utils.json_text import check_json_bool
 from nanovllm.utils.option import options_of
 
@@ -23,6 +35,14 @@ COUNTED = (
     "model", "messages", "system", "tools", "tool_choice", "thinking", "output_config",
     "cache_control", "chat_template_kwargs",
 )  # fmt: skip
+SAME_KINDS = {name: kind for name, kind in CHAT_KINDS[CHAT].items() if name in ("model", *SAME)}
+KINDS: dict[str, Kind] = {
+    **SAME_KINDS,
+    "messages": LIST, "system": TEXT_OR_LIST, "max_tokens": integer(1), "tools": AS_OBJECTS,
+    "stop_sequences": described({"type": "array", "items": {"type": "string"}}),
+    "tool_choice": AS_OBJECT, "metadata": AS_OBJECT, "thinking": AS_OBJECT,
+    "output_config": AS_OBJECT, "stream": SWITCH,
+}  # fmt: skip
 REFUSED = {
     "stop": "use stop_sequences",
     "structured_outputs": "use output_config.format",
@@ -59,7 +79,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("max_tokens", "messages"):
         if name not in given:
             raise ValueError(f"{name} is missing")
-    check_int("max_tokens", given["max_tokens"], 1)
+    check_kinds(given, KINDS)
     stops = [
         text_in(text, f"stop_sequences[{index}]")
         for index, text in enumerate(list_in(given.get("stop_sequences", []), "stop_sequences"))
@@ -70,7 +90,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
         **_conversation(given),
         "max_tokens": given["max_tokens"],
         "stop": stops or None,
-        "stream": check_json_bool("stream", given.get("stream", False)),
+        "stream": given.get("stream", False),
         "service_tier": given.get("service_tier"),
         "n": 1,
     }
@@ -79,6 +99,7 @@ def chat_of(body: Mapping[str, Any]) -> dict[str, Any]:
 def counted_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     """The body of a chat whose prompt is to be counted."""
     given = given_fields(body, COUNTED, {})
+    check_kinds(given, KINDS)
     if "messages" not in given:
         raise ValueError("messages is missing")
     return {**_conversation(given), "truncate_prompt_tokens": -1}  # it may be of any length

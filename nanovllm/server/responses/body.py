@@ -5,8 +5,11 @@ from typing import Any
 
 from nanovllm.server.chats.blocks import Block
 from nanovllm.server.chats.form import Ending, Usage
-from nanovllm.server.errors import APIError
+from nanovllm.server.errors import APIError, error_param
+from nanovllm.server.named_field import Fields
+from nanovllm.server.responses.request import KNOWN
 
+FIELDS = Fields(KNOWN, "input")
 PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
@@ -66,7 +69,8 @@ def failure(status: int, message: str) -> dict[str, Any]:
 
 def error_event(error: APIError) -> Mapping[str, Any]:
     """The event of an error, before that of the failed response."""
-    return {"code": error.code, "message": str(error), "param": None}
+    param = error_param(error, FIELDS)
+    return {"code": error.code, "message": str(error), "param": param}
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:

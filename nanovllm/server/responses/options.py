@@ -35,7 +35,8 @@ def chat_choice(choice: Any) -> Any:
 def response_format(text: Any) -> dict[str, Any] | None:
     """The `response_format` of a chat with this `text`."""
     given = given_fields({} if text is None else text, ("format", "verbosity"), {}, "text")
-    check_fixed(given, {"verbosity": ("medium", "say in the instructions how long answers are")})
+    why = "say in the instructions how long answers are"
+    check_fixed(given, {"verbosity": ("medium", why)}, "text.")
     if "format" not in given:
         return None
     kind = kind_of(given["format"], "text.format", tuple(FORMATS))

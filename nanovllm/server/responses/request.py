@@ -6,12 +6,26 @@ from typing import Any
 
 import orjson
 
+from nanovllm.openai.field_kinds import (
+    AS_OBJECT,
+    AS_OBJECTS,
+    AS_TEXT,
+    OBJECT,
+    SWITCH,
+    TEXT_OR_LIST,
+    TEXT_OR_OBJECT,
+    Kind,
+    check_kinds,
+    described,
+    integer,
+)
+from nanovllm.openai.fields import KINDS as CHAT_KINDS
+from nanovllm.openai.request import CHAT
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.chats.fields import check_fixed, given_fields, list_in, text_in
 from nanovllm.server.responses.items import messages_of
 from nanovllm.server.responses.options import chat_choice, chat_tool, effort_of, response_format
-from nanovllm.utils.checks import check_int, check_name
-from nanovllm.utils.json_text import check_json_bool, shorten_json
+from nanovllm.utils.checks import check_name
 from nanovllm.utils.option import options_of
 
 OWN = (
@@ -49,6 +63,16 @@ FIXED: dict[str, tuple[Any, str]] = {
     "include": ([], "items have all that there is of them"),
     "top_logprobs": (0, "use /v1/chat/completions"),
 }
+SAME_KINDS = {name: kind for name, kind in CHAT_KINDS[CHAT].items() if name in (*SAME, *NOTES)}
+KINDS: dict[str, Kind] = {
+    **SAME_KINDS,
+    **{name: described({"enum": [value]}) for name, (value, _) in FIXED.items()},
+    "input": TEXT_OR_LIST, "instructions": AS_TEXT, "tools": AS_OBJECTS,
+    "tool_choice": TEXT_OR_OBJECT, "text": AS_OBJECT, "reasoning": AS_OBJECT,
+    "max_output_tokens": integer(1), "store": SWITCH, "stream": SWITCH, "stream_options": OBJECT,
+    "previous_response_id": AS_TEXT, "parallel_tool_calls": SWITCH,
+    "metadata": described({"type": "object", "additionalProperties": {"type": "string"}}),
+}  # fmt: skip
 # What errors of chats call fields, as patterns, and their names here.
 NAMES = {
     # Without an index: several items are one message, and instructions and earlier ones precede.
@@ -90,6 +114,7 @@ def parse_response(
     """
     given = given_fields(body, KNOWN, REFUSED)
     check_fixed(given, FIXED)
+    check_kinds(given, KINDS)
     if "input" not in given:
         raise ValueError("input is missing")
     messages = [*before, *messages_of(given["input"], "input")]
@@ -98,8 +123,7 @@ def parse_response(
     tools = [
         chat_tool(t, f"tools[{i}]") for i, t in enumerate(list_in(given.get("tools", []), "tools"))
     ]
-    streams = check_json_bool("stream", given.get("stream", False))
-    wants = check_json_bool("store", given.get("store", stores))
+    streams, wants = given.get("stream", False), given.get("store", stores)
     if wants and not stores:
         raise ValueError("store must be false: this server stores none (max_responses)")
     chat = {
@@ -110,7 +134,7 @@ def parse_response(
         "parallel_tool_calls": given.get("parallel_tool_calls"),
         "response_format": response_format(given.get("text")),
         "reasoning_effort": effort_of(given.get("reasoning")),
-        "max_tokens": _most(given.get("max_output_tokens")),
+        "max_tokens": given.get("max_output_tokens"),
         "stream": streams,
         "stream_options": _stream_options(given.get("stream_options"), streams),
         "n": 1,
@@ -154,10 +178,6 @@ def _system(text: str) -> dict[str, Any]:
     return {"role": "system", "content": text}
 
 
-def _most(number: Any) -> int | None:
-    return None if number is None else check_int("max_output_tokens", number, 1)
-
-
 def _metadata(metadata: Any) -> dict[str, str]:
     """The metadata, texts by names, which the response repeats."""
     given = given_fields(metadata, metadata, {}, "metadata")
@@ -170,8 +190,6 @@ def _stream_options(options: Any, streams: bool) -> dict[str, Any] | None:
         return None
     if not streams:
         raise ValueError("stream_options needs stream to be true")
-    if not isinstance(options, Mapping):
-        raise TypeError(f"stream_options must be an object, got {shorten_json(options)}")
     for name in options:
         check_name(name, ("include_obfuscation",), "stream_options: ")
     return None

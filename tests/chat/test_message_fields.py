@@ -1,0 +1,82 @@
+"""Fields of messages: known ones, those that the chat template reads, and unknown ones."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from jinja2 import Template
+
+from nanovllm.chat.conversation import chat_texts
+from nanovllm.chat.message_fields import names_in
+
+TEMPLATE = (
+    "{# secret #}{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m['mood'] }}"
+    "{% if m.tool_plan %}plan {{ m.tool_plan }}{% endif %};{% endfor %}"
+)
+
+
+def text_of(*messages: Any) -> str:
+    def apply(conversation: Any, tokenize: bool, **options: Any) -> str:
+        return Template(TEMPLATE).render(messages=conversation, **options)
+
+    tokenizer = SimpleNamespace(chat_template=TEMPLATE, apply_chat_template=apply)
+    (text,) = chat_texts(tokenizer, TEMPLATE, list(messages), None, True, {})
+    return text
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "user", "content": "a", "foo": 1}, r"^messages\[0\]: unknown field 'foo'$"),
+        ({"role": "user", "content": "a", "secret": 1}, r"^messages\[0\]: unknown field 'secret'"),
+        ({"role": "user", "contents": "b", "content": "a"}, "did you mean 'content'"),
+        ({"role": "user", "content": "a", "audio": {"id": "x"}}, r"^messages\[0\].audio is not"),
+        ({"role": "assistant", "function_call": {}}, r"\[0\].function_call .*: use tool_calls$"),
+        (
+            {"role": "assistant", "tool_calls": [{**CALL, "foo": 1}]},
+            r"^messages\[0\].tool_calls\[0\]: unknown field 'foo'",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "args": "{}"}}]},
+            r"^messages\[0\].tool_calls\[0\].function: unknown field 'args'",
+        ),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a", "foo": 1}]},
+            r"^messages\[0\].content\[0\]: unknown field 'foo'",
+        ),
+    ],
+)
+def test_a_field_that_nothing_reads_is_refused(message: Any, words: str) -> None:
+    """It was ignored: a typo was not noticed."""
+    with pytest.raises(ValueError, match=words):
+        text_of(message)
+
+
+def test_what_clients_send_back_is_taken() -> None:
+    """The messages of OpenAI's clients for Python and JavaScript, and of others that wrap them."""
+    answer = {
+        "role": "assistant", "content": "b", "refusal": None, "annotations": [], "audio": None,
+        "function_call": None, "tool_calls": None, "parsed": None, "reasoning": "r",
+        "reasoning_content": "r", "name": "n", "provider_specific_fields": {"refusal": None},
+    }  # fmt: skip
+    calls = [{**CALL, "index": 0}]
+    calls[0]["function"] = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
+    asked = {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}
+    called = {"role": "assistant", "content": None, "tool_calls": calls, "foo": None}
+    result = {"role": "tool", "content": "c", "tool_call_id": "c"}
+    assert text_of(asked, answer, called, result) == "user:a;assistant:b;assistant:;tool:c;"
+
+
+def test_a_refusal_is_what_the_assistant_said() -> None:
+    assert text_of({"role": "assistant", "content": None, "refusal": "no"}) == "assistant:no;"
+
+
+def test_the_template_may_read_fields_of_its_own() -> None:
+    found = text_of({"role": "user", "content": "a", "mood": "!", "tool_plan": "p"})
+    assert found == "user:a!plan p;"
+    assert {"mood", "tool_plan", "role"} <= names_in(TEMPLATE)
+    assert "secret" not in names_in(TEMPLATE)
+    assert "b" in names_in("{% if %} a b"), "the words of a template that is not valid"
