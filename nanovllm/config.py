@@ -62,9 +62,9 @@ def _check_device(name: str, value: Any) -> str:
 
 def _other_names() -> "dict[str, OtherName]":
     """vLLM's names, and the names of SamplingParams, which callers may give by mistake."""
+    from nanovllm.from_vllm.names.options import ENGINE
     from nanovllm.sampling_params import SamplingParams
     from nanovllm.utils.other_names import OtherName
-    from nanovllm.vllm_names import ENGINE
 
     why = "it is a field of SamplingParams"
     sampling = {name: OtherName(why=why) for name in options_of(SamplingParams) if name != "seed"}

@@ -52,7 +52,7 @@ def _listed(allowed: str) -> Rule:
 
 def _other_names() -> "Mapping[str, OtherName]":
     """vLLM's other names of parameters."""
-    from nanovllm.vllm_names import SAMPLING
+    from nanovllm.from_vllm.names.options import SAMPLING
 
     return SAMPLING
 

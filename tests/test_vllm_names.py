@@ -8,9 +8,9 @@ import pytest
 
 from nanovllm import PoolingParams, SamplingParams
 from nanovllm.config import Config
+from nanovllm.from_vllm.names.options import ENGINE, POOLING, SAMPLING
 from nanovllm.openai.vllm_fields import GENERATION
 from nanovllm.utils.other_names import OtherName
-from nanovllm.vllm_names import ENGINE, POOLING, SAMPLING
 
 MAKERS: dict[str, tuple[Any, dict[str, OtherName]]] = {
     "engine": (lambda **given: Config(model="some/model", **given), ENGINE),

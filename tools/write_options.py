@@ -13,17 +13,17 @@ from typing import Any
 
 from nanovllm.command.field_options import option_flag
 from nanovllm.config import DEVICE, DTYPE, KV_DTYPE, Config
+from nanovllm.from_vllm.names.options import ENGINE as ENGINE_NAMES
+from nanovllm.from_vllm.names.options import POOLING, VECTOR_CALLS
+from nanovllm.from_vllm.names.options import SAMPLING as SAMPLING_NAMES
+from nanovllm.from_vllm.names.server import SERVER as SERVER_NAMES
 from nanovllm.openai import vllm_fields
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.limits import Limits
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.vllm_names import SERVER as SERVER_NAMES
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.option import DIRECTORY, NOTHING, PATH, options_of
 from nanovllm.utils.other_names import OtherName
-from nanovllm.vllm_names import ENGINE as ENGINE_NAMES
-from nanovllm.vllm_names import POOLING, VECTOR_CALLS
-from nanovllm.vllm_names import SAMPLING as SAMPLING_NAMES
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, FROM_VLLM = DOCS / "options.md", DOCS / "from_vllm.md"

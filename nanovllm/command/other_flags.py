@@ -1,7 +1,7 @@
 """vLLM's options on the command line: further flags of ours, and refusals that say what to use.
 
-The tables are those of `nanovllm.vllm_names` and `nanovllm.server.vllm_names`, which also serve
-calls in Python. An option that is none of ours takes only values that change nothing.
+The tables are those of `nanovllm.from_vllm.names`, which also serve calls in Python.
+An option that is none of ours takes only values that change nothing.
 """
 
 import argparse
@@ -12,19 +12,15 @@ from typing import Any
 from nanovllm.command.field_options import option_flag
 from nanovllm.command.spelling import spelled
 from nanovllm.config import Config
+from nanovllm.from_vllm.names.options import ENGINE, SAMPLING
+from nanovllm.from_vllm.names.server import SERVER, SHORT
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.vllm_names import SERVER
 from nanovllm.utils.option import options_of
 from nanovllm.utils.other_names import OtherName
-from nanovllm.vllm_names import ENGINE, SAMPLING
 
 TABLES: dict[type, Mapping[str, OtherName]] = {
     Config: ENGINE, SamplingParams: SAMPLING, ServerOptions: SERVER,
-}  # fmt: skip
-SHORT = {
-    "-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size",
-    "-q": "quantization", "-asc": "api_server_count",
 }  # fmt: skip
 
 

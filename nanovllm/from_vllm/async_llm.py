@@ -4,11 +4,10 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from nanovllm import AsyncLLM
+from nanovllm.async_llm import AsyncLLM
 from nanovllm.from_vllm.async_outputs import outputs_of
 from nanovllm.from_vllm.collective_rpc import call_of
-from nanovllm.from_vllm.engine_args import EngineArgs, checked_args
-from nanovllm.from_vllm.llm_engine import refuse_others
+from nanovllm.from_vllm.refusals import MakesEngines, refuse_others
 from nanovllm.lora_request import LoRARequest
 from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import Prompt
@@ -20,6 +19,12 @@ class AsyncLLMEngine(AsyncLLM):
 
     Other methods are those of `AsyncLLM`.
     """
+
+    @classmethod
+    def from_engine_args(cls, engine_args: MakesEngines, **others: Any) -> "AsyncLLMEngine":
+        """Load the model of an `EngineArgs`; vLLM's other arguments must be None or left out."""
+        engine: AsyncLLMEngine = super().from_engine_args(engine_args, **others)
+        return engine
 
     async def generate(  # type: ignore[override]  # outputs, not events
         self,
@@ -80,9 +85,3 @@ class AsyncLLMEngine(AsyncLLM):
     def shutdown(self, timeout: float | None = None) -> None:  # noqa: ARG002
         """End the engine after its step: `close`, which waits for that step alone."""
         self.close()
-
-
-def made_of(engine_args: EngineArgs, others: dict[str, Any]) -> AsyncLLMEngine:
-    """Load a model; the other arguments of vLLM's must be None or left out."""
-    refuse_others("from_engine_args", others, ("usage_context", "start_engine_loop"))
-    return AsyncLLMEngine(**checked_args(engine_args).options)

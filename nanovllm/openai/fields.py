@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from nanovllm.from_vllm.names.options import SAMPLING as VLLM_NAMES
 from nanovllm.openai.guided import GUIDED
 from nanovllm.openai.vllm_fields import CHATS, COMPLETION
 from nanovllm.sampling_params import SamplingParams
@@ -10,7 +11,6 @@ from nanovllm.utils.checks import check_name
 from nanovllm.utils.json_text import shorten_json
 from nanovllm.utils.option import TRUE_OR_FALSE, options_of
 from nanovllm.utils.other_names import OtherName
-from nanovllm.vllm_names import SAMPLING as VLLM_NAMES
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SAMPLING = tuple(options_of(SamplingParams))

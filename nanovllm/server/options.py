@@ -89,7 +89,7 @@ HOSTS = Rule(_check_hosts, "* or a list like example.com")
 
 
 def _other_names() -> "Mapping[str, OtherName]":
-    from nanovllm.server.vllm_names import SERVER
+    from nanovllm.from_vllm.names.server import SERVER
 
     return SERVER
 

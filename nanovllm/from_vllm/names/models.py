@@ -1,10 +1,10 @@
 """vLLM's options of models, inputs, outputs and logs that are not fields of `Config`.
 
-`vllm_names` explains the tables.
+`options` explains the tables.
 """
 
+from nanovllm.from_vllm.names.engine import EITHER, EMPTY, OFF, UNSET, together
 from nanovllm.utils.other_names import OtherName
-from nanovllm.vllm_engine_names import EITHER, EMPTY, OFF, UNSET, together
 
 EVERY_MODEL = "every model generates and has `embed`, `encode` and `score`; none classifies"
 

@@ -4,9 +4,9 @@ Some are other names of fields. The others accept only the values that ask for w
 does; other values are errors that say what to use. docs/from_vllm.md shows these tables.
 """
 
+from nanovllm.from_vllm.names.engine import CACHES, PLACES, SPECULATION, STEPS
+from nanovllm.from_vllm.names.models import ADAPTERS, INPUTS, LOGS, MODELS, OUTPUTS
 from nanovllm.utils.other_names import OtherName
-from nanovllm.vllm_engine_names import CACHES, PLACES, SPECULATION, STEPS
-from nanovllm.vllm_model_names import ADAPTERS, INPUTS, LOGS, MODELS, OUTPUTS
 
 NOT_HERE = "not supported"
 

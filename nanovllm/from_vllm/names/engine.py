@@ -1,6 +1,6 @@
 """vLLM's options of engines that are not fields of `Config`, from its `EngineArgs` of all versions.
 
-`vllm_names` explains the tables. Groups of options that concern one thing share their explanation.
+`options` explains the tables. Groups of options that concern one thing share their explanation.
 """
 
 from collections.abc import Mapping
