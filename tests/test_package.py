@@ -44,7 +44,7 @@ NEEDED_ELSEWHERE = (
     "prompt_dicts",
     "speculative_config", "structured_outputs", "exports", "output_kind", "token_logprobs",
     "utils.other_names",
-    "utils.changes",
+    "utils.changes", "utils.list_checks",
     "engine.requests.extras",
     "engine.requests.logprobs", "engine.requests.parts", "engine.requests.processors",
     "engine.requests.progress", "engine.requests.sample_limit", "engine.requests.statistics",

@@ -68,6 +68,17 @@ def chat_texts(
     ]
 
 
+def own_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a chat without vLLM's, whose values must ask for what is always done."""
+    if not given:
+        return {}
+    from nanovllm.from_vllm.names.calls import CHAT
+
+    for name in given.keys() & CHAT.keys():
+        CHAT[name].check(name, given[name])
+    return {name: value for name, value in given.items() if name not in CHAT}
+
+
 def _check_conversations(messages: Any, template: str) -> list[list[Any]]:
     """A list of conversations from one or several; parts of text become one text."""
     items = as_list("messages", messages, "a list of messages, or of such lists")
@@ -88,7 +99,7 @@ def _check_conversation(name: str, conversation: Any, template: str) -> list[Any
     if not isinstance(conversation, Sequence) or isinstance(conversation, str):
         raise TypeError(f"{name} must be a list of messages, got {shorten(conversation)}")
     if not conversation:
-        raise ValueError(f"{name} must have a message or more, got none")
+        raise ValueError(f"{name} must have a message or more, got []")
     for message in conversation:
         if not isinstance(message, Mapping) or "role" not in message:
             raise ValueError(

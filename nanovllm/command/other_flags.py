@@ -20,8 +20,8 @@ from nanovllm.utils.option import options_of
 from nanovllm.utils.other_names import OtherName
 
 TABLES: dict[type, Mapping[str, OtherName]] = {
-    Config: ENGINE, SamplingParams: SAMPLING, ServerOptions: SERVER,
-}  # fmt: skip
+    ServerOptions: SERVER, Config: ENGINE, SamplingParams: SAMPLING,
+}  # the first that has a name decides  # fmt: skip
 
 
 class WithoutEffect(argparse.Action):
@@ -44,7 +44,7 @@ class WithoutEffect(argparse.Action):
     ) -> None:
         """Raise unless the value is accepted."""
         found = [not (flag or "").startswith("--no-")] if self._is_switch else [_value(text), text]
-        if not any(_is_same(value, one) for value in found for one in self._other.accepts):
+        if not any(_takes(self._other, value) for value in found):
             got = "" if self._is_switch else f" {text}"
             raise argparse.ArgumentError(
                 None, f"{flag}{got}: {spelled(self._other.why.replace('`', ''), *TABLES)}"
@@ -99,6 +99,8 @@ def _value(text: str) -> Any:
         return text
 
 
-def _is_same(value: Any, other: Any) -> bool:
-    """Whether two values are the same; 0 and 0.0 are, 1 and True are not."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
+def _takes(other: OtherName, value: Any) -> bool:
+    """Whether a value is accepted; 0 is the same as 0.0, but 1 is not True."""
+    return other.takes(value) or any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in other.accepts
+    )

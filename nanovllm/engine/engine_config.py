@@ -30,6 +30,7 @@ class EngineConfig:
     attention_backend: str
     enable_prefix_caching: bool
     scheduling: str
+    scheduling_policy: str
     overlap: bool
     seed: int
     logprobs_mode: str

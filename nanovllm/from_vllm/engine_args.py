@@ -3,9 +3,10 @@
 import argparse
 import dataclasses
 import json
+import os
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from nanovllm.config import Config
+from nanovllm.config import NO_MODEL, Config
 from nanovllm.from_vllm.names.options import ENGINE
 from nanovllm.utils.option import options_of
 
@@ -22,6 +23,13 @@ class EngineArgs(Config):
 
     `LLMEngine.from_engine_args(args)` and `LLM(**dataclasses.asdict(args))` make engines of it.
     """
+
+    def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:
+        if model is None:
+            raise TypeError(NO_MODEL.format(type(self).__name__))
+        super().__init__(model=model, **options)  # type: ignore[arg-type]  # it is checked
+
+    __init__.__wrapped__ = Config.__init__  # type: ignore[attr-defined]  # where help looks
 
     def make_llm(self) -> "LLM":
         """The `LLM` with these options."""

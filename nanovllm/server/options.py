@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.server.limits import Limits
-from nanovllm.utils.checks import check_texts
+from nanovllm.utils.list_checks import check_texts
 from nanovllm.utils.option import (
     NOTHING,
     SOME_TEXT,

@@ -124,7 +124,7 @@ def _check_others(call: Callable[..., Any], others: Mapping[str, Any]) -> None:
     """Raise for options that a call does not have, unless they are vLLM's and ask for nothing."""
     if not others:
         return
-    from nanovllm.from_vllm.names.options import VECTOR_CALLS
+    from nanovllm.from_vllm.names.calls import VECTOR_CALLS
 
     for name, value in others.items():
         if name not in VECTOR_CALLS:

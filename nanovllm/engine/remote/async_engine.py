@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import MAX_WAITING, Config
+from nanovllm.config import MAX_WAITING, NO_MODEL, Config
 from nanovllm.engine.errors import EngineEndedError
 from nanovllm.engine.features import NO_FEATURES, Features, RequestAdapters
 from nanovllm.engine.remote.connection import EngineConnection
@@ -49,12 +49,14 @@ class AsyncEngine:
 
     def __init__(
         self,
-        model: str | os.PathLike[str],
+        model: str | os.PathLike[str] | None = None,
         *,
         max_waiting: int = MAX_WAITING,
         grammar_seconds: float = GRAMMAR_SECONDS,
         **options: "Unpack[EngineOptions]",
     ) -> None:
+        if model is None:
+            raise TypeError(NO_MODEL.format(type(self).__name__))
         asked = self.asked = Config(model=model, **options)  # type: ignore[arg-type, misc]
         self.max_waiting = check_int("max_waiting", max_waiting, 0)
         float_range(0.0, above=True).check("grammar_seconds", grammar_seconds)

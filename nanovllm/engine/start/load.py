@@ -59,7 +59,7 @@ def choose_formats(config: Config, model_config: ModelConfig, path: Path) -> For
         return PLAIN_FORMATS
     from nanovllm.models.quantized import quantized_formats
 
-    return quantized_formats(quantization, path, has_files=config.load_format != "dummy")
+    return quantized_formats(quantization, path, config.load_format)
 
 
 def empty_model(

@@ -56,18 +56,3 @@ POOLING = {
     "returned_token_ids": OtherName((None,), NOT_HERE),
     "extra_kwargs": OtherName((None, {}), NOT_HERE),
 }
-
-GENERATE = {  # keywords of `generate`
-    "prompt_adapter_request": OtherName((None,), "see `lora_request`"),
-    "guided_options_request": OtherName((None,), "see `structured_outputs` of `SamplingParams`"),
-    "tokenization_kwargs": OtherName((None, {}), "see `truncate_prompt_tokens`"),
-    "mm_processor_kwargs": OtherName((None, {}), "models are text only"),
-}
-
-VECTOR_CALLS = {  # options of `embed`, `encode` and `score`
-    "pooling_task": OtherName(
-        (None,), "`embed` makes vectors, `encode` returns states; `pooling` chooses the tokens"
-    ),
-    "tokenization_kwargs": OtherName((None, {}), "see `truncate_prompt_tokens`"),
-    "chat_template": OtherName((None,), "see `instruction`"),
-}

@@ -7,7 +7,7 @@ from nanovllm.utils.checks import did_you_mean
 
 EXPORTS = {  # of the package, and of its module `sampling_params`
     "ModelRegistry": "use nanovllm.register_model(name, family): docs/adding_a_model.md",
-    "initialize_ray_cluster": "nanovllm.ray runs engines on several machines: docs/ray.md",
+    "initialize_ray_cluster": "nanovllm.ray runs engines on several machines: docs/serving.md",
     "ClassificationOutput": "no model classifies; LLM.score has scores of pairs",
     "ClassificationRequestOutput": "no model classifies; LLM.score has scores of pairs",
     "RewardRequestOutput": "no model rewards; LLM.encode has hidden states",
@@ -27,6 +27,7 @@ OF_LLM = {  # its methods and attributes
     "wait_for_completion": "LLM.step returns the outputs of finished requests",
     "reset_mm_cache": "models are text only",
     "init_weight_transfer_engine": "LLM.update_weights takes tensors",
+    "has_unfinished_requests": "see LLM.is_finished; llm.llm_engine has vLLM's methods",
     "request_counter": "an engine numbers its requests",
     "engine_class": "llm.llm_engine has vLLM's methods",
     "default_sampling_params": "see LLM.get_default_sampling_params",

@@ -54,6 +54,9 @@ SERVER = {
     "h11_max_incomplete_event_size": OtherName((), "see `max_header_kib`"),
     "h11_max_header_count": OtherName((), "see `max_headers`"),
     "api_server_count": OtherName((1, None), "nanovllm.ray serves from several processes"),
+    "generation_config": OtherName(
+        ("auto",), "requests get what the model recommends, unless the command has the parameter"
+    ),
     "headless": OtherName((False,), "nanovllm.ray runs engines on several machines"),
     "config": OtherName((None,), "give the options on the command line"),
     "tokens_only": OtherName((False,), "completions take token ids"),
