@@ -65,17 +65,17 @@ def add_names(modules: dict[str, str], name: str) -> None:
     """Add all names with their modules; raise if `name` is not one of them."""
     modules.update(MODULES)
     if name not in modules:
-        raise _missing("nanovllm", name)
+        raise missing("nanovllm", name)
 
 
 def beside_params(name: str) -> object:
     """A class that vLLM has in the module of `SamplingParams`; raises if it is another name."""
     if name not in BESIDE_PARAMS:
-        raise _missing("nanovllm.sampling_params", name)
+        raise missing("nanovllm.sampling_params", name)
     return getattr(importlib.import_module(f"nanovllm.{MODULES[name]}"), name)
 
 
-def _missing(module: str, name: str) -> Exception:
+def missing(module: str, name: str) -> Exception:
     """The error for a name that a module does not have.
 
     `from nanovllm import X` shows the text of an ImportError, and not that of an AttributeError,

@@ -60,3 +60,11 @@ def test_hints_name_pages_that_exist() -> None:
     pages = set(re.findall(r"docs/\w+\.md", text))
     assert len(pages) > 5
     assert [page for page in pages if not (ROOT / page).exists()] == []
+
+
+@pytest.mark.parametrize("name", ["FlexibleArgumentParser", "random_uuid"])
+def test_helpers_of_vllm_have_hints(name: str) -> None:
+    with pytest.raises(ImportError, match=rf"^cannot import name '{name}' from .*: use \w+\."):
+        getattr(importlib.import_module("nanovllm.utils"), name)
+    with pytest.raises(AttributeError, match="has no attribute 'anything'"):
+        _ = importlib.import_module("nanovllm.utils").anything

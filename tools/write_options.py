@@ -14,8 +14,8 @@ from typing import Any
 from nanovllm.command.field_options import option_flag
 from nanovllm.config import DEVICE, DTYPE, KV_DTYPE, Config
 from nanovllm.from_vllm.names.calls import CHAT, GENERATE, VECTOR_CALLS
+from nanovllm.from_vllm.names.options import COMMON, POOLING
 from nanovllm.from_vllm.names.options import ENGINE as ENGINE_NAMES
-from nanovllm.from_vllm.names.options import POOLING
 from nanovllm.from_vllm.names.options import SAMPLING as SAMPLING_NAMES
 from nanovllm.from_vllm.names.server import SERVER as SERVER_NAMES
 from nanovllm.openai import vllm_fields
@@ -123,7 +123,7 @@ def from_vllm() -> str:
     """The text of docs/from_vllm.md with its tables of names as they should be."""
     text = FROM_VLLM.read_text(encoding="utf-8")
     tables = {
-        "engine": ENGINE_NAMES,
+        "engine": {name: ENGINE_NAMES[name] for name in COMMON} | ENGINE_NAMES,
         "sampling": SAMPLING_NAMES,
         "pooling": POOLING,
         "vector calls": VECTOR_CALLS,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from nanovllm.engine.requests.stream import Stream
-from nanovllm.from_vllm.outputs import Progress
+from nanovllm.from_vllm.outputs import Progress, model_config_of
 from nanovllm.from_vllm.refusals import MakesEngines, made_by, refuse_others
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -130,12 +130,7 @@ class LLMEngine:
     @property
     def model_config(self) -> SimpleNamespace:
         """What scripts read most of vLLM's: names, lengths and sizes."""
-        asked, vocab_size = self.llm.asked, self.llm.model_config.vocab_size
-        return SimpleNamespace(
-            model=asked.model, tokenizer=asked.tokenizer or asked.model, dtype=asked.dtype,
-            max_model_len=self.llm.config.max_model_len, seed=asked.seed,
-            get_vocab_size=lambda: vocab_size,
-        )  # fmt: skip
+        return model_config_of(self.llm)
 
     def get_model_config(self) -> SimpleNamespace:
         """The `model_config`."""

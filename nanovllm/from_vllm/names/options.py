@@ -14,6 +14,17 @@ ENGINE = {
     **CACHES, **STEPS, **SPECULATION, **PLACES, **MODELS, **ADAPTERS, **INPUTS, **OUTPUTS, **LOGS,
 }  # fmt: skip
 
+COMMON = (  # options that scripts give most; docs/from_vllm.md has them first
+    "block_size", "num_gpu_blocks_override", "async_scheduling", "tool_call_parser", "policy",
+    "trust_remote_code", "enable_chunked_prefill", "generation_config", "max_logprobs",
+    "swap_space", "cpu_offload_gb", "limit_mm_per_prompt", "task", "runner", "convert",
+    "tokenizer_mode", "hf_overrides", "rope_scaling", "pipeline_parallel_size",
+    "data_parallel_size", "distributed_executor_backend", "compilation_config",
+    "disable_log_stats", "served_model_name", "structured_outputs_config",
+    "guided_decoding_backend", "enable_auto_tool_choice", "speculative_model",
+    "num_speculative_tokens", "disable_custom_all_reduce", "kv_transfer_config",
+)  # fmt: skip
+
 SAMPLING = {
     "best_of": OtherName((None, 1), "all `n` samples are returned"),
     "spaces_between_special_tokens": OtherName((True,), "the tokenizer decides"),

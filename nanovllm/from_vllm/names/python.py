@@ -5,7 +5,7 @@ from typing import Any
 
 from nanovllm.utils.checks import did_you_mean
 
-EXPORTS = {  # of the package, and of its module `sampling_params`
+EXPORTS = {  # of the package, and of its modules `sampling_params` and `utils`
     "ModelRegistry": "use nanovllm.register_model(name, family): docs/adding_a_model.md",
     "initialize_ray_cluster": "nanovllm.ray runs engines on several machines: docs/serving.md",
     "ClassificationOutput": "no model classifies; LLM.score has scores of pairs",
@@ -13,12 +13,14 @@ EXPORTS = {  # of the package, and of its module `sampling_params`
     "RewardRequestOutput": "no model rewards; LLM.encode has hidden states",
     "GuidedDecodingParams": "use StructuredOutputs: docs/structured.md",
     "FlexibleArgumentParser": "use argparse.ArgumentParser",
+    "random_uuid": "use uuid.uuid4().hex",
     "PoolerConfig": "pooling, normalize and dimensions are options of LLM.embed",
     "ExplicitEncoderDecoderPrompt": "models are decoders; use TextPrompt or TokensPrompt",
     "EmbedsPrompt": "prompts are texts or token ids; use TextPrompt or TokensPrompt",
     "PromptAdapterRequest": "use LoRARequest: docs/adapters.md",
 }
-OF_LLM = {  # its methods and attributes
+ADAPTERS = "requests name their adapters, as lora_request"
+OF_LLM = {  # its methods and attributes, and those of `LLMEngine`
     "classify": "no model classifies; see LLM.score and LLM.encode",
     "reward": "no model rewards; LLM.encode has hidden states",
     "set_tokenizer": "assign to llm.tokenizer",
@@ -28,9 +30,23 @@ OF_LLM = {  # its methods and attributes
     "reset_mm_cache": "models are text only",
     "init_weight_transfer_engine": "LLM.update_weights takes tensors",
     "has_unfinished_requests": "see LLM.is_finished; llm.llm_engine has vLLM's methods",
+    **dict.fromkeys(("add_lora", "remove_lora", "pin_lora", "list_loras"), ADAPTERS),
+    "model_executor": "LLM.apply_model calls a function with each rank's model",
+    "vllm_config": "see llm.config and llm.model_config",
     "request_counter": "an engine numbers its requests",
     "engine_class": "llm.llm_engine has vLLM's methods",
     "default_sampling_params": "see LLM.get_default_sampling_params",
+}
+OF_ASYNC = {  # methods of `AsyncLLMEngine`
+    **dict.fromkeys(("add_lora", "remove_lora", "pin_lora", "list_loras"), ADAPTERS),
+    "shutdown_background_loop": "use shutdown",
+    "start_background_loop": "an engine starts when it is made",
+    "add_request": "use generate, which queues the request at the first output",
+    "do_log_stats": "see get_metrics and stats",
+    "get_vllm_config": "see config and model_config",
+    "reset_mm_cache": "models are text only",
+    "is_stopped": "see is_running and errored",
+    "dead_error": "check_health raises why the engine has ended",
 }
 OF_WORKERS = {  # methods that `collective_rpc` calls by name
     "load_weights": "LLM.update_weights takes tensors",
@@ -40,7 +56,7 @@ OF_WORKERS = {  # methods that `collective_rpc` calls by name
     "wake_up": "use LLM.wake_up",
     "start_profile": "use LLM.start_profile",
     "stop_profile": "use LLM.stop_profile",
-    "add_lora": "requests name their adapters, as lora_request",
+    "add_lora": ADAPTERS,
     "init_weight_update_group": "LLM.update_weights takes tensors",
 }
 OUTPUTS = {
