@@ -99,7 +99,7 @@ def _check_conversation(name: str, conversation: Any, template: str) -> list[Any
     if not isinstance(conversation, Sequence) or isinstance(conversation, str):
         raise TypeError(f"{name} must be a list of messages, got {shorten(conversation)}")
     if not conversation:
-        raise ValueError(f"{name} must have a message or more, got []")
+        raise ValueError(f"{name} must have a message or more, got none")
     for message in conversation:
         if not isinstance(message, Mapping) or "role" not in message:
             raise ValueError(

@@ -30,10 +30,10 @@ class EngineConfig:
     attention_backend: str
     enable_prefix_caching: bool
     scheduling: str
-    scheduling_policy: str
     overlap: bool
     seed: int
     logprobs_mode: str
+    scheduling_policy: str
     enable_lora: bool
     max_loras: int
     max_lora_rank: int

@@ -146,7 +146,7 @@ def test_vllms_options_have_their_effect(
         ("--swap-space x", "--swap-space x: nothing is swapped: a preempted sequence is computed"),
         ("--pipeline-parallel-size 2", "-size 2: see --tensor-parallel-size"),
         ("-pp 2", "-pp 2: see --tensor-parallel-size"),
-        ("--no-enable-chunked-prefill", "a prompt that exceeds --max-num-batched-tokens"),
+        ("--no-enable-chunked-prefill", "prompts that exceed --max-num-batched-tokens"),
         ("--rope-theta 1e6", "--rope-theta 1e6: edit config.json"),
         ("--skip-tokenizer-init", "--skip-tokenizer-init: a model without tokenizer files takes"),
         ("--allowed-origins x", "--allowed-origins x: see --cors-origin"),

@@ -224,8 +224,8 @@ STEPS = {  # of the scheduler and of the device
     "async_scheduling": OtherName(ours="overlap"),
     "enable_chunked_prefill": OtherName(
         (True, None),
-        "a prompt that exceeds `max_num_batched_tokens`, or what earlier prompts have left of it,"
-        ' is computed in chunks; with `scheduling="mixed"` running requests go on meanwhile',
+        "prompts that exceed `max_num_batched_tokens`, or what is left of it in a step, are always"
+        ' computed in chunks; with `scheduling="mixed"` running requests go on meanwhile',
     ),
     "policy": OtherName(ours="scheduling_policy"),
     "preemption_mode": OtherName((None, "recompute"), "preempted sequences are computed again"),

@@ -59,8 +59,7 @@ def kind_of(value: Any, place: str, kinds: Collection[str], default: str | None 
     kind = value.get("type", default)
     if kind not in kinds:
         raise ValueError(
-            f"{place}.type must be {'one of ' * (len(kinds) > 1)}{', '.join(kinds)},"
-            f" got {shorten_json(kind)}"
+            f"{place}.type must be one of {', '.join(kinds)}, got {shorten_json(kind)}"
         )
     return str(kind)
 
