@@ -5,6 +5,7 @@ checkpoint or the machine (the model's length, the pool's size).
 """
 
 import functools
+import os
 import re
 import secrets
 from collections.abc import Iterable, Mapping
@@ -48,7 +49,7 @@ TOOL_PARSERS = (
     "hermes", "llama3_json", "mistral", "mistral_args", "pythonic", "qwen3_coder",
     "harmony", "none")  # fmt: skip
 REASONING_PARSERS = ("qwen3", "deepseek_r1", "harmony", "none")
-NO_MODEL = "{0} needs a model: a directory or a hub id, such as {0}('Qwen/Qwen3-0.6B')"
+ModelName = str | os.PathLike[str] | None  # None is an error, which names the caller's class
 DEVICES = "'auto', 'cpu', 'cuda' or 'cuda:N'"
 
 
@@ -279,3 +280,11 @@ class Config:
         check_options(self)
         if self.max_cpu_loras is not None or self.lora_modules:
             import_module("nanovllm.lora_request").check_together(self)
+
+
+def asked_by(engine: object, model: ModelName, options: Mapping[str, Any]) -> Config:
+    """The options of an engine; without a model, the error says how to make one of its class."""
+    if model is None:
+        name = type(engine).__name__
+        raise TypeError(f"{name} needs a model: a path or a hub id: {name}('Qwen/Qwen3-0.6B')")
+    return Config(model=model, **options)  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ def test_a_gguf_file_has_no_safetensors() -> None:
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM, EngineArgs])
 def test_a_missing_model_is_named(kind: Any) -> None:
-    with pytest.raises(TypeError, match=f"^{kind.__name__} needs a model: a directory or a hub id"):
+    with pytest.raises(TypeError, match=f"^{kind.__name__} needs a model: a path or a hub id"):
         kind(max_model_len=64)
 
 

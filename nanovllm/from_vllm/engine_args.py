@@ -3,10 +3,9 @@
 import argparse
 import dataclasses
 import json
-import os
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from nanovllm.config import NO_MODEL, Config
+from nanovllm.config import Config, ModelName, asked_by
 from nanovllm.from_vllm.names.options import ENGINE
 from nanovllm.utils.option import options_of
 
@@ -24,10 +23,8 @@ class EngineArgs(Config):
     `LLMEngine.from_engine_args(args)` and `LLM(**dataclasses.asdict(args))` make engines of it.
     """
 
-    def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:
-        if model is None:
-            raise TypeError(NO_MODEL.format(type(self).__name__))
-        super().__init__(model=model, **options)  # type: ignore[arg-type]  # it is checked
+    def __init__(self, model: ModelName = None, **options: Any) -> None:
+        super().__init__(**vars(asked_by(self, model, options)))
 
     __init__.__wrapped__ = Config.__init__  # type: ignore[attr-defined]  # where help looks
 
