@@ -52,6 +52,14 @@ def test_keywords_of_chat_that_change_nothing_are_taken(llm: LLM) -> None:
         llm.chat(HI, GREEDY, use_tqdm=False, chat_template_content_format="openai")
 
 
+def test_fields_of_prompts_that_change_nothing_are_taken(llm: LLM) -> None:
+    prompt: Any = {"prompt": "7+8=", "multi_modal_data": None, "mm_processor_kwargs": {}}
+    (output,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+    assert output.text == "15"
+    with pytest.raises(ValueError, match=r"^prompts\[0\]: .*multi_modal_data.*: models are text"):
+        llm.generate({**prompt, "multi_modal_data": {"image": 1}}, GREEDY, use_tqdm=False)
+
+
 def test_a_gguf_file_has_no_safetensors() -> None:
     quantization = Quantization(method="gguf", files="quantized")
     with pytest.raises(ValueError, match=r"^load_format must be 'auto' for a GGUF file, got 'safe"):

@@ -13,7 +13,7 @@ from typing import Any
 
 from nanovllm.command.field_options import option_flag
 from nanovllm.config import DEVICE, DTYPE, KV_DTYPE, Config
-from nanovllm.from_vllm.names.calls import CHAT, GENERATE, VECTOR_CALLS
+from nanovllm.from_vllm.names.calls import CHAT, GENERATE, PROMPT, VECTOR_CALLS
 from nanovllm.from_vllm.names.options import COMMON, POOLING
 from nanovllm.from_vllm.names.options import ENGINE as ENGINE_NAMES
 from nanovllm.from_vllm.names.options import SAMPLING as SAMPLING_NAMES
@@ -129,6 +129,7 @@ def from_vllm() -> str:
         "vector calls": VECTOR_CALLS,
         "generate": GENERATE,
         "chat": CHAT,
+        "prompt": PROMPT,
         "server": SERVER_NAMES,
         "fields": vllm_fields.GENERATION,
         "fields of chats": vllm_fields.OF_CHATS,
