@@ -1,10 +1,14 @@
 """`apply_model` shows whole weights, also those that kernels have in layouts of their own."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from adapter_files import MOE
+from conftest import make_model
+from reference import make_llm
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.embedded import EMBEDDED_MODEL
@@ -60,6 +64,14 @@ def test_the_model_is_as_before(llm: LLM) -> None:
             llm.apply_model(change)
         (output,) = llm.generate("7+8=", params, use_tqdm=False)
         assert output.text == "15" and is_packed
+
+
+def test_experts_are_shown(tmp_path: Path) -> None:
+    path = make_model(tmp_path, **MOE)
+    for backend in ("cpu", "torch"):
+        with make_llm(path, attention_backend=backend) as llm:
+            (found,) = llm.apply_model(sizes)
+            assert sum(found.values()) == sum(one.numel() for one in llm.get_weights().values())
 
 
 def test_quantized_weights_are_missed_by_name() -> None:
