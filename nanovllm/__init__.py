@@ -8,7 +8,6 @@ and `AsyncLLM` import PyTorch.
 
 from os import environ as _environ
 from sys import meta_path as _finders
-from types import SimpleNamespace as _Finder
 
 # ruff: noqa: F405 - type checkers find the names of `__all__` in `exports`
 
@@ -37,15 +36,18 @@ if "NANOVLLM_LOG" in _environ:
     _log.log_by_environment(_environ["NANOVLLM_LOG"])
 
 
-def _find_spec(name: str, *_: object) -> None:
-    """The last finder is asked for modules that do not exist: vLLM has some of them."""
-    if name.startswith("nanovllm.") and not name.startswith("nanovllm.from_vllm"):
-        from nanovllm.from_vllm.names.modules import check_module
+class _LastFinder:
+    """It is asked for modules that do not exist: vLLM has some of them."""
 
-        check_module(name)
+    @staticmethod
+    def find_spec(name: str, *_: object) -> None:
+        if name.startswith("nanovllm.") and not name.startswith("nanovllm.from_vllm"):
+            from nanovllm.from_vllm.names.modules import check_module
+
+            check_module(name)
 
 
-_finders.append(_Finder(find_spec=_find_spec))
+_finders.append(_LastFinder)
 
 
 def __dir__() -> list[str]:
