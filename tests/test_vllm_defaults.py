@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, AsyncLLM, EngineArgs, SamplingParams
+from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
-from nanovllm.formats.quantization import Quantization
-from nanovllm.models.quantized import quantized_formats
+from nanovllm.engine.start.load import choose_formats
+from nanovllm.models.config import ModelConfig
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.checks import check_choice
 
@@ -60,10 +61,13 @@ def test_fields_of_prompts_that_change_nothing_are_taken(llm: LLM) -> None:
         llm.generate({**prompt, "multi_modal_data": {"image": 1}}, GREEDY, use_tqdm=False)
 
 
-def test_a_gguf_file_has_no_safetensors() -> None:
-    quantization = Quantization(method="gguf", files="quantized")
+def test_a_gguf_file_has_no_safetensors(tmp_path: Path) -> None:
+    model = ModelConfig.from_dir(Path(EMBEDDED_MODEL))
+    (tmp_path / "model.gguf").touch()
     with pytest.raises(ValueError, match=r"^load_format must be 'auto' for a GGUF file, got 'safe"):
-        quantized_formats(quantization, Path(), "safetensors")
+        choose_formats(Config("m", load_format="safetensors"), model, tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    choose_formats(Config("m", load_format="safetensors"), model, tmp_path)
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM, EngineArgs])

@@ -56,7 +56,7 @@ class MtpSource:
     def load(self, config: Config, model: CausalLM, placement: Placement) -> HeadGuesser:
         """Load this rank's part, and let the model return its output for all tokens."""
         start, is_dummy = time.perf_counter(), config.load_format == "dummy"
-        formats = head_formats(self.config, self.path, config.load_format)
+        formats = head_formats(self.config, self.path, has_files=not is_dummy)
         with made_on(placement):
             head = MtpHead(self.config, model, replace(model.make, formats=formats))
             with torch.no_grad():
@@ -84,14 +84,14 @@ def own_files(path: Path, config: ModelConfig) -> Iterator[dict[str, InFile]]:
         yield {name: tensor for name, tensor in tensors.items() if not names.is_skipped(name)}
 
 
-def head_formats(config: ModelConfig, path: Path, load_format: str) -> Formats:
+def head_formats(config: ModelConfig, path: Path, has_files: bool) -> Formats:
     """How the head's weights are stored, by the rules for the names in the files."""
     names, quantization = head_names(config), head_quantization(config)
     if quantization is None:
         return replace(PLAIN_FORMATS, names=names)
     from nanovllm.models.quantized import quantized_formats
 
-    return replace(quantized_formats(quantization, path, load_format), names=names)
+    return replace(quantized_formats(quantization, path, has_files), names=names)
 
 
 def head_names(config: ModelConfig) -> MtpNames:

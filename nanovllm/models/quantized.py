@@ -9,11 +9,9 @@ from nanovllm.formats.quantization import Quantization
 from nanovllm.models.loader import read_weights
 
 
-def quantized_formats(quantization: Quantization, path: Path, load_format: str) -> Formats:
+def quantized_formats(quantization: Quantization, path: Path, has_files: bool) -> Formats:
     """How the layers' weights are stored. Of quantized files it reads the names and types."""
-    if quantization.method == "gguf" and load_format == "safetensors":
-        raise ValueError("load_format must be 'auto' for a GGUF file, got 'safetensors'")
-    reads = quantization.files != "plain" and load_format != "dummy"
+    reads = quantization.files != "plain" and has_files
     files = read_types(path, quantization.names) if reads else None
     return QuantizedFormats(quantization=quantization, files=files)
 

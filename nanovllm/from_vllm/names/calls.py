@@ -27,11 +27,11 @@ CHAT = {  # keywords of `chat`
 
 PROMPT = {  # fields of prompts that are dicts; None is as if a field were left out
     **{
-        name: OtherName(({},), TEXT_ONLY)
+        name: OtherName((None, {}), TEXT_ONLY)
         for name in ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
     },
-    "prompt_embeds": OtherName((), "prompts are texts or token ids"),
-    "encoder_prompt": OtherName((), "models are decoders"),
-    "decoder_prompt": OtherName((), "models are decoders"),
-    "token_type_ids": OtherName((), "models have no types of tokens"),
+    "prompt_embeds": OtherName((None,), "prompts are texts or token ids"),
+    "encoder_prompt": OtherName((None,), "models are decoders"),
+    "decoder_prompt": OtherName((None,), "models are decoders"),
+    "token_type_ids": OtherName((None,), "models have no types of tokens"),
 }
