@@ -7,6 +7,7 @@ and `AsyncLLM` import PyTorch.
 """
 
 from os import environ as _environ
+from sys import meta_path as _finders
 
 # ruff: noqa: F405 - type checkers find the names of `__all__` in `exports`
 
@@ -33,6 +34,20 @@ if "NANOVLLM_LOG" in _environ:
     from nanovllm.utils import log as _log
 
     _log.log_by_environment(_environ["NANOVLLM_LOG"])
+
+
+class _LastFinder:
+    """It is asked for modules that do not exist: vLLM has some of them."""
+
+    @staticmethod
+    def find_spec(name: str, *_: object) -> None:
+        if name.startswith("nanovllm.") and not name.startswith("nanovllm.from_vllm"):
+            from nanovllm.from_vllm.names.modules import check_module
+
+            check_module(name)
+
+
+_finders.append(_LastFinder)
 
 
 def __dir__() -> list[str]:

@@ -16,8 +16,7 @@ from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.chat.chat_format import ChatFormat, Turn
-    from nanovllm.from_vllm.async_llm import AsyncLLMEngine
-    from nanovllm.from_vllm.engine_args import EngineArgs
+    from nanovllm.from_vllm.refusals import MakesEngines
     from nanovllm.pooling_params import PoolingParams
     from nanovllm.vectors.async_vectors import AsyncVectors
     from nanovllm.vectors.outputs import (
@@ -43,11 +42,12 @@ class AsyncLLM(AsyncEngine):
     features = AllFeatures()
 
     @classmethod
-    def from_engine_args(cls, engine_args: "EngineArgs", **others: Any) -> "AsyncLLMEngine":
-        """Load a model by vLLM's `AsyncEngineArgs`; `generate` yields outputs in vLLM's form."""
-        from nanovllm.from_vllm.async_llm import made_of
+    def from_engine_args(cls, engine_args: "MakesEngines", **others: Any) -> Any:
+        """The `AsyncLLMEngine` of vLLM's `AsyncEngineArgs`: its outputs have vLLM's form."""
+        from nanovllm.from_vllm.refusals import made_by, refuse_others
 
-        return made_of(engine_args, others)
+        refuse_others("from_engine_args", others, ("usage_context", "start_engine_loop"))
+        return made_by(engine_args, "make_async")
 
     async def generate(
         self,

@@ -5,6 +5,7 @@ checkpoint or the machine (the model's length, the pool's size).
 """
 
 import functools
+import os
 import re
 import secrets
 from collections.abc import Iterable, Mapping
@@ -26,14 +27,12 @@ from nanovllm.utils.option import (
     int_range,
     one_of,
     option,
-    options_of,
     required,
     type_of,
 )
 
 if TYPE_CHECKING:
     from nanovllm.speculative_config import SpeculativeConfig
-    from nanovllm.utils.other_names import OtherName
 else:  # the class is loaded when the option is given, as a dict of this type
     SpeculativeConfig = Mapping[str, Any]
 
@@ -50,6 +49,7 @@ TOOL_PARSERS = (
     "hermes", "llama3_json", "mistral", "mistral_args", "pythonic", "qwen3_coder",
     "harmony", "none")  # fmt: skip
 REASONING_PARSERS = ("qwen3", "deepseek_r1", "harmony", "none")
+ModelName = str | os.PathLike[str] | None  # None is an error, which names the caller's class
 DEVICES = "'auto', 'cpu', 'cuda' or 'cuda:N'"
 
 
@@ -60,15 +60,11 @@ def _check_device(name: str, value: Any) -> str:
     return str(value)
 
 
-def _other_names() -> "dict[str, OtherName]":
+def _other_names() -> Any:
     """vLLM's names, and the names of SamplingParams, which callers may give by mistake."""
-    from nanovllm.sampling_params import SamplingParams
-    from nanovllm.utils.other_names import OtherName
-    from nanovllm.vllm_names import ENGINE
+    from nanovllm.from_vllm.names.not_options import not_options
 
-    why = "it is a field of SamplingParams"
-    sampling = {name: OtherName(why=why) for name in options_of(SamplingParams) if name != "seed"}
-    return sampling | ENGINE
+    return not_options()
 
 
 def _checked_in(module: str, allowed: str, pairs: bool = False) -> Rule:
@@ -122,8 +118,9 @@ class Config:
     )
     load_format: str = option(
         "auto",
-        "`dummy`: random weights, for which only `config.json` is needed",
-        one_of("auto", "dummy"),
+        "`dummy`: random weights, for which only `config.json` is needed; with `safetensors` a GGUF"
+        " file is an error",
+        one_of("auto", "dummy", "safetensors"),
     )
     max_num_batched_tokens: int | None = option(
         None,
@@ -197,6 +194,11 @@ class Config:
         "`mixed`: running sequences get a token in every step, and prompts the rest of its budget,"
         " so that a long prompt does not delay them; slower on a CPU",
         one_of("prefill-first", "mixed"),
+    )
+    scheduling_policy: str = option(
+        "priority",
+        "`fcfs`: requests run in order of arrival, and a `priority` other than 0 is an error",
+        one_of("priority", "fcfs"),
     )
     overlap: bool | None = option(
         None,
@@ -276,10 +278,13 @@ class Config:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
-            raise ValueError(
-                f"max_cpu_loras must be at least max_loras={self.max_loras}, got"
-                f" {self.max_cpu_loras}"
-            )
-        if self.lora_modules and not self.enable_lora:
-            raise ValueError("lora_modules need enable_lora=True (--enable-lora), got False")
+        if self.max_cpu_loras is not None or self.lora_modules:
+            import_module("nanovllm.lora_request").check_together(self)
+
+
+def asked_by(engine: object, model: ModelName, options: Mapping[str, Any]) -> Config:
+    """The options of an engine; without a model, the error says how to make one of its class."""
+    if model is None:
+        name = type(engine).__name__
+        raise TypeError(f"{name} needs a model: a path or a hub id: {name}('Qwen/Qwen3-0.6B')")
+    return Config(model=model, **options)  # type: ignore[arg-type]

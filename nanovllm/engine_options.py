@@ -34,6 +34,7 @@ class EngineOptions(TypedDict, total=False):
     attention_backend: str
     enable_prefix_caching: bool
     scheduling: str
+    scheduling_policy: str
     overlap: bool | None
     enable_sleep_mode: bool
     speculative_config: Mapping[str, Any] | SpeculativeConfig | None
@@ -50,4 +51,5 @@ class EngineOptions(TypedDict, total=False):
     block_size: int | None
     num_gpu_blocks_override: int | None
     async_scheduling: bool | None
+    policy: str
     tool_call_parser: str | None

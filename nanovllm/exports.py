@@ -1,7 +1,4 @@
-"""What `nanovllm` exports besides `LLM` and `SamplingParams`, and what to use instead of others.
-
-The others are names that `vllm` exports.
-"""
+"""What `nanovllm` exports besides `LLM` and `SamplingParams`, and errors for other names."""
 
 import importlib
 
@@ -62,39 +59,30 @@ MODULES = {
     },
 }  # fmt: skip
 BESIDE_PARAMS = ("BeamSearchParams", "RequestOutputKind", "StructuredOutputsParams")
-INSTEAD = {
-    "ModelRegistry": "use nanovllm.register_model(name, family): docs/adding_a_model.md",
-    "initialize_ray_cluster": "nanovllm.ray runs engines on several machines: docs/ray.md",
-    "ClassificationOutput": "no model classifies; LLM.score has scores of pairs",
-    "ClassificationRequestOutput": "no model classifies; LLM.score has scores of pairs",
-    "RewardRequestOutput": "no model rewards; LLM.encode has hidden states",
-    "GuidedDecodingParams": "use StructuredOutputs: docs/structured.md",
-    "FlexibleArgumentParser": "use argparse.ArgumentParser",
-    "PoolerConfig": "pooling, normalize and dimensions are options of LLM.embed",
-    "ExplicitEncoderDecoderPrompt": "models are decoders; use TextPrompt or TokensPrompt",
-    "EmbedsPrompt": "prompts are texts or token ids; use TextPrompt or TokensPrompt",
-    "PromptAdapterRequest": "use LoRARequest: docs/adapters.md",
-}
 
 
 def add_names(modules: dict[str, str], name: str) -> None:
-    """Add all names with their modules; raise if `name` is not one of them.
-
-    `from nanovllm import X` shows the text of an ImportError, and not that of an AttributeError,
-    which is right for all other names: `hasattr` asks for them.
-    """
+    """Add all names with their modules; raise if `name` is not one of them."""
     modules.update(MODULES)
-    if name in INSTEAD:
-        raise ImportError(f"cannot import name {name!r} from 'nanovllm': {INSTEAD[name]}")
     if name not in modules:
-        raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+        raise missing("nanovllm", name)
 
 
 def beside_params(name: str) -> object:
     """A class that vLLM has in the module of `SamplingParams`; raises if it is another name."""
-    module = "nanovllm.sampling_params"
-    if name in INSTEAD:
-        raise ImportError(f"cannot import name {name!r} from {module!r}: {INSTEAD[name]}")
     if name not in BESIDE_PARAMS:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        raise missing("nanovllm.sampling_params", name)
     return getattr(importlib.import_module(f"nanovllm.{MODULES[name]}"), name)
+
+
+def missing(module: str, name: str) -> Exception:
+    """The error for a name that a module does not have.
+
+    `from nanovllm import X` shows the text of an ImportError, and not that of an AttributeError,
+    which is right for names that vLLM does not have: `hasattr` asks for them.
+    """
+    from nanovllm.from_vllm.names.python import EXPORTS
+
+    if name in EXPORTS:
+        return ImportError(f"cannot import name {name!r} from {module!r}: {EXPORTS[name]}")
+    return AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -9,7 +9,8 @@ import numpy as np
 
 from nanovllm.output_kind import check_output_kind
 from nanovllm.structured_outputs import check_structured_outputs
-from nanovllm.utils.checks import check_float, check_ids, check_int, check_texts, shorten
+from nanovllm.utils.checks import check_float, check_int, shorten
+from nanovllm.utils.list_checks import check_ids, check_texts
 
 POSITIONAL = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.utils.checks import check_int, check_texts, did_you_mean, shorten
+from nanovllm.utils.checks import check_int, did_you_mean, shorten
+from nanovllm.utils.list_checks import check_texts
 from nanovllm.utils.option import SOME_TEXT
 
 UNUSED = {  # vLLM's other fields
@@ -101,6 +102,17 @@ def check_option(name: str, value: Any, _: str) -> tuple[str, ...]:
     modules = check_texts(name, value)
     named_adapters(modules)
     return modules
+
+
+def check_together(config: Any) -> None:
+    """Raise for options of adapters that exclude each other."""
+    if config.max_cpu_loras is not None and config.max_cpu_loras < config.max_loras:
+        raise ValueError(
+            f"max_cpu_loras must be at least max_loras={config.max_loras}, got"
+            f" {config.max_cpu_loras}"
+        )
+    if config.lora_modules and not config.enable_lora:
+        raise ValueError("lora_modules need enable_lora=True (--enable-lora), got False")
 
 
 def named_adapters(modules: Iterable[str]) -> dict[str, LoRARequest]:

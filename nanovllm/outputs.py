@@ -27,7 +27,7 @@ class Record(dict[str, Any]):
             # Python itself asks for names like __deepcopy__, often; a search takes 50 microseconds.
             if name.startswith("__"):
                 raise AttributeError(name)
-            from nanovllm.vllm_attributes import missing_field
+            from nanovllm.from_vllm.names.python import missing_field
 
             raise missing_field(self, name)
 

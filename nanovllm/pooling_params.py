@@ -1,7 +1,8 @@
 """PoolingParams: vLLM's form of the options of `embed`, `encode` and `score`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.sampling_params import KEPT
 from nanovllm.utils.checks import shorten
@@ -14,10 +15,19 @@ from nanovllm.utils.option import (
     option,
     options_of,
 )
-from nanovllm.vllm_names import POOLING
+
+if TYPE_CHECKING:
+    from nanovllm.utils.other_names import OtherName
 
 
-@by_name("pooling parameter", lambda: POOLING)
+def _other_names() -> "Mapping[str, OtherName]":
+    """vLLM's other names of parameters."""
+    from nanovllm.from_vllm.names.options import POOLING
+
+    return POOLING
+
+
+@by_name("pooling parameter", _other_names)
 @dataclass(frozen=True, kw_only=True)
 class PoolingParams:
     """Options of a call, as `pooling_params`; docs/embeddings.md explains them. None sets nothing.

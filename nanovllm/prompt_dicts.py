@@ -17,6 +17,11 @@ def split_dict(prompt: Mapping[str, Any]) -> tuple[Any, str | None, int]:
     salt = 0
     if "cache_salt" in given:
         salt = salt_number(given.pop("cache_salt"), "the prompt's field 'cache_salt'")
+    if not given.keys() <= {*FIELDS}:
+        from nanovllm.from_vllm.names.calls import PROMPT
+
+        for name in given.keys() & PROMPT.keys():
+            PROMPT[name].check(f"the prompt's field {name!r}", given.pop(name))
     unknown = next((f"with {shorten(name)}" for name in given if name not in FIELDS), None)
     if unknown or not given:
         raise TypeError(

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from nanovllm.output_kind import RequestOutputKind as RequestOutputKind
     from nanovllm.structured_outputs import StructuredOutputs
     from nanovllm.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
-    from nanovllm.utils.other_names import OtherName
 else:
     # The class is loaded when a request has such outputs, as a dict of this type.
     StructuredOutputs = Mapping[str, Any]
@@ -50,9 +49,9 @@ def _listed(allowed: str) -> Rule:
     return Rule(check, allowed)
 
 
-def _other_names() -> "Mapping[str, OtherName]":
+def _other_names() -> Any:
     """vLLM's other names of parameters."""
-    from nanovllm.vllm_names import SAMPLING
+    from nanovllm.from_vllm.names.options import SAMPLING
 
     return SAMPLING
 
@@ -153,9 +152,7 @@ class SamplingParams:
         0.0, "subtracted from the logits of tokens in the output", PENALTY
     )
     frequency_penalty: float = option(
-        0.0,
-        "subtracted from the logits of tokens in the output, once for each occurrence",
-        PENALTY,
+        0.0, "subtracted from the logits of tokens in the output, once for each occurrence", PENALTY
     )
     logit_bias: Mapping[int, float] | None = option(
         None,

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.utils.checks import check_text, check_texts, shorten
+from nanovllm.utils.checks import check_text, shorten
+from nanovllm.utils.list_checks import check_texts
 from nanovllm.utils.option import (
     NOTHING,
     SOME_TEXT,
@@ -97,7 +98,7 @@ def _check_choice(name: str, value: Any) -> tuple[str, ...]:
         value = [one.value if isinstance(one, enum.Enum) else one for one in value]
     texts = check_texts(name, value)
     if not texts:
-        raise ValueError(f"{name} must be {CHOICE.allowed}, got none")
+        raise ValueError(f"{name} must be {CHOICE.allowed}, got []")
     return texts
 
 

@@ -322,7 +322,8 @@ def test_a_caller_that_does_not_read_delays_nobody(engine: AsyncLLM, run: Run[An
 
 
 def test_chats_have_deltas_and_constraints(engine: AsyncLLM, run: Run[Any]) -> None:
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}<tool_call><think></think>"
+    start = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = f"{start}{{{{ tools }}}}<tool_call><think></think>"
     tools = [{"type": "function", "function": {"name": "f"}}]
 
     async def chat() -> Any:

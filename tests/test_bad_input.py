@@ -117,7 +117,11 @@ BAD_PROMPTS: list[tuple[Any, type[Exception], list[str]]] = [
     ({"prompt": "a", "cache_salt": "x" * 257}, ValueError, ["1 to 256 characters", "got 257"]),
     ({"prompt": "a", "cache_salt": "\ud800"}, ValueError, ["'cache_salt' is not valid Unicode"]),
     ({"prompt_token_ids": "text"}, TypeError, ["must be a list of token ids", "got 'text'"]),
-    ({"prompt": "text", "multi_modal_data": {}}, TypeError, ["with 'multi_modal_data'"]),
+    (
+        {"prompt": "a", "multi_modal_data": {"a": 1}},
+        ValueError,
+        ["'multi_modal_data'", "text only"],
+    ),
     ({str(n): n for n in range(10**5)}, TypeError, ["list of token ids"]),
     ({1, 2}, TypeError, ["list of token ids", "{1, 2}"]),
     (frozenset({1, 2}), TypeError, ["list of token ids", "frozenset"]),

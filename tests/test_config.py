@@ -31,7 +31,7 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
         [("float8", ValueError), ("int8", ValueError), (16, ValueError), (None, ValueError)],
     ),
     "quantization": ("one of 'fp8', 'int8', 'int4'", [("fp6", ValueError), (8, ValueError)]),
-    "load_format": ("'auto', 'dummy'", [("gguf", ValueError), (None, ValueError)]),
+    "load_format": ("'auto', 'dummy', 'safetensors'", [("gguf", ValueError), (None, ValueError)]),
     "kv_cache_dtype": (
         "'auto', 'fp8'",
         [
@@ -74,6 +74,7 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
     ),
     "scheduling": ("'prefill-first', 'mixed'", [("fcfs", ValueError), (None, ValueError)]),
     "tool_parser": ("one of 'hermes', ", [("qwen", ValueError), (1, ValueError)]),
+    "scheduling_policy": ("'priority', 'fcfs'", [("lifo", ValueError), (None, ValueError)]),
     "reasoning_parser": ("one of 'qwen3', ", [("think", ValueError), (True, ValueError)]),
     "seed": (
         f"in [0, {2**63 - 1}]",
@@ -242,6 +243,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "enable_prefix_caching": True, "scheduling": "prefill-first", "overlap": None,
         "enable_sleep_mode": False, "speculative_config": None,
         "tool_parser": None, "reasoning_parser": None, "profiler_dir": None, "seed": 0,
+        "scheduling_policy": "priority",
         "enable_lora": False, "max_loras": 8, "max_lora_rank": 64, "max_cpu_loras": None,
         "lora_modules": None,
     }  # fmt: skip

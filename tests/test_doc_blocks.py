@@ -70,8 +70,6 @@ def test_the_blocks_of_a_page_run_one_after_another(
     blocks = blocks_of(page)
     if page.stem == "measuring":
         names |= GIVEN | {"llm": nanovllm.LLM(profiler_dir=str(tmp_path))}
-    if page.stem == "usage":
-        names["params"] = nanovllm.SamplingParams(max_tokens=8)
     for block in blocks:
         short = re.sub(r"max_tokens=\d{3,}", "max_tokens=24", block)
         exec(compile(short, str(page), "exec"), names)

@@ -42,10 +42,9 @@ FEATURES = (
 NEEDED_ELSEWHERE = (
     "beam_search_params", "listed_values", "llm_parts", "lora_request", "metrics", "pooling_params",
     "prompt_dicts",
-    "speculative_config", "structured_outputs", "vllm_names", "vllm_engine_names",
-    "exports", "vllm_model_names", "vllm_attributes", "output_kind", "token_logprobs",
+    "speculative_config", "structured_outputs", "exports", "output_kind", "token_logprobs",
     "utils.other_names",
-    "utils.changes",
+    "utils.changes", "utils.list_checks",
     "engine.requests.extras",
     "engine.requests.logprobs", "engine.requests.parts", "engine.requests.processors",
     "engine.requests.progress", "engine.requests.sample_limit", "engine.requests.statistics",
@@ -71,9 +70,8 @@ MOST_FEATURE_WORDS = 0.05
 # Imports run down these floors, or stay on one; `nanovllm` itself is below all of them.
 FLOORS = (
     ("utils",),
-    ("config", "sampling_params", "structured_outputs", "speculative_config", "vllm_names",
-     "vllm_engine_names", "vllm_model_names", "vllm_attributes", "output_kind",
-     "token_logprobs", "engine_options",
+    ("config", "sampling_params", "structured_outputs", "speculative_config", "from_vllm.names",
+     "output_kind", "token_logprobs", "engine_options",
      "beam_search_params", "pooling_params", "lora_request",
      "prompts", "outputs", "metrics", "embedded", "option_names", "listed_values",
      "prompt_dicts"),
@@ -98,7 +96,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "nanovllm.prompts": HEAVY,
     "nanovllm.outputs": HEAVY,
     "nanovllm.metrics": HEAVY,
-    "nanovllm.vllm_names": HEAVY,
+    "nanovllm.from_vllm.names": HEAVY,
     "nanovllm.embedded": HEAVY,
     "nanovllm.option_names": HEAVY,
     "nanovllm.kernels": ("nanovllm.utils", "nanovllm.config", "transformers", "numpy"),
@@ -265,7 +263,9 @@ while not scheduler.is_finished():
 
 def floor_of(name: str) -> int:
     """The floor of a module; -1 for the package itself, which all may import."""
-    return FLOOR_OF.get(".".join(name.split(".")[:2]), -1)
+    parts = name.split(".")
+    within = FLOOR_OF.get(".".join(parts[:3]))
+    return FLOOR_OF.get(".".join(parts[:2]), -1) if within is None else within
 
 
 def import_graph() -> dict[str, set[str]]:
@@ -276,7 +276,7 @@ def import_graph() -> dict[str, set[str]]:
         found = {name for name in imports(file) if is_under(name, "nanovllm")}
         # `from module import name` is listed as module.name, which may be a module itself.
         modules = {name if name in names else name.rpartition(".")[0] for name in found}
-        graph[module_name(file)] = modules & names - {module_name(file), "nanovllm"}
+        graph[module_name(file)] = modules & names - {module_name(file)}
     return graph
 
 

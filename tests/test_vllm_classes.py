@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -218,6 +219,12 @@ def test_an_async_engine_yields_vllms_outputs() -> None:
         assert outputs[-1].finished and outputs[-1].outputs[0].finish_reason == "abort"
         assert await engine.collective_rpc(worker_name, args=("!",)) == ["CausalLM!"]
         assert engine.is_running and not engine.errored
+        assert (await engine.get_model_config()).max_model_len == 64
+        for name, hint in (("shutdown_background_loop", "use shutdown"), ("aborts", "'abort'?")):
+            with pytest.raises(
+                AttributeError, match=rf"AsyncLLMEngine has no .*{re.escape(hint)}$"
+            ):
+                getattr(engine, name)
         engine.shutdown()
         assert engine.errored
         with pytest.raises(RuntimeError, match="closed"):
@@ -339,6 +346,7 @@ def test_options_are_in_the_signature() -> None:
         ("reward", "no model rewards; LLM.encode has hidden states"),
         ("genrate", "did you mean 'generate'?"),
         ("get_world_size", "it is llm.config.tensor_parallel_size"),
+        ("model_executor", "LLM.apply_model calls a function with each rank's model"),
     ],
 )
 def test_missing_methods_say_what_to_use(llm: LLM, name: str, hint: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapter_files import make_adapter
 from test_from_vllm import IMPORTS, SCRIPTS
 
 from nanovllm.embedded import EMBEDDED_MODEL
@@ -60,3 +61,26 @@ def test_constraints_with_speculation_and_vectors(
     assert set(json.loads(texts["json"])) == {"kind", "fast"}
     assert re.fullmatch(r"SELECT col_[12]  from table_[12] ", texts["grammar"])
     assert lines[4:] == ["drafted True", "12+34= 128", "7+8= 128", "[True, True]", "False"]
+
+
+def test_a_command_line_makes_an_llm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", EMBEDDED_MODEL, "--max-tokens", "5", "--temperature", "0"]
+    assert run("arguments.py", monkeypatch, capsys, *words) == ["['15']", "['15', '15']"]
+
+
+def test_adapters_by_step(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    adapter = make_adapter(Path(EMBEDDED_MODEL), tmp_path / "adapter")
+    lines = run("adapters_by_step.py", monkeypatch, capsys, EMBEDDED_MODEL, str(adapter))
+    found = dict(line.split(" ", 1) for line in lines)
+    assert len(found) == 4 and (found["0"], found["2"]) == ("46", "15")
+
+
+def test_callers_of_one_engine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = run("loop.py", monkeypatch, capsys, EMBEDDED_MODEL)
+    assert lines == ["['12+34=46', '7+8=15']", "True 4096"]

@@ -8,9 +8,9 @@ import pytest
 
 from nanovllm import PoolingParams, SamplingParams
 from nanovllm.config import Config
+from nanovllm.from_vllm.names.options import ENGINE, POOLING, SAMPLING
 from nanovllm.openai.vllm_fields import GENERATION
-from nanovllm.utils.other_names import OtherName
-from nanovllm.vllm_names import ENGINE, POOLING, SAMPLING
+from nanovllm.utils.other_names import OtherName, Values
 
 MAKERS: dict[str, tuple[Any, dict[str, OtherName]]] = {
     "engine": (lambda **given: Config(model="some/model", **given), ENGINE),
@@ -26,7 +26,8 @@ NAMES = [(kind, name) for kind, (_, names) in MAKERS.items() for name in names]
 def test_an_accepted_value_changes_nothing(kind: str, name: str) -> None:
     make, names = MAKERS[kind]
     for value in names[name].accepts:
-        assert make(**{name: value}) == make()
+        given = value.example if isinstance(value, Values) else value
+        assert make(**{name: given}) == make()
 
 
 @pytest.mark.parametrize(("kind", "name"), NAMES)
@@ -35,7 +36,10 @@ def test_any_other_value_is_refused_with_a_reason(kind: str, name: str) -> None:
     make, names = MAKERS[kind]
     if names[name].ours is not None:
         return
-    for value in (["x"], "neither", 77, object()):
+    for value in (["x"], "neither", 77, -2, {"image": 1, "backend": "xgrammar"}, object()):
+        if names[name].takes(value):
+            assert any(isinstance(one, Values) for one in names[name].accepts)
+            continue
         with pytest.raises(ValueError, match=f"^{name}=") as caught:
             make(**{name: value})
         assert str(caught.value).endswith(f": {names[name].why.replace('`', '')}")
@@ -74,8 +78,32 @@ def test_old_names_of_speculation_say_where_it_is() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "other"),
+    [
+        ("limit_mm_per_prompt", {"image": 0, "video": 0}, {"image": 0, "video": 1}),
+        ("limit_mm_per_prompt", {"image": {"count": 0}}, {"image": {}}),
+        ("max_logprobs", 100, True),
+        ("max_logprobs", -1, -2),
+        ("swap_space", 4, -1),
+        ("mm_processor_cache_gb", 4.0, "4"),
+        ("language_model_only", False, None),
+        ("structured_outputs_config", {"backend": "auto", "disable_any_whitespace": False},
+         {"disable_any_whitespace": True}),
+        ("master_port", 29501, 29502),
+        ("logits_processors", None, ["a.B"]),
+    ],
+)  # fmt: skip
+def test_defaults_of_vllm_may_be_given(name: str, value: Any, other: Any) -> None:
+    make = MAKERS["engine"][0]
+    assert make(**{name: value}) == make()
+    with pytest.raises(ValueError, match=f"^{name}="):
+        make(**{name: other})
+
+
+@pytest.mark.parametrize(
     ("name", "ours", "value"),
     [
+        ("policy", "scheduling_policy", "fcfs"),
         ("block_size", "kvcache_block_size", 32),
         ("num_gpu_blocks_override", "num_kvcache_blocks", 9),
         ("async_scheduling", "overlap", False),
@@ -88,7 +116,7 @@ def test_another_name_of_an_option_sets_it(name: str, ours: str, value: Any) -> 
     for given in ({name: value, ours: value}, {ours: value, name: value}):
         with pytest.raises(TypeError, match=f"^{name} is another name of {ours}; give one of them"):
             make(**given)
-    with pytest.raises(TypeError, match=f"^{ours} must be "):
+    with pytest.raises((TypeError, ValueError), match=f"^{ours} must be "):
         make(**{name: "x"})
 
 

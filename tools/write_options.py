@@ -13,17 +13,18 @@ from typing import Any
 
 from nanovllm.command.field_options import option_flag
 from nanovllm.config import DEVICE, DTYPE, KV_DTYPE, Config
+from nanovllm.from_vllm.names.calls import CHAT, GENERATE, PROMPT, VECTOR_CALLS
+from nanovllm.from_vllm.names.options import COMMON, POOLING
+from nanovllm.from_vllm.names.options import ENGINE as ENGINE_NAMES
+from nanovllm.from_vllm.names.options import SAMPLING as SAMPLING_NAMES
+from nanovllm.from_vllm.names.server import SERVER as SERVER_NAMES
 from nanovllm.openai import vllm_fields
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.limits import Limits
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.vllm_names import SERVER as SERVER_NAMES
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.utils.option import DIRECTORY, NOTHING, PATH, options_of
-from nanovllm.utils.other_names import OtherName
-from nanovllm.vllm_names import ENGINE as ENGINE_NAMES
-from nanovllm.vllm_names import POOLING, VECTOR_CALLS
-from nanovllm.vllm_names import SAMPLING as SAMPLING_NAMES
+from nanovllm.utils.other_names import OtherName, Values
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, FROM_VLLM = DOCS / "options.md", DOCS / "from_vllm.md"
@@ -122,10 +123,13 @@ def from_vllm() -> str:
     """The text of docs/from_vllm.md with its tables of names as they should be."""
     text = FROM_VLLM.read_text(encoding="utf-8")
     tables = {
-        "engine": ENGINE_NAMES,
+        "engine": {name: ENGINE_NAMES[name] for name in COMMON} | ENGINE_NAMES,
         "sampling": SAMPLING_NAMES,
         "pooling": POOLING,
         "vector calls": VECTOR_CALLS,
+        "generate": GENERATE,
+        "chat": CHAT,
+        "prompt": PROMPT,
         "server": SERVER_NAMES,
         "fields": vllm_fields.GENERATION,
         "fields of chats": vllm_fields.OF_CHATS,
@@ -144,13 +148,17 @@ def from_vllm() -> str:
 def names_table(names: Mapping[str, OtherName]) -> str:
     """A Markdown table with a row for each of vLLM's names."""
     rows = "".join(
-        f"| `{name}` | {', '.join(f'`{value!r}`' for value in other.accepts) or 'none'}"
-        f" | {other.why} |\n"
+        f"| `{name}` | {', '.join(map(shown_value, other.accepts)) or 'none'} | {other.why} |\n"
         if other.ours is None
         else f"| `{name}` | those of `{other.ours}` | another name of `{other.ours}` |\n"
         for name, other in names.items()
     )
     return "| vLLM's name | accepted values | here |\n|---|---|---|\n" + rows
+
+
+def shown_value(value: Any) -> str:
+    """An accepted value, or the description of several."""
+    return value.text if isinstance(value, Values) else f"`{value!r}`"
 
 
 TYPES_START = '''\

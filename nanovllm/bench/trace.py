@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from nanovllm import LLM, SamplingParams
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
 
 DECODE_STEPS = 4
 TOP = 10

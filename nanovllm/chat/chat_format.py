@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.chat.answers import AnswerFormat
-from nanovllm.chat.conversation import chat_texts, given_template, has_chat_template
+from nanovllm.chat.conversation import (
+    chat_texts,
+    given_template,
+    has_chat_template,
+    own_keywords,
+)
 from nanovllm.chat.given_templates import check_templates, with_template_texts
 from nanovllm.chat.harmony.turns import HarmonyTurns, uses_harmony
 from nanovllm.chat.reasoning import END, START, reasoning_of
@@ -92,8 +97,9 @@ class ChatFormat:
         shown = tools if choice.tools else None
         if self._reads_files:
             keywords = with_template_texts(self._tokenizer, keywords)
-        keywords = check_templates(self._tokenizer, keywords)
+        keywords = check_templates(self._tokenizer, own_keywords(keywords))
         template = str(given_template(keywords) or self._template(choice))
+        check_tools_shown(template, choice)
         texts = chat_texts(
             self._tokenizer, template, messages, shown, add_generation_prompt, keywords
         )
@@ -201,10 +207,6 @@ class ChatFormat:
                 "tools: the chat template shows no known way to write calls; name it with"
                 f" tool_parser: one of {', '.join(FORMATS)}"
             )
-        if name is None and not re.search(r"\btools\b", template):
-            raise ValueError(
-                "tools: the chat template knows no tools, so the model would not see them"
-            )
         return None if name is None else FORMATS[name]
 
     def _constraint(
@@ -256,3 +258,9 @@ def check_answer(asked: StructuredOutputs | None, choice: ToolChoice) -> None:
             "structured_outputs, or response_format, are for answers that are no calls; with"
             " them tool_choice must be 'auto' or 'none'"
         )
+
+
+def check_tools_shown(template: str, choice: ToolChoice) -> None:
+    """Raise if the chat template would show the model no tools, whatever reads its calls."""
+    if choice.tools and not re.search(r"\btools\b", template):
+        raise ValueError("tools: the chat template knows no tools, so the model would not see them")

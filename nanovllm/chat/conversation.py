@@ -69,6 +69,17 @@ def chat_texts(
     ]
 
 
+def own_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of a chat without vLLM's, whose values must ask for what is always done."""
+    if not given:
+        return {}
+    from nanovllm.from_vllm.names.calls import CHAT
+
+    for name in given.keys() & CHAT.keys():
+        CHAT[name].check(name, given[name])
+    return {name: value for name, value in given.items() if name not in CHAT}
+
+
 def _check_conversations(messages: Any, template: str) -> list[list[Any]]:
     """A list of conversations from one or several; parts of text become one text."""
     items = as_list("messages", messages, "a list of messages, or of such lists")

@@ -19,7 +19,6 @@ from nanovllm.utils.checks import (
     did_you_mean,
     shorten,
 )
-from nanovllm.utils.json_text import check_json_bool
 
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -165,7 +164,7 @@ def _tool(place: str, given: Any) -> Tool:
     return Tool(
         name=name,
         parameters=_parameters(f"{place}.function.parameters", parameters),
-        strict=strict is not None and check_json_bool(f"{place}.function.strict", strict),
+        strict=strict is not None and check_bool(f"{place}.function.strict", strict),
     )
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.bench.shapes import SHAPES
 from nanovllm.bench.workload import MAX_MODEL_LEN, WorkloadOptions
 from nanovllm.command import interrupts
-from nanovllm.command.field_options import EXAMPLES, add_field_options, given_fields
+from nanovllm.command.field_options import EXAMPLES, add_field_options, given_options
 from nanovllm.command.options import (
     UsageError,
     add_engine_options,
@@ -161,7 +161,7 @@ def _check_writable(path: Path) -> None:
 def _lengths(args: argparse.Namespace, max_model_len: int | None) -> WorkloadOptions:
     """The workload's checked lengths; without `max_model_len`, the model limits them."""
     with usage_errors(WorkloadOptions, Config):
-        lengths = WorkloadOptions(**given_fields(args, WorkloadOptions))
+        lengths = WorkloadOptions(**given_options(args, WorkloadOptions))
         if max_model_len is not None:
             lengths.check_fit(max_model_len)
     return lengths

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.bench.serve.options import ServerLoad
-from nanovllm.command.field_options import add_field_options, given_fields, json_reader
+from nanovllm.command.field_options import add_field_options, given_options, json_reader
 from nanovllm.command.options import UsageError, usage_errors, user_file
 
 NAME = "bench serve"
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     with usage_errors(ServerLoad):
-        load, address = ServerLoad(**given_fields(args, ServerLoad)), Address.parse(args.base_url)
+        load, address = ServerLoad(**given_options(args, ServerLoad)), Address.parse(args.base_url)
     if args.plot is not None:
         check_plot(args.plot)
     dataset = None if args.dataset is None else read_dataset(args.dataset, load)

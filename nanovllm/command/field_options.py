@@ -127,7 +127,7 @@ def add_field_options(
         added.help = f"{_help(field.type, described)} (default: {shown})"
 
 
-def given_fields(args: argparse.Namespace, kind: type) -> dict[str, Any]:
+def given_options(args: argparse.Namespace, kind: type) -> dict[str, Any]:
     """The fields of a dataclass that the command line sets."""
     names = {name: option_name(kind, name) for name in options_of(kind)}
     return {name: getattr(args, given) for name, given in names.items() if given in args}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.command.field_options import given_fields
+from nanovllm.command.field_options import given_options
 from nanovllm.command.groups import add_grouped_options
 from nanovllm.command.interrupts import Interruptible
 from nanovllm.command.spelling import spelled, spelled_errors
@@ -85,7 +85,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         if "model" in args:
             raise UsageError("MODEL and --model exclude each other")
         args.model = args.model_name
-    options = {"model": EMBEDDED_MODEL} | given_fields(args, Config)
+    options = {"model": EMBEDDED_MODEL} | given_options(args, Config)
     with usage_errors(Config):
         Config(**options)
     return options
@@ -93,7 +93,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def sampling_options(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
     """The checked fields of `SamplingParams` that the command line or `defaults` set."""
-    options = defaults | given_fields(args, SamplingParams)
+    options = defaults | given_options(args, SamplingParams)
     with usage_errors(SamplingParams):
         SamplingParams(**options)
     return options

@@ -1,7 +1,7 @@
 """vLLM's options on the command line: further flags of ours, and refusals that say what to use.
 
-The tables are those of `nanovllm.vllm_names` and `nanovllm.server.vllm_names`, which also serve
-calls in Python. An option that is none of ours takes only values that change nothing.
+The tables are those of `nanovllm.from_vllm.names`, which also serve calls in Python.
+An option that is none of ours takes only values that change nothing.
 """
 
 import argparse
@@ -12,20 +12,16 @@ from typing import Any
 from nanovllm.command.field_options import option_flag
 from nanovllm.command.spelling import spelled
 from nanovllm.config import Config
+from nanovllm.from_vllm.names.options import ENGINE, SAMPLING
+from nanovllm.from_vllm.names.server import SERVER, SHORT
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.options import ServerOptions
-from nanovllm.server.vllm_names import SERVER
 from nanovllm.utils.option import options_of
 from nanovllm.utils.other_names import OtherName
-from nanovllm.vllm_names import ENGINE, SAMPLING
 
 TABLES: dict[type, Mapping[str, OtherName]] = {
-    Config: ENGINE, SamplingParams: SAMPLING, ServerOptions: SERVER,
-}  # fmt: skip
-SHORT = {
-    "-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size",
-    "-q": "quantization", "-asc": "api_server_count",
-}  # fmt: skip
+    ServerOptions: SERVER, Config: ENGINE, SamplingParams: SAMPLING,
+}  # the first that has a name decides  # fmt: skip
 
 
 class WithoutEffect(argparse.Action):
@@ -48,7 +44,7 @@ class WithoutEffect(argparse.Action):
     ) -> None:
         """Raise unless the value is accepted."""
         found = [not (flag or "").startswith("--no-")] if self._is_switch else [_value(text), text]
-        if not any(_is_same(value, one) for value in found for one in self._other.accepts):
+        if not any(_takes(self._other, value) for value in found):
             got = "" if self._is_switch else f" {text}"
             raise argparse.ArgumentError(
                 None, f"{flag}{got}: {spelled(self._other.why.replace('`', ''), *TABLES)}"
@@ -103,6 +99,8 @@ def _value(text: str) -> Any:
         return text
 
 
-def _is_same(value: Any, other: Any) -> bool:
-    """Whether two values are the same; 0 and 0.0 are, 1 and True are not."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
+def _takes(other: OtherName, value: Any) -> bool:
+    """Whether a value is accepted; 0 is the same as 0.0, but 1 is not True."""
+    return other.takes(value) or any(
+        value == one and isinstance(value, bool) == isinstance(one, bool) for one in other.accepts
+    )

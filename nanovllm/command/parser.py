@@ -10,7 +10,7 @@ from nanovllm.command import bench, bench_serve, chat, generate, info, quantize,
 from nanovllm.command.field_options import AppendPairs, flags_for_pairs
 from nanovllm.command.groups import common_first
 from nanovllm.command.other_flags import add_other_flags
-from nanovllm.command.served_names import FLAG, flags_for_names
+from nanovllm.command.served_names import FLAG, flags_for_names, names_hint
 from nanovllm.utils.checks import did_you_mean
 
 COMMANDS = (generate, chat, serve, run_batch, info, quantize, bench, bench_serve)
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]
             hints = (did_you_mean(flag, self._option_string_actions) for flag in flags)
-            hint = next(filter(None, hints), "")
+            hint = next(filter(None, hints), "" if flags else names_hint(args))
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return known, unknown
 

@@ -10,7 +10,7 @@ are; experts are rounded to the nearest code.
 import argparse
 from typing import TYPE_CHECKING
 
-from nanovllm.command.field_options import add_field_options, given_fields
+from nanovllm.command.field_options import add_field_options, given_options
 from nanovllm.command.interrupts import Interruptible
 from nanovllm.command.options import UsageError, usage_errors, user_path
 from nanovllm.quantize.options import QuantizeOptions
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         if name not in args:
             raise UsageError(f"--{name} is required")
         setattr(args, name, user_path(getattr(args, name)))
-    given = given_fields(args, QuantizeOptions)
+    given = given_options(args, QuantizeOptions)
     with usage_errors(QuantizeOptions):
         options = QuantizeOptions(**given)
     from nanovllm.quantize.checkpoint import quantize_checkpoint

@@ -40,8 +40,21 @@ SUMMARY = "answer a file of requests, and resume where it stopped"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("input", type=user_path, metavar="INPUT", help="JSON Lines; - is stdin")
-    parser.add_argument("-o", "--output", type=user_file, required=True, help="the file of results")
+    parser.add_argument(
+        "input_name", type=user_path, nargs="?", metavar="INPUT", help="JSON Lines; - is stdin"
+    )
+    parser.add_argument(
+        "-i",
+        "--input-file",
+        dest="input",
+        type=user_path,
+        metavar="INPUT",
+        help="the same as INPUT",
+    )
+    parser.add_argument(
+        "-o", "--output", "--output-file", type=user_file, required=True, metavar="OUTPUT",
+        help="the file of results",
+    )  # fmt: skip
     parser.add_argument(
         "--strict",
         action="store_true",
@@ -65,9 +78,7 @@ def _run(args: argparse.Namespace) -> int:
     options, defaults = engine_options(args), sampling_options(args)
     if str(args.output) in ("-", "."):  # an empty path is "."
         raise UsageError("OUTPUT must be a file: the job resumes from it")
-    if not args.input:
-        raise UsageError("INPUT must be a file, or - for stdin, got ''")
-    with _open_input(args.input) as file:
+    with _open_input(_input_of(args)) as file:
         if args.output.exists() and os.path.samestat(args.output.stat(), os.fstat(file.fileno())):
             raise UsageError("the output must not be the input")
         from nanovllm.batch.job import BatchJob
@@ -87,6 +98,16 @@ def _run(args: argparse.Namespace) -> int:
             print(_summary(job.tally, journal.num_failed, time.perf_counter() - start))
             journal.check_taken()  # at the end, so that no finished work is lost
     return 1 if num_failed else 0
+
+
+def _input_of(args: argparse.Namespace) -> str:
+    """The name of the input, which is given by its place or by its flag."""
+    given = [name for name in (args.input_name, args.input) if name is not None]
+    if len(given) != 1:
+        raise UsageError("INPUT and -i exclude each other" if given else "INPUT is missing")
+    if not given[0]:
+        raise UsageError("INPUT must be a file, or - for stdin, got ''")
+    return str(given[0])
 
 
 @contextlib.contextmanager

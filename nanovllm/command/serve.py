@@ -9,7 +9,7 @@ import argparse
 import logging
 import sys
 
-from nanovllm.command.field_options import given_fields
+from nanovllm.command.field_options import given_options
 from nanovllm.command.groups import add_grouped_options
 from nanovllm.command.options import (
     add_engine_options,
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
     engine, sampling = engine_options(args), sampling_options(args)
     with usage_errors(ServerOptions):
-        options = with_key(ServerOptions(**given_fields(args, ServerOptions)))
+        options = with_key(ServerOptions(**given_options(args, ServerOptions)))
     try:
         from nanovllm.server.serve import serve
     except ImportError as error:

@@ -8,11 +8,11 @@ FLAG = "--served-model-name"
 def flags_for_names(args: Sequence[str], takes_text: Callable[[str], bool]) -> list[str]:
     """The arguments of `serve`, with the flag repeated before each further name.
 
-    Only after the model: before it, the text after a name may be the model. `takes_text` says
-    whether a flag has a text after it.
+    Only after the model, which may be that of `--model`: before it, the text after a name may be
+    the model. `takes_text` says whether a flag has a text after it.
     """
     full: list[str] = []
-    flag, has_model = "", False
+    flag, has_model = "", any(arg.partition("=")[0] == "--model" for arg in args)
     for place, arg in enumerate(args):
         if arg.startswith("-"):
             flag = arg
@@ -24,3 +24,11 @@ def flags_for_names(args: Sequence[str], takes_text: Callable[[str], bool]) -> l
             has_model, flag = True, ""
         full.append(arg)
     return full
+
+
+def names_hint(args: Sequence[str]) -> str:
+    """What to do about texts that no argument takes, if the flag may have been meant to."""
+    given = [place for place, arg in enumerate(args) if arg.partition("=")[0] == FLAG]
+    if not given:
+        return ""
+    return f"; give the model before {FLAG} and its names, or the flag again for each name"

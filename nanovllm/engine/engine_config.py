@@ -33,6 +33,7 @@ class EngineConfig:
     overlap: bool
     seed: int
     logprobs_mode: str
+    scheduling_policy: str
     enable_lora: bool
     max_loras: int
     max_lora_rank: int

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from nanovllm.config import Config
+from nanovllm.config import Config, ModelName, asked_by
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.features import NO_FEATURES, Features
 from nanovllm.engine.requests.engine_requests import EngineRequests
@@ -55,8 +55,8 @@ class LLMEngine:
     features: Features = NO_FEATURES
     _warns = True  # whether to warn if the model has no tokenizer
 
-    def __init__(self, model: str | os.PathLike[str], **options: "Unpack[EngineOptions]") -> None:
-        asked = self.asked = Config(model=model, **options)  # type: ignore[arg-type, misc]
+    def __init__(self, model: ModelName = None, **options: "Unpack[EngineOptions]") -> None:
+        asked = self.asked = asked_by(self, model, options)
         self.model_path = path = resolve_model(
             asked.model, revision=asked.revision, download_dir=asked.download_dir,
             quantization=asked.quantization,

@@ -2,17 +2,19 @@
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanovllm import AsyncLLM
+from nanovllm.async_llm import AsyncLLM
 from nanovllm.from_vllm.async_outputs import outputs_of
 from nanovllm.from_vllm.collective_rpc import call_of
-from nanovllm.from_vllm.engine_args import EngineArgs, checked_args
-from nanovllm.from_vllm.llm_engine import refuse_others
+from nanovllm.from_vllm.names.python import OF_ASYNC
+from nanovllm.from_vllm.outputs import model_config_of
+from nanovllm.from_vllm.refusals import MakesEngines, refuse_others
 from nanovllm.lora_request import LoRARequest
 from nanovllm.outputs import RequestOutput
 from nanovllm.prompts import Prompt
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import did_you_mean
 
 
 class AsyncLLMEngine(AsyncLLM):
@@ -20,6 +22,12 @@ class AsyncLLMEngine(AsyncLLM):
 
     Other methods are those of `AsyncLLM`.
     """
+
+    @classmethod
+    def from_engine_args(cls, engine_args: MakesEngines, **others: Any) -> "AsyncLLMEngine":
+        """Load the model of an `EngineArgs`; vLLM's other arguments must be None or left out."""
+        engine: AsyncLLMEngine = super().from_engine_args(engine_args, **others)
+        return engine
 
     async def generate(  # type: ignore[override]  # outputs, not events
         self,
@@ -40,6 +48,10 @@ class AsyncLLMEngine(AsyncLLM):
     async def get_tokenizer(self) -> Any:
         """The tokenizer, one of transformers."""
         return self.tokenizer
+
+    async def get_model_config(self) -> Any:
+        """What scripts read most of vLLM's: names, lengths and sizes."""
+        return model_config_of(self)
 
     async def check_health(self) -> None:
         """Raise if the engine has ended."""
@@ -81,8 +93,10 @@ class AsyncLLMEngine(AsyncLLM):
         """End the engine after its step: `close`, which waits for that step alone."""
         self.close()
 
+    if not TYPE_CHECKING:  # type checkers would accept any name
 
-def made_of(engine_args: EngineArgs, others: dict[str, Any]) -> AsyncLLMEngine:
-    """Load a model; the other arguments of vLLM's must be None or left out."""
-    refuse_others("from_engine_args", others, ("usage_context", "start_engine_loop"))
-    return AsyncLLMEngine(**checked_args(engine_args).options)
+        def __getattr__(self, name):
+            why = OF_ASYNC.get(name)
+            hint = "" if name.startswith("_") else did_you_mean(name, dir(type(self)))
+            hint = hint if why is None else f": {why}"
+            raise AttributeError(f"AsyncLLMEngine has no attribute {name!r}{hint}")

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.engine.requests.generation import params_list
+from nanovllm.from_vllm.names.calls import GENERATE
 from nanovllm.prompts import prompt_list
 from nanovllm.utils.checks import NOT_LISTS, as_list, check_int, shorten
 from nanovllm.utils.other_names import own_names
-from nanovllm.vllm_names import GENERATE
 
 FIELDS = (
     "prompts", "sampling_params", "use_tqdm", "lora_request", "prompt_token_ids", "priority",

@@ -5,20 +5,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from nanovllm.from_vllm.llm_engine import refuse_others
+from nanovllm.from_vllm.names.python import OF_WORKERS
+from nanovllm.from_vllm.refusals import refuse_others
 from nanovllm.utils.checks import shorten
-
-INSTEAD = {
-    "load_weights": "LLM.update_weights takes tensors",
-    "update_weights": "LLM.update_weights takes tensors",
-    "reload_weights": "use LLM.reload_weights",
-    "sleep": "use LLM.sleep",
-    "wake_up": "use LLM.wake_up",
-    "start_profile": "use LLM.start_profile",
-    "stop_profile": "use LLM.stop_profile",
-    "add_lora": "requests name their adapters, as lora_request",
-    "init_weight_update_group": "LLM.update_weights takes tensors",
-}
 
 
 class Worker:
@@ -69,7 +58,7 @@ def call_of(
 ) -> Call:
     """The call of a function with a worker; raises for a method of vLLM's workers."""
     if isinstance(method, str):
-        why = INSTEAD.get(method, "pass a function of a worker; see LLM.apply_model")
+        why = OF_WORKERS.get(method, "pass a function of a worker; see LLM.apply_model")
         raise ValueError(f"collective_rpc: workers have no method {method!r}: {why}")
     if not callable(method):
         raise TypeError(f"collective_rpc: method must be a function, got {shorten(method)}")

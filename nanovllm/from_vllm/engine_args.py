@@ -3,11 +3,15 @@
 import argparse
 import dataclasses
 import json
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from nanovllm.config import Config
+from nanovllm.config import Config, ModelName, asked_by
+from nanovllm.from_vllm.names.options import ENGINE
 from nanovllm.utils.option import options_of
-from nanovllm.vllm_names import ENGINE
+
+if TYPE_CHECKING:
+    from nanovllm.from_vllm.async_llm import AsyncLLMEngine
+    from nanovllm.llm import LLM
 
 T = TypeVar("T", bound="EngineArgs")
 P = TypeVar("P", bound="argparse._ActionsContainer")
@@ -18,6 +22,23 @@ class EngineArgs(Config):
 
     `LLMEngine.from_engine_args(args)` and `LLM(**dataclasses.asdict(args))` make engines of it.
     """
+
+    def __init__(self, model: ModelName = None, **options: Any) -> None:
+        super().__init__(**vars(asked_by(self, model, options)))
+
+    __init__.__wrapped__ = Config.__init__  # type: ignore[attr-defined]  # where help looks
+
+    def make_llm(self) -> "LLM":
+        """The `LLM` with these options."""
+        from nanovllm.llm import LLM
+
+        return LLM(**self.options)
+
+    def make_async(self) -> "AsyncLLMEngine":
+        """The `AsyncLLMEngine` with these options."""
+        from nanovllm.from_vllm.async_llm import AsyncLLMEngine
+
+        return AsyncLLMEngine(**self.options)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -56,10 +77,3 @@ class EngineArgs(Config):
 
 class AsyncEngineArgs(EngineArgs):
     """The options of an `AsyncLLM`: `AsyncLLMEngine.from_engine_args(args)`."""
-
-
-def checked_args(args: Any) -> EngineArgs:
-    """Return the value if it is an `EngineArgs`; raise otherwise."""
-    if not isinstance(args, EngineArgs):
-        raise TypeError(f"engine_args must be an EngineArgs, got {type(args).__name__}")
-    return args

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from nanovllm.engine.requests.stream import Stream
-from nanovllm.from_vllm.engine_args import EngineArgs, checked_args
-from nanovllm.from_vllm.outputs import Progress
+from nanovllm.from_vllm.outputs import Progress, model_config_of
+from nanovllm.from_vllm.refusals import MakesEngines, made_by, refuse_others
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import shorten
@@ -48,12 +48,10 @@ class LLMEngine:
         self._open: OpenRequests = vars(llm)["_open_requests"]
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> "LLMEngine":
-        """Load the model; the other arguments of vLLM's must be None or left out."""
-        from nanovllm import LLM
-
+    def from_engine_args(cls, engine_args: MakesEngines, **others: Any) -> "LLMEngine":
+        """Load the model of an `EngineArgs`; vLLM's other arguments must be None or left out."""
         refuse_others("from_engine_args", others, ("usage_context",))
-        return cls(LLM(**checked_args(engine_args).options))
+        return cls(made_by(engine_args, "make_llm"))
 
     def add_request(
         self,
@@ -132,12 +130,7 @@ class LLMEngine:
     @property
     def model_config(self) -> SimpleNamespace:
         """What scripts read most of vLLM's: names, lengths and sizes."""
-        asked, vocab_size = self.llm.asked, self.llm.model_config.vocab_size
-        return SimpleNamespace(
-            model=asked.model, tokenizer=asked.tokenizer or asked.model, dtype=asked.dtype,
-            max_model_len=self.llm.config.max_model_len, seed=asked.seed,
-            get_vocab_size=lambda: vocab_size,
-        )  # fmt: skip
+        return model_config_of(self.llm)
 
     def get_model_config(self) -> SimpleNamespace:
         """The `model_config`."""
@@ -147,10 +140,3 @@ class LLMEngine:
         if name == "llm":  # it is not made yet
             raise AttributeError(name)
         return getattr(self.llm, name)
-
-
-def refuse_others(call: str, given: dict[str, Any], ignored: Iterable[str] = ()) -> None:
-    """Raise for arguments of vLLM's that nothing here reads, unless they are None."""
-    for name, value in given.items():
-        if value is not None and name not in ignored:
-            raise ValueError(f"{call}: {name} must be None, got {shorten(value)}")

@@ -1,5 +1,9 @@
-"""Progress: a request's outputs in vLLM's form, made of the events of its stream."""
+"""Progress: a request's outputs in vLLM's form, made of the events of its stream.
 
+And what engines say of their model in this form.
+"""
+
+from types import SimpleNamespace
 from typing import Any
 
 from nanovllm.engine.requests.request import Request
@@ -82,3 +86,13 @@ def _copy(sample: CompletionOutput) -> CompletionOutput:
     copy["token_ids"] = [*sample.token_ids]
     copy["logprobs"] = sample["logprobs"] and [*sample["logprobs"]]
     return copy
+
+
+def model_config_of(llm: Any) -> SimpleNamespace:
+    """What scripts read most of the config of vLLM's engines: names, lengths and sizes."""
+    asked, vocab_size = llm.asked, llm.model_config.vocab_size
+    return SimpleNamespace(
+        model=asked.model, tokenizer=asked.tokenizer or asked.model, dtype=asked.dtype,
+        max_model_len=llm.config.max_model_len, seed=asked.seed,
+        get_vocab_size=lambda: vocab_size,
+    )  # fmt: skip

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from nanovllm.beam_search_params import BeamSearchParams
+from nanovllm.from_vllm.names.options import SAMPLING as VLLM_NAMES
 from nanovllm.openai.field_kinds import (
     AS_OBJECT,
     AS_OBJECTS,
@@ -32,7 +33,6 @@ from nanovllm.utils.checks import check_name
 from nanovllm.utils.json_text import shorten_json
 from nanovllm.utils.option import TRUE_OR_FALSE, options_of
 from nanovllm.utils.other_names import OtherName
-from nanovllm.vllm_names import SAMPLING as VLLM_NAMES
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SAMPLING = tuple(options_of(SamplingParams))

@@ -4,8 +4,8 @@ Each accepts the values that ask for what this server always does; another value
 says what to use. docs/from_vllm.md shows this table.
 """
 
+from nanovllm.from_vllm.names.options import SAMPLING
 from nanovllm.utils.other_names import OtherName
-from nanovllm.vllm_names import SAMPLING
 
 TEXT_ONLY = OtherName((None, {}), "models are text only")
 NO_TRANSFER = OtherName((None, {}), "caches stay in their engine")

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.config import DEVICE
-from nanovllm.utils.checks import check_int, check_texts
+from nanovllm.utils.checks import check_int
+from nanovllm.utils.list_checks import check_texts
 from nanovllm.utils.option import (
     DIRECTORY,
     PATH,

@@ -28,7 +28,8 @@ from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
 from nanovllm.ray.placement import is_on_cuda
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import check_float, check_int, check_texts
+from nanovllm.utils.checks import check_float, check_int
+from nanovllm.utils.list_checks import check_texts
 
 logger = logging.getLogger("nanovllm")
 

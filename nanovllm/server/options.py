@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.server.limits import Limits
-from nanovllm.utils.checks import check_texts
+from nanovllm.utils.list_checks import check_texts
 from nanovllm.utils.option import (
     NOTHING,
     SOME_TEXT,
@@ -89,7 +89,7 @@ HOSTS = Rule(_check_hosts, "* or a list like example.com")
 
 
 def _other_names() -> "Mapping[str, OtherName]":
-    from nanovllm.server.vllm_names import SERVER
+    from nanovllm.from_vllm.names.server import SERVER
 
     return SERVER
 

@@ -21,7 +21,8 @@ from nanovllm.server.generation import divided_fields
 from nanovllm.server.log import RequestLine
 from nanovllm.server.options import ServerOptions
 from nanovllm.server.refusals import check_truncated, num_chars, refuse_templates
-from nanovllm.utils.checks import check_ids, check_int, check_text
+from nanovllm.utils.checks import check_int, check_text
+from nanovllm.utils.list_checks import check_ids
 
 TEXT_FIELDS = ("prompt", "add_special_tokens", "return_token_strs")
 IDS_FIELDS = ("tokens",)

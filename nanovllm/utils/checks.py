@@ -37,9 +37,9 @@ def allowed_range(low: float, high: float | None, above: bool = False) -> str:
     return f"in {'(' if above else '['}{low}, {high}]"
 
 
-def allowed_choices(choices: Iterable[str]) -> str:
+def allowed_choices(choices: Collection[str]) -> str:
     """Choices in words that complete "must be"."""
-    return f"one of {', '.join(map(repr, choices))}"
+    return "one of " * (len(choices) > 1) + ", ".join(map(repr, choices))
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -93,35 +93,12 @@ def check_name(name: str, known: Collection[str], place: str = "") -> None:
         raise ValueError(f"{place}unknown field {shorten(name)}{did_you_mean(name, known)}")
 
 
-def check_ids(name: str, value: Any) -> tuple[int, ...]:
-    """Copy token ids out of the caller's container: later changes to it have no effect."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a list of token ids, got {shorten(value)}")
-    ids = tuple(value)
-    are_valid = {*map(type, ids)} <= {int} and min(ids, default=0) >= 0  # the fast case
-    return ids if are_valid else tuple(check_int(name, token_id, 0) for token_id in ids)
-
-
 def check_text(name: str, text: str) -> None:
     """Raise if `text` has an unpaired surrogate, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} is not valid Unicode text: {error}") from None
-
-
-def check_texts(name: str, value: Any) -> tuple[str, ...]:
-    """Copy texts out of the caller's container; none may be empty."""
-    if isinstance(value, str | Mapping) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a list of texts, got {shorten(value)}")
-    texts = tuple(value)
-    for text in texts:
-        if not isinstance(text, str):
-            raise TypeError(f"{name} must be a list of texts, got {shorten(text)} in it")
-        if not text:
-            raise ValueError(f"{name} must be a list of texts that are not empty, got ''")
-        check_text(name, text)
-    return texts
 
 
 def as_list(name: str, value: Any, kind: str = "a str or a list of token ids") -> list[Any]:

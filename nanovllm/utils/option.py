@@ -67,9 +67,7 @@ class Option:
 
 
 def by_name(
-    what: str,
-    other_names: "Callable[[], Mapping[str, OtherName]]" = dict,
-    can_change: bool = False,
+    what: str, other_names: "Callable[[], Mapping[str, OtherName]]" = dict, can_change: bool = False
 ) -> Callable[[type[T]], type[T]]:
     """A decorator that lets the constructor of a frozen dataclass take `other_names` too.
 

@@ -1,6 +1,6 @@
 """Names of options that are not fields: another library's, or of missing options."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,11 +8,20 @@ from nanovllm.utils.checks import did_you_mean, shorten
 
 
 @dataclass(frozen=True)
+class Values:
+    """Values that a rule describes: those that `fit`, such as the `example`."""
+
+    text: str
+    fit: Callable[[Any], bool]
+    example: Any
+
+
+@dataclass(frozen=True)
 class OtherName:
     """A name that is not a field: another name of the field `ours`, or a missing option.
 
-    `accepts` are the values that ask for the behaviour without the option. `why` describes this
-    behaviour, or says what to use instead; it ends the error for any other value.
+    `accepts` are the values, or `Values`, that ask for the behaviour without the option. `why`
+    describes this behaviour, or says what to use instead; it ends the error for any other value.
     """
 
     accepts: tuple[Any, ...] = ()
@@ -21,8 +30,15 @@ class OtherName:
 
     def check(self, name: str, value: Any) -> None:
         """Raise a ValueError unless `value` is accepted."""
-        if not any(type(value) is type(one) and value == one for one in self.accepts):
+        if not self.takes(value):
             raise ValueError(f"{name}={shorten(value)}: {self.why.replace('`', '')}")
+
+    def takes(self, value: Any) -> bool:
+        """Whether `value` is accepted: 1 is not True, and 1 is not 1.0."""
+        return any(
+            one.fit(value) if isinstance(one, Values) else type(value) is type(one) and value == one
+            for one in self.accepts
+        )
 
 
 def own_names(

@@ -33,7 +33,6 @@ from nanovllm.vectors.preparer import (
     vectors_of,
 )
 from nanovllm.vectors.scores import Scores
-from nanovllm.vllm_names import VECTOR_CALLS
 
 
 class Planner:
@@ -123,6 +122,10 @@ class Planner:
 
 def _check_others(call: Callable[..., Any], others: Mapping[str, Any]) -> None:
     """Raise for options that a call does not have, unless they are vLLM's and ask for nothing."""
+    if not others:
+        return
+    from nanovllm.from_vllm.names.calls import VECTOR_CALLS
+
     for name, value in others.items():
         if name not in VECTOR_CALLS:
             known = [*inspect.signature(call).parameters][:-1]

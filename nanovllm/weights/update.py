@@ -18,6 +18,7 @@ from nanovllm.utils.checks import shorten
 from nanovllm.utils.resources import trim_heap
 from nanovllm.weights.blank import blank_model
 from nanovllm.weights.live import live_weights
+from nanovllm.weights.shown_weights import shown_weights
 from nanovllm.weights.tensors import refresh
 
 BATCH_BYTES = 256 << 20
@@ -183,7 +184,8 @@ class Apply(NamedTuple):
 
     def run(self, shard: Shard) -> Any:
         try:
-            result = self.function(shard.model)
+            with shown_weights(shard.model):
+                result = self.function(shard.model)
             refresh(shard.model)
             return result
         except SystemExit as error:  # it would end other ranks

@@ -883,7 +883,7 @@ def test_tools_and_formats_in_chats(llm: LLM, tmp_path: Path) -> None:
     assert choices[1][0]["message"]["reasoning_content"] == "a"
     assert choices[1][0]["message"]["content"] == "b"
     assert isinstance(json.loads(choices[2][0]["message"]["content"]), int)
-    assert "tools: the chat template shows no known way" in records[3]["error"]["message"]
+    assert "tools: the chat template knows no tools" in records[3]["error"]["message"]
     assert "line 5: tools[0] must be {" in records[4]["error"]["message"]
     assert choices[5][0]["message"] == {"role": "assistant", "content": CALL}
     assert choices[5][0]["finish_reason"] == "stop"

@@ -309,7 +309,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(tools=function(name="a", paramters={})), ValueError, "did you mean 'parameters'?"),
     (dict(tools=function(name="a", parameters=[1])), TypeError, "parameters must be a JSON schema"),
     (dict(tools=function(name="a", parameters={"type": "string"})), ValueError, "got 'string'"),
-    (dict(tools=function(name="a", strict=1)), TypeError, "strict must be true or false, got 1"),
+    (dict(tools=function(name="a", strict=1)), TypeError, "strict must be True or False, got 1"),
     (dict(tools=function(name="a") * 2), ValueError, "the name 'a' occurs 2 times"),
     (dict(tools=TOOLS, tool_choice="any"), ValueError, "'required' or {"),
     (dict(tools=TOOLS, tool_choice=5), ValueError, "tool_choice must be"),
@@ -327,8 +327,12 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         dict(tools=function(name="a", parameters={"minimun": 1}), tool_choice="required"),
         ValueError, "the parameters of the tool 'a': #: JSON Schema has no 'minimun'",
     ),
-    (dict(tools=TOOLS, tool_choice="auto", chat_template=BODY), ValueError, "tool_parser: one of"),
-    (dict(tools=TOOLS, tool_choice="required", chat_template=BODY), ValueError, "tool_parser: one"),
+    (dict(tools=TOOLS, tool_choice="auto", chat_template=BODY), ValueError, "knows no tools"),
+    (dict(tools=TOOLS, tool_choice="required", chat_template=BODY), ValueError, "knows no tools"),
+    (
+        dict(tools=TOOLS, tool_choice="auto", chat_template=SHOWN + BODY),
+        ValueError, "tool_parser: one of",
+    ),
     (
         dict(tools=TOOLS, tool_choice="required", structured_outputs=dict(regex="a")),
         ValueError, "tool_choice must be 'auto' or 'none'",

@@ -32,10 +32,14 @@ def prompt_of(llm: LLM, **options: Any) -> str | None:
     return out.prompt
 
 
-def test_tools_are_refused_by_a_template_that_knows_none(llm: LLM) -> None:
+def test_tools_are_refused_by_a_template_that_knows_none(llm: LLM, model_dir: Path) -> None:
     """The model would never see them; the server refuses them too."""
     with pytest.raises(ValueError, match=r"^tools: the chat template knows no tools"):
         llm.chat(HI, GREEDY, use_tqdm=False, tools=TOOL, chat_template=PLAIN)
+    with make_llm(model_dir, tool_parser="hermes") as other:  # it reads calls, and shows nothing
+        other.tokenizer.chat_template = PLAIN
+        with pytest.raises(ValueError, match=r"^tools: the chat template knows no tools"):
+            other.chat(HI, GREEDY, use_tqdm=False, tools=TOOL)
     assert prompt_of(llm, tools=TOOL) == "user:Hi;1 tools;"
     assert prompt_of(llm, tools=TOOL, tool_choice="none", chat_template=PLAIN) == "user:Hi;"
 

@@ -170,6 +170,11 @@ def test_the_help_says_that_an_adapter_is_a_name_and_a_path(
         ("run-batch x -o -", 2, "OUTPUT must be a file"),
         ("run-batch x -o ''", 2, "OUTPUT must be a file"),
         ("run-batch '' -o y", 2, "INPUT must be a file, or - for stdin, got ''"),
+        ("run-batch -o y", 2, "INPUT is missing"),
+        ("run-batch x -i z -o y", 2, "INPUT and -i exclude each other"),
+        ("run-batch --input-file '' --output-file y", 2, "INPUT must be a file, or - for stdin"),
+        ("serve --served-model-name a b /m", 2, "/m; give the model before --served-model-name"),
+        ("serve --generation-config vllm /m", 2, "--generation-config vllm: requests get what"),
         ("info a --model b", 2, "MODEL and --model exclude each other"),
         (
             """info a --speculative-config '{"method": "ngram"}'""",

@@ -5,8 +5,8 @@ import runpy
 from pathlib import Path
 
 from nanovllm.config import Config
+from nanovllm.from_vllm.names.options import ENGINE, SAMPLING
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.vllm_names import ENGINE, SAMPLING
 
 ROOT = Path(__file__).parents[2]
 

@@ -174,11 +174,13 @@ def test_a_prompt_without_special_tokens() -> None:
         ("serve --port 1 --verbose m --served-model-name a b --port 2", ["a", "b"]),
         ("serve m --served-model-name a b --served-model-name c", ["a", "b", "c"]),
         ("serve m --served-model-name=a b", ["a", "b"]),
+        ("serve --served-model-name a b --model m", ["a", "b"]),
         ("serve --served-model-name a m --port 1", ["a"]),
         ("serve --served-model-name=a m --served-model-name=b", ["a", "b"]),
     ],
 )
 def test_several_names_follow_the_flag(argv: str, names: list[str]) -> None:
-    """After the model. Before it, the second text is the model."""
+    """After the model, or with `--model`. Before it, the second text is the model."""
     args = make_parser().parse_args(argv.split())
-    assert args.model_name == "m" and args.served_model_name == names
+    model = getattr(args, "model", args.model_name)
+    assert model == "m" and args.served_model_name == names

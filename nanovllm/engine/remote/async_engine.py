@@ -3,12 +3,11 @@
 import asyncio
 import contextlib
 import dataclasses
-import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import MAX_WAITING, Config
+from nanovllm.config import MAX_WAITING, ModelName, asked_by
 from nanovllm.engine.errors import EngineEndedError
 from nanovllm.engine.features import NO_FEATURES, Features, RequestAdapters
 from nanovllm.engine.remote.connection import EngineConnection
@@ -49,13 +48,13 @@ class AsyncEngine:
 
     def __init__(
         self,
-        model: str | os.PathLike[str],
+        model: ModelName = None,
         *,
         max_waiting: int = MAX_WAITING,
         grammar_seconds: float = GRAMMAR_SECONDS,
         **options: "Unpack[EngineOptions]",
     ) -> None:
-        asked = self.asked = Config(model=model, **options)  # type: ignore[arg-type, misc]
+        asked = self.asked = asked_by(self, model, options)
         self.max_waiting = check_int("max_waiting", max_waiting, 0)
         float_range(0.0, above=True).check("grammar_seconds", grammar_seconds)
         self.model_path = path = resolve_model(

@@ -40,8 +40,10 @@ class Extras:
         eos_token_ids: frozenset[int],
         features: "Features",
         logprobs_mode: str = "raw_logprobs",
+        policy: str = "priority",
     ) -> None:
-        self.tokenizer, self._features, self._mode = tokenizer, features, logprobs_mode
+        self.tokenizer, self._features = tokenizer, features
+        self._mode, self._policy = logprobs_mode, policy
         self.vocab_size, self.eos_token_ids = vocab_size, eos_token_ids
         self._constraints: Constraints | None = None  # made when one is first asked for
         self._report_limit = ReportLimit()
@@ -64,6 +66,11 @@ class Extras:
             raise ValueError(
                 "logprobs must be None with logits_processors where logprobs_mode is"
                 f" {self._mode!r}: callables would be called twice, got {params.logprobs}"
+            )
+        if params.priority and self._policy == "fcfs":
+            raise ValueError(
+                f"priority must be 0 with scheduling_policy='fcfs', got {params.priority};"
+                " leave the policy out to use priorities"
             )
         asks = params.stop_token_ids and params.min_tokens
         stopping = self._stopping(params) if asks else ()

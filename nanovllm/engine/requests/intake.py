@@ -66,7 +66,7 @@ class Intake:
         self.tokenizer, self._features, self._adapters = tokenizer, features, adapters
         self.vocab_size = model_config.vocab_size
         self.max_model_len, self._num_places = config.max_model_len, config.max_num_running
-        self.seed, self._mode = config.seed, config.logprobs_mode
+        self.seed, self._modes = config.seed, (config.logprobs_mode, config.scheduling_policy)
         self.has_head = model_config.has_head
         eos_token_ids = set(model_config.eos_token_ids)
         if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -211,7 +211,7 @@ class Intake:
         from nanovllm.engine.requests.extras import Extras
 
         ids = self.vocab_size, self.eos_token_ids
-        return Extras(self.tokenizer, *ids, self._features, self._mode)
+        return Extras(self.tokenizer, *ids, self._features, *self._modes)
 
     def _longest(self, wanted: "Wanted | None") -> tuple[int, str]:
         """The most tokens of a prompt, and why: one less than the model's if tokens follow."""
@@ -243,6 +243,7 @@ def asks_more(params: SamplingParams) -> bool:
         or params.structured_outputs is not None
         or params.hidden_states
         or params.skip_reading_prefix_cache
+        or params.priority
         or any((params.stop, params.stop_token_ids, params.logit_bias, params.bad_words))
         or params.logits_processors
     )

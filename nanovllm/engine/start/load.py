@@ -55,6 +55,10 @@ def load_part(
 def choose_formats(config: Config, model_config: ModelConfig, path: Path) -> Formats:
     """Choose how the layers' weights are stored. Reads names and types in quantized files."""
     quantization = model_config.quantization
+    if config.load_format == "safetensors":
+        from nanovllm.models.gguf.directory import refuse_gguf
+
+        refuse_gguf(path)
     if quantization is None:
         return PLAIN_FORMATS
     from nanovllm.models.quantized import quantized_formats

@@ -52,6 +52,12 @@ def directory_with(path: Path, quantization: str) -> Path:
     return gguf_directory(file, is_plain=True)
 
 
+def refuse_gguf(path: Path) -> None:
+    """Raise if a model's weights are those of a GGUF file."""
+    if any(path.glob("*.gguf")) and not any(path.glob("*.safetensors")):
+        raise ValueError("load_format must be 'auto' for a GGUF file, got 'safetensors'")
+
+
 def has_blocks(path: Path) -> bool:
     """Whether the config in a directory lists matrices in blocks. A damaged one is found later."""
     with contextlib.suppress(OSError, ValueError):

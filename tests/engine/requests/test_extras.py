@@ -22,6 +22,7 @@ ASKING: dict[str, dict[str, Any]] = {
     "structured_outputs": dict(structured_outputs={"regex": "a"}),
     "logits_processors": dict(logits_processors=[lambda ids, logits: logits]),
     "hidden_states": dict(hidden_states=True),
+    "priority": dict(priority=1),
     "skip_reading_prefix_cache": dict(skip_reading_prefix_cache=True),
 }
 

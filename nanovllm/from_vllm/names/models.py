@@ -1,10 +1,11 @@
 """vLLM's options of models, inputs, outputs and logs that are not fields of `Config`.
 
-`vllm_names` explains the tables.
+`options` explains the tables.
 """
 
+from nanovllm.from_vllm.names.accepted import GUIDANCE, LIMIT, NO_ITEMS, SIZE
+from nanovllm.from_vllm.names.engine import EITHER, EMPTY, OFF, UNSET, together
 from nanovllm.utils.other_names import OtherName
-from nanovllm.vllm_engine_names import EITHER, EMPTY, OFF, UNSET, together
 
 EVERY_MODEL = "every model generates and has `embed`, `encode` and `score`; none classifies"
 
@@ -19,7 +20,7 @@ MODELS = {
         "`pooling`, `normalize` and `dimensions` are options of `embed`",
         {"pooler_config": UNSET, "override_pooler_config": UNSET},
     ),
-    "tokenizer_mode": OtherName(("auto",), "the tokenizer is the one of transformers"),
+    "tokenizer_mode": OtherName(("auto", "hf"), "the tokenizer is the one of transformers"),
     "tokenizer_revision": OtherName(UNSET, "`tokenizer` may be a directory"),
     "skip_tokenizer_init": OtherName(OFF, "a model without tokenizer files takes token ids"),
     "tokens_only": OtherName(OFF, "`detokenize=False` of `SamplingParams` makes no text"),
@@ -67,7 +68,7 @@ MODELS = {
     "weight_transfer_config": OtherName(UNSET, "see `LLM.update_weights`"),
     "diffusion_config": OtherName(UNSET, "models generate token by token"),
     "additional_config": OtherName(EMPTY, "nothing would read it"),
-    "fail_on_environ_validation": OtherName(OFF, "vLLM's environment variables are not read"),
+    "fail_on_environ_validation": OtherName(EITHER, "vLLM's environment variables are not read"),
 }
 
 ADAPTERS = {
@@ -99,25 +100,25 @@ INPUTS = {
     **together(
         "models are text only",
         {
-            "limit_mm_per_prompt": EMPTY,
+            "limit_mm_per_prompt": (None, NO_ITEMS),
             "enable_mm_embeds": OFF,
             "interleave_mm_strings": OFF,
             "media_io_kwargs": EMPTY,
             "mm_processor_kwargs": EMPTY,
-            "mm_processor_cache_gb": (0, 0.0),
-            "mm_processor_cache_type": UNSET,
+            "mm_processor_cache_gb": (SIZE,),
+            "mm_processor_cache_type": (None, "lru", "shm"),
             "mm_hasher_algorithm": UNSET,
-            "mm_shm_cache_max_object_size_mb": UNSET,
+            "mm_shm_cache_max_object_size_mb": (None, SIZE),
             "mm_encoder_only": OFF,
-            "mm_encoder_tp_mode": UNSET,
+            "mm_encoder_tp_mode": (None, "weights", "data"),
             "mm_encoder_attn_backend": UNSET,
             "mm_encoder_attn_dtype": UNSET,
             "mm_encoder_fp8_scale_path": UNSET,
             "mm_encoder_fp8_scale_save_path": UNSET,
             "mm_encoder_fp8_scale_save_margin": UNSET,
             "skip_mm_profiling": EITHER,
-            "language_model_only": (True,),
-            "video_pruning_rate": UNSET,
+            "language_model_only": EITHER,
+            "video_pruning_rate": (None, 0, 0.0),
             "video_pruning_method": UNSET,
             "mm_tensor_ipc": UNSET,
             "mm_processor_device": ("auto",),
@@ -138,10 +139,10 @@ INPUTS = {
 
 OUTPUTS = {
     "generation_config": OtherName(
-        ("vllm",), "the defaults are those of `SamplingParams`; see `get_default_sampling_params`"
+        ("vllm",), "pass `llm.get_default_sampling_params()` for the model's parameters"
     ),
     "override_generation_config": OtherName(EMPTY, "pass `SamplingParams`"),
-    "max_logprobs": OtherName((-1, 20), "`logprobs` has no limit"),
+    "max_logprobs": OtherName((LIMIT,), "`logprobs` of an `LLM` has no limit"),
     "tool_call_parser": OtherName(ours="tool_parser"),
     "enable_auto_tool_choice": OtherName(
         EITHER, "calls are read where a request has tools; `tool_choice` may be `none`"
@@ -150,7 +151,10 @@ OUTPUTS = {
         "see `tool_parser` and `reasoning_parser`",
         {"reasoning_parser_plugin": (None, ""), "reasoning_config": UNSET},
     ),
-    "structured_outputs_config": OtherName(UNSET, "see `structured_outputs` of `SamplingParams`"),
+    "structured_outputs_config": OtherName(
+        (None, GUIDANCE), "llguidance makes all constraints; see `structured_outputs`"
+    ),
+    "logits_processors": OtherName((None, []), "it is a field of `SamplingParams`"),
     "guided_decoding_backend": OtherName(
         (None, "auto", "guidance"), "llguidance makes all constraints"
     ),
@@ -185,7 +189,7 @@ LOGS = {
         {"disable_log_requests": (True,), "enable_log_requests": OFF, "max_log_len": UNSET},
     ),
     "aggregate_engine_logging": OtherName(EITHER, "an engine logs once for all ranks"),
-    "profiler_config": OtherName(UNSET, "see `profiler_dir`"),
+    "profiler_config": OtherName(EMPTY, "see `profiler_dir`"),
     **together(
         "`profiler_dir` and `start_profile` record traces",
         {
@@ -201,7 +205,7 @@ LOGS = {
         {
             "show_hidden_metrics_for_version": UNSET,
             "kv_cache_metrics": OFF,
-            "kv_cache_metrics_sample": UNSET,
+            "kv_cache_metrics_sample": (None, 0.01),
             "cudagraph_metrics": OFF,
             "enable_mfu_metrics": OFF,
             "enable_logging_iteration_details": OFF,

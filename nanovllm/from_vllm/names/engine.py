@@ -1,11 +1,12 @@
 """vLLM's options of engines that are not fields of `Config`, from its `EngineArgs` of all versions.
 
-`vllm_names` explains the tables. Groups of options that concern one thing share their explanation.
+`options` explains the tables. Groups of options that concern one thing share their explanation.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from nanovllm.from_vllm.names.accepted import SIZE
 from nanovllm.utils.other_names import OtherName
 
 Values = tuple[Any, ...]
@@ -73,8 +74,8 @@ PLACES = {  # of processes, devices and memory
             "worker_use_ray": OFF,
             "engine_use_ray": OFF,
             "ray_workers_use_nsight": OFF,
-            "master_addr": UNSET,
-            "master_port": UNSET,
+            "master_addr": (None, "127.0.0.1"),
+            "master_port": (None, 29501),
             "nnodes": (1,),
             "node_rank": (0,),
             "distributed_timeout_seconds": UNSET,
@@ -103,7 +104,7 @@ PLACES = {  # of processes, devices and memory
             "data_parallel_rpc_port": UNSET,
             "data_parallel_hybrid_lb": OFF,
             "data_parallel_external_lb": OFF,
-            "data_parallel_backend": UNSET,
+            "data_parallel_backend": (None, "mp"),
             "dp_sync_interval": UNSET,
             "disable_nccl_for_dp_synchronization": UNSET,
             "prefill_schedule_interval": (1,),
@@ -112,14 +113,14 @@ PLACES = {  # of processes, devices and memory
     **together(
         "see `enable_expert_parallel`; experts stay on their ranks",
         {
-            "all2all_backend": UNSET,
+            "all2all_backend": (None, "allgather_reducescatter"),
             "enable_elastic_ep": OFF,
             "enable_eplb": OFF,
             "eplb_config": EMPTY,
             "expert_placement_strategy": ("linear",),
             "num_redundant_experts": (0,),
-            "eplb_window_size": UNSET,
-            "eplb_step_interval": UNSET,
+            "eplb_window_size": (None, 1000),
+            "eplb_step_interval": (None, 3000),
             "eplb_log_balancedness": OFF,
             "enable_ep_weight_filter": (True,),
         },
@@ -129,16 +130,16 @@ PLACES = {  # of processes, devices and memory
         {
             "enable_dbo": OFF,
             "ubatch_size": (0,),
-            "dbo_decode_token_threshold": UNSET,
-            "dbo_prefill_token_threshold": UNSET,
+            "dbo_decode_token_threshold": (None, 32),
+            "dbo_prefill_token_threshold": (None, 512),
         },
     ),
     **together(
         "weights stay on the device; see `tensor_parallel_size`",
         {
             "cpu_offload_gb": (0, 0.0),
-            "cpu_offload_params": UNSET,
-            "offload_backend": UNSET,
+            "cpu_offload_params": (None, []),
+            "offload_backend": (None, "auto"),
             "offload_group_size": (0,),
             "offload_num_in_group": (1,),
             "offload_prefetch_step": (1,),
@@ -149,14 +150,14 @@ PLACES = {  # of processes, devices and memory
         "KV blocks stay on the device",
         {
             "kv_offloading_size": UNSET,
-            "kv_offloading_backend": UNSET,
+            "kv_offloading_backend": (None, "native"),
             "kv_transfer_config": UNSET,
             "kv_events_config": UNSET,
             "ec_transfer_config": UNSET,
             "ec_manager_config": UNSET,
         },
     ),
-    "swap_space": OtherName((0, 0.0), "a preempted sequence is computed again, not swapped"),
+    "swap_space": OtherName((SIZE,), "nothing is swapped: a preempted sequence is computed again"),
     "disable_custom_all_reduce": OtherName(
         OFF, "with NCCL_P2P_DISABLE=1 in the environment, NCCL makes all sums"
     ),
@@ -167,7 +168,7 @@ PLACES = {  # of processes, devices and memory
         "the failure of a rank ends the engine",
         {"enable_fault_tolerance": OFF, "fault_tolerance_config": UNSET},
     ),
-    "shutdown_timeout": OtherName((0,), "see `LLM.close`"),
+    "shutdown_timeout": OtherName((0, 0.0), "see `LLM.close`"),
 }
 
 CACHES = {
@@ -226,11 +227,7 @@ STEPS = {  # of the scheduler and of the device
         "prompts that exceed `max_num_batched_tokens`, or what is left of it in a step, are always"
         ' computed in chunks; with `scheduling="mixed"` running requests go on meanwhile',
     ),
-    **together(
-        "requests run by `priority` of `SamplingParams`, then by order of arrival; without"
-        " priorities this is fcfs",
-        {"scheduling_policy": ("fcfs", "priority"), "policy": ("fcfs", "priority")},
-    ),
+    "policy": OtherName(ours="scheduling_policy"),
     "preemption_mode": OtherName((None, "recompute"), "preempted sequences are computed again"),
     "max_num_scheduled_tokens": OtherName(UNSET, "see `max_num_batched_tokens`"),
     **together(
@@ -266,7 +263,7 @@ STEPS = {  # of the scheduler and of the device
             "compilation_config": EMPTY,
             "cudagraph_capture_sizes": UNSET,
             "max_cudagraph_capture_size": UNSET,
-            "optimization_level": UNSET,
+            "optimization_level": (None, 2),
             "performance_mode": ("balanced",),
         },
     ),

@@ -4,15 +4,26 @@ Some are other names of fields. The others accept only the values that ask for w
 does; other values are errors that say what to use. docs/from_vllm.md shows these tables.
 """
 
+from nanovllm.from_vllm.names.engine import CACHES, PLACES, SPECULATION, STEPS
+from nanovllm.from_vllm.names.models import ADAPTERS, INPUTS, LOGS, MODELS, OUTPUTS
 from nanovllm.utils.other_names import OtherName
-from nanovllm.vllm_engine_names import CACHES, PLACES, SPECULATION, STEPS
-from nanovllm.vllm_model_names import ADAPTERS, INPUTS, LOGS, MODELS, OUTPUTS
 
 NOT_HERE = "not supported"
 
 ENGINE = {
     **CACHES, **STEPS, **SPECULATION, **PLACES, **MODELS, **ADAPTERS, **INPUTS, **OUTPUTS, **LOGS,
 }  # fmt: skip
+
+COMMON = (  # options that scripts give most; docs/from_vllm.md has them first
+    "block_size", "num_gpu_blocks_override", "async_scheduling", "tool_call_parser", "policy",
+    "trust_remote_code", "enable_chunked_prefill", "generation_config", "max_logprobs",
+    "swap_space", "cpu_offload_gb", "limit_mm_per_prompt", "task", "runner", "convert",
+    "tokenizer_mode", "hf_overrides", "rope_scaling", "pipeline_parallel_size",
+    "data_parallel_size", "distributed_executor_backend", "compilation_config",
+    "disable_log_stats", "served_model_name", "structured_outputs_config",
+    "guided_decoding_backend", "enable_auto_tool_choice", "speculative_model",
+    "num_speculative_tokens", "disable_custom_all_reduce", "kv_transfer_config",
+)  # fmt: skip
 
 SAMPLING = {
     "best_of": OtherName((None, 1), "all `n` samples are returned"),
@@ -55,19 +66,4 @@ POOLING = {
     "step_tag_id": OtherName((None,), NOT_HERE),
     "returned_token_ids": OtherName((None,), NOT_HERE),
     "extra_kwargs": OtherName((None, {}), NOT_HERE),
-}
-
-GENERATE = {  # keywords of `generate`
-    "prompt_adapter_request": OtherName((None,), "see `lora_request`"),
-    "guided_options_request": OtherName((None,), "see `structured_outputs` of `SamplingParams`"),
-    "tokenization_kwargs": OtherName((None, {}), "see `truncate_prompt_tokens`"),
-    "mm_processor_kwargs": OtherName((None, {}), "models are text only"),
-}
-
-VECTOR_CALLS = {  # options of `embed`, `encode` and `score`
-    "pooling_task": OtherName(
-        (None,), "`embed` makes vectors, `encode` returns states; `pooling` chooses the tokens"
-    ),
-    "tokenization_kwargs": OtherName((None, {}), "see `truncate_prompt_tokens`"),
-    "chat_template": OtherName((None,), "see `instruction`"),
 }

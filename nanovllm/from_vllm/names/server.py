@@ -1,6 +1,6 @@
 """vLLM's names of options of its server that are not options here.
 
-As in `nanovllm.vllm_names`, they accept only values that ask for what is done anyway. The options
+As in `options`, they accept only values that ask for what is done anyway. The options
 of the engine, which vLLM's server takes too, are there.
 """
 
@@ -54,7 +54,14 @@ SERVER = {
     "h11_max_incomplete_event_size": OtherName((), "see `max_header_kib`"),
     "h11_max_header_count": OtherName((), "see `max_headers`"),
     "api_server_count": OtherName((1, None), "nanovllm.ray serves from several processes"),
+    "generation_config": OtherName(
+        ("auto",), "requests get what the model recommends, unless the command has the parameter"
+    ),
     "headless": OtherName((False,), "nanovllm.ray runs engines on several machines"),
     "config": OtherName((None,), "give the options on the command line"),
     "tokens_only": OtherName((False,), "completions take token ids"),
+}  # fmt: skip
+SHORT = {  # flags of the engine and of the server
+    "-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size",
+    "-q": "quantization", "-asc": "api_server_count",
 }  # fmt: skip
