@@ -58,6 +58,7 @@ class AttentionBackend:
     heads: Heads | None = None  # the heads that plans are for; None: for any heads
     computes = frozenset({"soft_cap", "sinks"})  # of what layers may need
     packs_few_queries = False  # whether a prefill's sequences with a few queries are fast
+    few_rows: str | None = None  # what computes few rows without graphs: a module of `layers`
     prefill_attention: Callable[..., torch.Tensor]
     decode_attention: Callable[..., torch.Tensor]
 

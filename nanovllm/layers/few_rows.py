@@ -26,7 +26,6 @@ from nanovllm.layers.few_rows_forms import (
     Entering,
     MixesFewRows,
     expert_weights,
-    factors_of,
     is_fused,
     linears_of,
     operands_of,
@@ -34,6 +33,7 @@ from nanovllm.layers.few_rows_forms import (
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.lora import AdapterRows
 from nanovllm.layers.mixer import ProjectedMixer, Ropes
+from nanovllm.layers.plus_one_norm import factors_of
 from nanovllm.layers.ranks import Ranks
 from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.shared_experts import SharedSparseMLP

@@ -47,6 +47,7 @@ OTHER_SOURCES = {
         ("causal_conv", "channel_delta", "gated_delta", "gated_norm", "state_space", "most_taps"),
         SOURCE.with_name("states.cpp"),
     ),
+    "whole_blocks": SOURCE.with_name("whole_blocks.cpp"),
 }  # fmt: skip
 MAX_HEAD_DIM, MAX_LATENT = 512, 1024  # MAX_HEAD_DIM of vector.h, and in latents.cpp
 DTYPES = (torch.float32, torch.bfloat16)
@@ -81,6 +82,7 @@ ARGUMENTS = {
     **dict.fromkeys(("channel_delta", "gated_delta"), "pipipippfppipppiiiiiii"),
     "gated_norm": "pipipipiiifii",
     "state_space": "pipipppffppipppiiiiiii",
+    "whole_blocks": "p",
 }
 
 # The constants of the random numbers have one source: `noise`.
