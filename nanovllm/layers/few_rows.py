@@ -46,11 +46,12 @@ if TYPE_CHECKING:
 MOST_NORMED = 64
 
 
-def few_rows_of(decoder: Any, kernels: Kernels) -> "FewRows | None":
-    """The kernels for a decoder's blocks and norm; None if this device has no faster ones.
+def few_rows_of(model: Any, kernels: Kernels) -> "FewRows | None":
+    """The kernels for the blocks and the norm of a decoder; None if this device has no faster ones.
 
     Blocks may be quantized differently: all need such kernels, and the lowest limit applies.
     """
+    decoder = model.model
     norm, operands = decoder.norm, [operands_of(block) for block in decoder.layers]
     found = [kernels.few_rows(each, norm.weight.dtype) for each in operands]
     if not all(found) or factors_of(norm) is None:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from nanovllm.formats.format import Matrix
+from nanovllm.kernels.cpu.library import use_pool
+from nanovllm.kernels.cpu.products import multipliers
 from nanovllm.kernels.cpu.whole_blocks import (
     BlockOperands,
     ContextStruct,
@@ -39,11 +41,20 @@ GATES: dict[type, str] = {SiluAndMul: "silu_and_mul", GeluTanhAndMul: "gelu_and_
 Kind = tuple[int, int | None]  # a cache group, and a window
 
 
-def few_rows_of(decoder: Any, kernels: Kernels) -> "OneCall | None":  # noqa: ARG001
-    """What computes a decoder's blocks in one call; None if some block has another form."""
+def few_rows_of(model: Any, kernels: Kernels) -> "OneCall | None":  # noqa: ARG001
+    """What computes the blocks of a model's decoder in one call; None if some has another form.
+
+    If our functions multiply all matrices, the pool's threads do the work: they share the tiles of
+    a product in less time than PyTorch's.
+    """
+    decoder = model.model
     blocks: list[Any] = [*decoder.layers]
-    forms = all(map(has_form, blocks)) and factors_of(decoder.norm) is not None
-    return OneCall(blocks, decoder.norm) if blocks and forms else None
+    if not blocks or not all(map(has_form, blocks)) or factors_of(decoder.norm) is None:
+        return None
+    linears = [model.lm_head, *(linear for block in blocks for linear in _linears(block))]
+    if all(multipliers(one, torch.float32) for linear in linears for one in _operands_of(linear)):
+        use_pool()
+    return OneCall(blocks, decoder.norm)
 
 
 def has_form(block: Any) -> bool:
@@ -198,6 +209,10 @@ def _norm(norm: RMSNorm | None) -> NormOperands | None:
 
 
 def _linear(linear: LinearBase) -> LinearOperands:
-    """A layer's matrices: one, or those of a `JoinedMatrix`."""
+    return LinearOperands(_operands_of(linear), linear.added_bias)
+
+
+def _operands_of(linear: LinearBase) -> list[Any]:
+    """Those of a layer's matrix, or of the matrices of a `JoinedMatrix`."""
     matrices = getattr(linear.matrix, "matrices", [linear.matrix])
-    return LinearOperands([matrix.operand for matrix in matrices], linear.added_bias)
+    return [matrix.operand for matrix in matrices]

@@ -170,7 +170,7 @@ class CausalLM(Model):
         super().bind(backend)
         if name := "few_rows" if few_rows else backend.attention.few_rows:
             form = import_module(f"nanovllm.layers.{name}")
-            self.model.few_rows = form.few_rows_of(self.model, backend.kernels)
+            self.model.few_rows = form.few_rows_of(self, backend.kernels)
 
     def compute_logits(
         self,

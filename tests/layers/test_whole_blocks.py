@@ -1,5 +1,7 @@
 """All blocks in one call on the CPU: equal bit for bit to one call after the other."""
 
+import ctypes
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +15,7 @@ from gguf_files import write_gguf
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.kernels.cpu import library
 from nanovllm.layers import whole_blocks
 
 pytestmark = [pytest.mark.usefixtures("compiler"), pytest.mark.usefixtures("one_thread")]
@@ -171,3 +174,20 @@ def test_other_steps_and_matrices_are_computed_one_by_one(
     with engine(path, case) as llm:
         generate(llm, 1)
         assert llm.model_runner.shard.model.model.few_rows._made is None
+
+
+@pytest.mark.parametrize(("name", "is_used"), [("int8", True), ("plain", False)])
+def test_the_pool_works_for_models_whose_matrices_are_all_ours(
+    name: str, is_used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On processors where oneDNN multiplies plain matrices, in PyTorch's threads."""
+    PRODUCTS["plain"].use(monkeypatch)
+    monkeypatch.setattr(library, "_pool_is_wanted", threading.Event())
+    case = CASES[name]
+    with engine(made(tmp_path, case), case):
+        assert library._pool_is_wanted.is_set() == is_used
+    if is_used:
+        pool, own = (
+            ctypes.c_void_p.in_dll(library.library(), name).value for name in ("pool", "shared_run")
+        )
+        assert own == pool

@@ -4,14 +4,15 @@ The first call compiles it, or raises a RuntimeError that says why this is not p
 for a quantized KV cache, for latent rows, for linear layers, for weights in blocks, for adapters
 and for layers with states are in libraries of their own.
 
-All libraries share a pool of threads if our kernels multiply all matrices. If oneDNN multiplies
-some, in PyTorch's threads, these threads do everything, because two pools would compete for the
-cores.
+All libraries share a pool of threads if our kernels multiply all matrices: those of any model on
+this processor, or those of a model that calls `use_pool`. If oneDNN multiplies some, in
+PyTorch's threads, these threads do everything, because two pools would compete for the cores.
 """
 
 import ctypes
 import functools
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,13 +97,25 @@ DEFINITIONS = (
 )
 
 
+_loaded: set[Path] = set()  # the sources of the libraries that are loaded
+_pool_is_wanted = threading.Event()  # by some model
+
+
 def library(source: Path = SOURCE) -> ctypes.CDLL:
     """Load the library on the first call, and compile it if the cache does not have it."""
     made = load(source, DEFINITIONS)
-    if processor.tiled_types() and _may_use(torch.get_num_threads()):
+    _loaded.add(source)
+    if (processor.tiled_types() or _pool_is_wanted.is_set()) and _may_use(torch.get_num_threads()):
         pool = ctypes.c_void_p.in_dll(load(SOURCE, DEFINITIONS), "pool")
         ctypes.c_void_p.in_dll(made, "shared_run").value = pool.value
     return made
+
+
+def use_pool() -> None:
+    """Let the pool's threads do the work of all libraries from now on, also for other models."""
+    _pool_is_wanted.set()
+    for source in [*_loaded]:
+        library(source)
 
 
 def prepare(name: str) -> None:
