@@ -3,6 +3,7 @@
 import ctypes
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,6 +121,41 @@ def test_one_call_equals_one_call_after_the_other(
         generate(llm, 2)
         generate(llm, 12 if case.gguf else 1)
     assert {1, 2} <= set(both) and (not case.gguf or 12 in both)
+
+
+CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sinks": ("plain", {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}),
+    "fixed scales": ("quantized cache", {"fixed_scales": (0.5, 0.25)}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_settings_of_attention_reach_its_kernels(
+    name: str, tmp_path: Path, both: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of layers that few models have, in a model that lacks them."""
+    PRODUCTS["tiled"].use(monkeypatch)
+    of, changes = CHANGES[name]
+    with engine(made(tmp_path, CASES[of]), CASES[of]) as llm:
+        for attention in llm.model_runner.shard.model.attentions:
+            attention.kv = replace(attention.kv, **changes)
+        generate(llm, 1)
+    assert both
+
+
+def test_two_threads_share_each_part(
+    tmp_path: Path, both: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part begins when all threads have finished the one before: it reads what they wrote."""
+    PRODUCTS["tiled"].use(monkeypatch)
+    case = CASES["joined, bfloat16"]
+    torch.set_num_threads(2)
+    try:
+        with engine(made(tmp_path, case), case) as llm:
+            generate(llm, 3)
+    finally:
+        torch.set_num_threads(1)
+    assert {1, 2, 3} <= set(both)
 
 
 def test_structures_follow_replaced_matrices_and_caches(
