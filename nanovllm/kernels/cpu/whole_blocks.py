@@ -131,7 +131,8 @@ class WholeBlocks:
 
     def __call__(self, x: torch.Tensor, ropes: Array, contexts: Array) -> torch.Tensor:
         """The last norm of the residual after all blocks, for x [T, hidden]."""
-        assert x.is_contiguous() and x.shape[1] == self.size and x.dtype == self.dtype
+        x = x.contiguous()
+        assert x.shape[1] == self.size and x.dtype == self.dtype
         out = torch.empty_like(x)
         step = StepStruct(
             ctypes.addressof(self._blocks), self._last, ctypes.addressof(ropes),
