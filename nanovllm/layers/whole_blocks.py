@@ -52,7 +52,7 @@ def few_rows_of(model: Any, kernels: Kernels) -> "OneCall | None":  # noqa: ARG0
     if not blocks or not all(map(has_form, blocks)) or factors_of(decoder.norm) is None:
         return None
     linears = [model.lm_head, *(linear for block in blocks for linear in _linears(block))]
-    if all(multipliers(one, torch.float32) for linear in linears for one in _operands_of(linear)):
+    if all(multipliers(one, torch.bfloat16) for linear in linears for one in _operands_of(linear)):
         use_pool()
     return OneCall(blocks, decoder.norm)
 
