@@ -59,6 +59,7 @@ class AttentionBackend:
     computes = frozenset({"soft_cap", "sinks"})  # of what layers may need
     clears_rows = False  # whether a prefill writes zeros to rows after the last sequence's
     packs_few_queries = False  # whether a prefill's sequences with a few queries are fast
+    few_rows: str | None = None  # what computes few rows without graphs: a module of `layers`
     prefill_attention: Callable[..., torch.Tensor]
     decode_attention: Callable[..., torch.Tensor]
 

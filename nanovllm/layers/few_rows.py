@@ -26,7 +26,6 @@ from nanovllm.layers.few_rows_forms import (
     Entering,
     MixesFewRows,
     expert_weights,
-    factors_of,
     is_fused,
     linears_of,
     operands_of,
@@ -34,6 +33,7 @@ from nanovllm.layers.few_rows_forms import (
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.lora import AdapterRows
 from nanovllm.layers.mixer import ProjectedMixer, Ropes
+from nanovllm.layers.plus_one_norm import factors_of
 from nanovllm.layers.ranks import Ranks
 from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.shared_experts import SharedSparseMLP
@@ -46,11 +46,12 @@ if TYPE_CHECKING:
 MOST_NORMED = 64
 
 
-def few_rows_of(decoder: Any, kernels: Kernels) -> "FewRows | None":
-    """The kernels for a decoder's blocks and norm; None if this device has no faster ones.
+def few_rows_of(model: Any, kernels: Kernels) -> "FewRows | None":
+    """The kernels for the blocks and the norm of a decoder; None if this device has no faster ones.
 
     Blocks may be quantized differently: all need such kernels, and the lowest limit applies.
     """
+    decoder = model.model
     norm, operands = decoder.norm, [operands_of(block) for block in decoder.layers]
     found = [kernels.few_rows(each, norm.weight.dtype) for each in operands]
     if not all(found) or factors_of(norm) is None:

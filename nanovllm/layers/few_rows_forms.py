@@ -11,7 +11,7 @@ from nanovllm.layers.feed_forward import MLP, FeedForward, SiluAndMul
 from nanovllm.layers.gelu import GeluTanhAndMul
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.mixer import Mixer, ProjectedMixer, Ropes
-from nanovllm.layers.plus_one_norm import PlusOneRMSNorm
+from nanovllm.layers.plus_one_norm import factors_of
 from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.shared_experts import SharedSparseMLP
 from nanovllm.layers.sparse_mlp import ExpertRouter, SparseMLP
@@ -32,13 +32,6 @@ class MixesFewRows(Protocol):
 
     def mix_few_rows(self, few_rows: "FewRows", x: Entering, ropes: Ropes) -> torch.Tensor:
         """The mixer's output before `project`."""
-
-
-def factors_of(norm: RMSNorm) -> torch.Tensor | None:
-    """What a norm multiplies normalized rows by; None if these kernels cannot compute it."""
-    if isinstance(norm, PlusOneRMSNorm):
-        return norm.factors
-    return norm.weight if norm.is_plain else None
 
 
 def operands_of(block: Block) -> list[Any]:

@@ -53,6 +53,13 @@ class PlusOneRMSNorm(RMSNorm):
         return (rounding or self.kernels).add_rms_norm(x, residual, self.factors, self.eps)
 
 
+def factors_of(norm: RMSNorm) -> torch.Tensor | None:
+    """What a norm multiplies normalized rows by; None if fused kernels cannot compute it."""
+    if isinstance(norm, PlusOneRMSNorm):
+        return norm.factors
+    return norm.weight if norm.is_plain else None
+
+
 class Factors:
     """A norm as the kernels of attention read it: its factors in place of a weight."""
 

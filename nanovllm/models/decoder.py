@@ -5,8 +5,9 @@ says what parts a model has.
 """
 
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,9 +22,6 @@ from nanovllm.layers.layer import Build, Layer
 from nanovllm.layers.mixer import Mixer, Ropes
 from nanovllm.layers.rms_norm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-
-if TYPE_CHECKING:
-    from nanovllm.kernels.triton.linear.few_rows import FewRows  # which needs Triton
 
 
 class Decoder(nn.Module):
@@ -49,7 +47,7 @@ class Decoder(nn.Module):
         self.ropes = nn.ModuleDict(ropes)
         self.layers = nn.ModuleList(blocks)
         self.norm = norm
-        self.few_rows: FewRows | None = None
+        self.few_rows: Any = None  # as a module of `layers` makes it for decode steps of few rows
         self._sum_up()
 
     def _sum_up(self) -> None:
@@ -83,10 +81,9 @@ class Decoder(nn.Module):
         layers, few_rows = [*self.layers], self.few_rows
         if few_rows and len(x) <= few_rows.most_rows and not get_context().is_prefill:
             assert rows is None
-            from nanovllm.layers.few_rows import compute_few_rows
-
-            if computed := compute_few_rows(few_rows, layers, x, ropes, self.norm, self.taps):
-                return computed
+            compute: Any = import_module(few_rows.form).compute_few_rows
+            if computed := compute(few_rows, layers, x, ropes, self.norm, self.taps):
+                return computed  # type: ignore[no-any-return]
         tapped = {}
         for index, layer in enumerate(layers):
             x, residual = layer.enter(x, residual)
@@ -169,12 +166,11 @@ class CausalLM(Model):
         return states
 
     def bind(self, backend: Backend, few_rows: bool = False) -> None:
-        """Set the kernels of all layers. `few_rows` allows those for decode steps of few rows."""
+        """Set the kernels of all layers. `few_rows` allows those of graphs of few rows."""
         super().bind(backend)
-        if few_rows:
-            from nanovllm.layers.few_rows import few_rows_of
-
-            self.model.few_rows = few_rows_of(self.model, backend.kernels)
+        if name := "few_rows" if few_rows else backend.attention.few_rows:
+            form = import_module(f"nanovllm.layers.{name}")
+            self.model.few_rows = form.few_rows_of(self, backend.kernels)
 
     def compute_logits(
         self,

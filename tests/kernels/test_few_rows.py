@@ -504,7 +504,7 @@ def test_experts_that_it_cannot_compute_do_not_take_these_kernels(
     monkeypatch.setattr(layers_few_rows, "operands_of", lambda block: block.made)
     monkeypatch.setattr(layers_few_rows, "is_fused", lambda *_: True)
     for case in (why, "neither"):
-        made = layers_few_rows.few_rows_of(decoder(case), triton_kernels())
+        made = layers_few_rows.few_rows_of(SimpleNamespace(model=decoder(case)), triton_kernels())
         assert (made is None) == (case == why)
 
 

@@ -4,14 +4,15 @@ The first call compiles it, or raises a RuntimeError that says why this is not p
 for a quantized KV cache, for latent rows, for linear layers, for weights in blocks, for adapters
 and for layers with states are in libraries of their own.
 
-All libraries share a pool of threads if our kernels multiply all matrices. If oneDNN multiplies
-some, in PyTorch's threads, these threads do everything, because two pools would compete for the
-cores.
+All libraries share a pool of threads if our kernels multiply all matrices: those of any model on
+this processor, or those of a model that calls `use_pool`. If oneDNN multiplies some, in
+PyTorch's threads, these threads do everything, because two pools would compete for the cores.
 """
 
 import ctypes
 import functools
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ OTHER_SOURCES = {
         ("causal_conv", "channel_delta", "gated_delta", "gated_norm", "state_space", "most_taps"),
         SOURCE.with_name("states.cpp"),
     ),
+    "whole_blocks": SOURCE.with_name("whole_blocks.cpp"),
 }  # fmt: skip
 MAX_HEAD_DIM, MAX_LATENT = 512, 1024  # MAX_HEAD_DIM of vector.h, and in latents.cpp
 DTYPES = (torch.float32, torch.bfloat16)
@@ -81,6 +83,7 @@ ARGUMENTS = {
     **dict.fromkeys(("channel_delta", "gated_delta"), "pipipippfppipppiiiiiii"),
     "gated_norm": "pipipipiiifii",
     "state_space": "pipipppffppipppiiiiiii",
+    "whole_blocks": "p",
 }
 
 # The constants of the random numbers have one source: `noise`.
@@ -94,13 +97,25 @@ DEFINITIONS = (
 )
 
 
+_loaded: set[Path] = set()  # the sources of the libraries that are loaded
+_pool_is_wanted = threading.Event()  # by some model
+
+
 def library(source: Path = SOURCE) -> ctypes.CDLL:
     """Load the library on the first call, and compile it if the cache does not have it."""
     made = load(source, DEFINITIONS)
-    if processor.tiled_types() and _may_use(torch.get_num_threads()):
+    _loaded.add(source)
+    if (processor.tiled_types() or _pool_is_wanted.is_set()) and _may_use(torch.get_num_threads()):
         pool = ctypes.c_void_p.in_dll(load(SOURCE, DEFINITIONS), "pool")
         ctypes.c_void_p.in_dll(made, "shared_run").value = pool.value
     return made
+
+
+def use_pool() -> None:
+    """Let the pool's threads do the work of all libraries from now on, also for other models."""
+    _pool_is_wanted.set()
+    for source in [*_loaded]:
+        library(source)
 
 
 def prepare(name: str) -> None:

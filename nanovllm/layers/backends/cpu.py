@@ -16,6 +16,7 @@ class CpuBackend(AttentionBackend):
     graph_safe = False
     copied_layers = 0
     packs_few_queries = True
+    few_rows = "whole_blocks"
     prefill_attention = staticmethod(prefill_attention.prefill_attention)
     decode_attention = staticmethod(decode_attention.decode_attention)
 

@@ -114,6 +114,8 @@ class FewRows:
     have a row for each row of x.
     """
 
+    form = "nanovllm.layers.few_rows"  # the module that computes blocks with these kernels
+
     most_rows: int
     arrivals: torch.Tensor | None = field(default=None, compare=False)  # zeros, for `shared_tiles`
 
