@@ -14,6 +14,7 @@ from nanovllm.drafting.host_drafting import HostDrafting
 from nanovllm.drafting.pace import Pace
 from nanovllm.drafting.paced_drafting import PacedDrafting
 from nanovllm.drafting.table_drafting import TableDrafting
+from nanovllm.engine.run.prefill_graphs import prefill_graphs
 from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.kernels.plain.guess_ngrams import guess_ngrams
@@ -107,7 +108,7 @@ def use_graphs(llm: LLM) -> None:
     """Compute steps as in graphs: padded, with block tables of full width."""
     shard = llm.model_runner.shard
     shard.graphs = shard.decode_graphs(llm.config.max_num_running)
-    shard.short_prefills = shard.prefill_graphs(llm.config.max_num_running)
+    shard.short_prefills = prefill_graphs(shard, llm.config.max_num_running)
 
 
 class TableAdversary(Guesser):

@@ -25,8 +25,8 @@ from waiting import wait_until
 from nanovllm import LLM, LoRARequest, SamplingParams
 from nanovllm.beam_search_params import BeamSearchParams
 from nanovllm.drafting.eagle3_config import LAYER_IDS
+from nanovllm.engine.run.padded import PrefillSize
 from nanovllm.engine.run.prefill_graphs import ShortPrefill
-from nanovllm.engine.run.step_part import PrefillSize
 from nanovllm.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")

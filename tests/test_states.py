@@ -30,8 +30,8 @@ from reference import (
 )
 
 from nanovllm import SamplingParams
+from nanovllm.engine.run.padded import PrefillSize
 from nanovllm.engine.run.prefill_graphs import ShortPrefill
-from nanovllm.engine.run.step_part import PrefillSize
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 

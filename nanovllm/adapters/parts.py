@@ -14,9 +14,10 @@ from nanovllm.adapters.slot_memory import AdapterSlots
 from nanovllm.config import Config
 from nanovllm.engine.engine_config import most_kept
 from nanovllm.engine.run.device_table import UNMARKED, DeviceTable
+from nanovllm.engine.run.padded import PrefillSize
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import MARKS, StepInputs
-from nanovllm.engine.run.step_part import PrefillSize, StepPart
+from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.run.transfer import Array, upload_ahead
 from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.schedule.sequence import Sequence

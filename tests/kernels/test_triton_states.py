@@ -12,8 +12,8 @@ from recurrences import CHECKPOINTS, DUMP, Prefill, decode_step, slots_of
 
 from nanovllm.engine.cache.padded_states import PaddedStates
 from nanovllm.engine.run.device_table import NO_CHANGES
+from nanovllm.engine.run.padded import PrefillSize
 from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
-from nanovllm.engine.run.step_part import PrefillSize
 from nanovllm.kernels.operands.rates import ChannelRates, DeltaRates, SpaceRates
 from nanovllm.kernels.operands.state_chunks import divide
 from nanovllm.kernels.operands.state_step import StateStep

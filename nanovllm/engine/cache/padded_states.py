@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.engine.run.padded import PrefillSize, aligned
 from nanovllm.engine.run.step_inputs import StepInputs
-from nanovllm.engine.run.step_part import PrefillSize, aligned
 from nanovllm.engine.run.transfer import Array
 from nanovllm.kernels.operands.state_chunks import CHUNK, ChunkTables, StateChunks, chunk_tables
 from nanovllm.kernels.operands.state_step import StateStep

@@ -6,8 +6,9 @@ import numpy as np
 
 from nanovllm.engine.cache.state_pool import StatePool
 from nanovllm.engine.run.device_table import DeviceTable
+from nanovllm.engine.run.padded import PaddedPart, PrefillSize
 from nanovllm.engine.run.step_inputs import StepInputs
-from nanovllm.engine.run.step_part import PaddedPart, PrefillSize, StepPart
+from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.run.transfer import Array, upload_ahead
 from nanovllm.engine.schedule.batch import NO_COPIES, Batch, Size
 from nanovllm.kernels.operands.state_step import StateStep

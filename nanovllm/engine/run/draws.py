@@ -53,13 +53,6 @@ class Draws:
             columns = drawn_columns(computed, inputs, self._kernels)
         return computed.results(inputs.num_samples), columns
 
-    def draw_masked(self, computed: Computed, rows: torch.Tensor, masks: torch.Tensor) -> Computed:
-        """Draw these rows of a decode graph's step again, under `masks`, and store all tokens."""
-        assert computed.token_ids is not None and computed.choices is not None
-        tokens = computed.token_ids
-        self._kernels.sample_masked(computed.logits, *computed.choices, rows, masks, tokens)
-        return self.keep(computed, tokens)
-
     def _draw(self, computed: Computed, inputs: DrawInputs) -> Computed:
         """Draw the tokens that are not drawn yet, or that filters narrow."""
         if computed.token_ids is not None and not inputs.filters:

@@ -43,13 +43,6 @@ class Forward:
         with reading(read):
             return self.model.compute_logits(hidden, out)
 
-    def part_of_logits(
-        self, hidden: torch.Tensor, read: Mapping[str, Any], out: torch.Tensor
-    ) -> torch.Tensor:
-        """The logits of this rank's part of the vocabulary, written to `out`."""
-        with reading(read):
-            return self.model.lm_head.part(hidden, out)
-
 
 def contexts_of(
     context: Context, slots: Iterable[torch.Tensor], tables: Iterable[torch.Tensor | None]

@@ -9,7 +9,7 @@ the capture runs, and is tested, anywhere.
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -20,7 +20,11 @@ from nanovllm.engine.run.redraws import Captured, Redraws
 from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.start.placement import Placement
+from nanovllm.layers.context import reading
 from nanovllm.layers.ranks import Ranks
+
+if TYPE_CHECKING:
+    from nanovllm.engine.run.shard import Shard
 
 Result = TypeVar("Result")
 
@@ -37,6 +41,7 @@ class Capture:
 
     def __init__(self, device: torch.device, has_run: bool = False) -> None:
         self._device, self._has_run = device, has_run
+        self.count = 0
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -45,6 +50,7 @@ class Capture:
         if not self._has_run:
             run()
             torch.cuda.synchronize(self._device)
+        self.count += 1
         graph = torch.cuda.CUDAGraph()
         where = self._pool, self._stream
         with torch.cuda.graph(graph, *where, capture_error_mode="thread_local"):
@@ -123,7 +129,8 @@ class GraphStep:
         forward, width = self.decodes.forward, self.decodes.table.layout.max_blocks
         hidden, decoding, read = self.decodes.decode(size, width)
         if together := self.ranks.peer_kernels:
-            logits = forward.part_of_logits(hidden, read, out)
+            with reading(read):
+                logits = forward.model.lm_head.part(hidden, out)
             first = forward.model.lm_head.shard.start
             token_ids = together.sample(logits, decoding.temperatures, decoding.keys, first)
         elif self.ranks.rank > 0:
@@ -133,6 +140,29 @@ class GraphStep:
             logits = forward.logits(hidden, read, out)
             token_ids = self.draws.sampler(logits, decoding.temperatures, decoding.keys)
         return self.draws.keep(not_drawn(size, decoding, logits), token_ids)
+
+
+def decode_graphs(shard: "Shard", num_running: int) -> DecodeGraphs:
+    """The decode steps of a shard in all sizes, not captured."""
+    ranks, device, placement = shard.ranks, shard.device, shard.placement
+    sizes, num_rows = graph_sizes(num_running, shard.parts, placement)
+    columns = shard.vocab_size if ranks.rank == 0 else 0
+    if ranks.peer_kernels:
+        columns = shard.model.lm_head.rank_part.num_rows
+    logits = torch.empty(num_rows, columns, dtype=placement.dtype, device=device)
+    redraws, draws, kernels = None, shard.draws, shard.backend.kernels
+
+    def draw(computed: Computed, rows: torch.Tensor, masks: torch.Tensor) -> Computed:
+        """Draw these rows of a step again, under `masks`, and store all tokens."""
+        assert computed.token_ids is not None and computed.choices is not None
+        tokens = computed.token_ids
+        kernels.sample_masked(computed.logits, *computed.choices, rows, masks, tokens)
+        return draws.keep(computed, tokens)
+
+    if shard.make_redraws and ranks.rank == 0 and not ranks.peer_kernels:
+        redraws = shard.make_redraws(draw, num_rows, shard.vocab_size, device)
+    step = GraphStep(shard.decodes, shard.draws, ranks)
+    return DecodeGraphs(step, sizes, logits, redraws)
 
 
 def graph_sizes(

@@ -10,7 +10,7 @@ from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.run.device_drafting import DeviceDrafting
 from nanovllm.engine.run.device_table import DeviceTable
 from nanovllm.engine.run.forward import Forward, contexts_of
-from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
+from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.run.transfer import Array, upload, upload_ahead
 from nanovllm.layers.context import Context
@@ -47,8 +47,11 @@ class Prefills:
         if takers:
             needed = np.concatenate([*(tokens for _, tokens in takers), prefill.sampled_tokens])
             hidden = self.hidden(inputs, needed)
+        elif graphs is None or inputs.keeps_hidden or not (done := graphs.compute(inputs)):
+            hidden = self.hidden(inputs, prefill.sampled_tokens)
         else:
-            hidden = self._sampled(inputs, prefill, graphs)
+            hidden = done.hidden
+            self.drafting.prefill(self.table.columns, inputs, *done[1:])
         if prefill.copied_blocks is not None:
             for source, target in prefill.copied_blocks.reshape(-1, 2).tolist():
                 self._copy_block(source, target)
@@ -69,16 +72,6 @@ class Prefills:
         table_rows = upload(prefill.sample_table_rows, self.device)
         drawn_from = hidden if inputs.keeps_hidden else None
         return Computed(logits, table_rows, taken=taken, hidden=drawn_from)
-
-    def _sampled(
-        self, inputs: StepInputs, prefill: PrefillInputs, graphs: "PrefillGraphs | None"
-    ) -> torch.Tensor:
-        """The hidden states of a prefill's sampled tokens, by a graph if one fits."""
-        needed = prefill.sampled_tokens
-        if graphs is None or inputs.keeps_hidden or not (done := graphs.compute(inputs, needed)):
-            return self.hidden(inputs, needed)
-        self.drafting.prefill(self.table.columns, inputs, *done[1:])
-        return done.hidden
 
     def hidden(self, inputs: StepInputs, needed: Array | None = None) -> torch.Tensor:
         """The hidden states of a prefill's tokens, or only of those `needed`."""

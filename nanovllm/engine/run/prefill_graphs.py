@@ -9,7 +9,7 @@ tested, anywhere.
 import functools
 from collections.abc import Iterable, Sequence
 from itertools import cycle
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -17,10 +17,14 @@ import torch
 from nanovllm.engine.run.device_table import BUFFERS, DeviceTable
 from nanovllm.engine.run.forward import Forward, contexts_of
 from nanovllm.engine.run.graphs import Capture
+from nanovllm.engine.run.padded import PaddedPart, PrefillSize, aligned
 from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
-from nanovllm.engine.run.step_part import PaddedPart, PrefillSize, StepPart, aligned
+from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.run.transfer import Array, upload_ahead
 from nanovllm.layers.context import Context
+
+if TYPE_CHECKING:
+    from nanovllm.engine.run.shard import Shard
 
 # From 32 on, at most a third of a step's tokens are padding.
 TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -173,10 +177,11 @@ class PrefillGraphs:
         )  # fmt: skip
         return next(fitting, None)
 
-    def compute(self, inputs: StepInputs, needed: Array) -> ShortPrefill | None:
-        """Compute a prefill, with the hidden states of the tokens `needed`; None if none fits."""
+    def compute(self, inputs: StepInputs) -> ShortPrefill | None:
+        """Compute a prefill, with the hidden states of its sampled tokens; None if none fits."""
         prefill = inputs.prefill
         assert prefill is not None
+        needed = prefill.sampled_tokens
         num_tokens, num_seqs = len(prefill.input_ids), len(prefill.table_rows)
         size = self.fitting(num_tokens, num_seqs, len(needed), inputs.is_marked)
         if size is None:
@@ -239,3 +244,20 @@ def _without_padding(
         hidden[:num_needed], ids[:num_tokens], positions[:num_tokens], own,
         [residual[:num_tokens] for residual in residuals],
     )  # fmt: skip
+
+
+def prefill_graphs(shard: "Shard", num_running: int) -> PrefillGraphs | None:
+    """Short prefills of a shard in all sizes, not captured; they run on any device.
+
+    None if attention or a part that layers read cannot compute padding, if no layer attends, or if
+    ranks exchange results.
+    """
+    groups, base = shard.caches.groups.groups, StepPart
+    parts = [part for part in shard.parts if type(part).in_prefill is not base.in_prefill]
+    pads = all(type(part).padded is not base.padded for part in parts)
+    if not pads or not all(group.attention.clears_rows for group in groups):
+        return None
+    if not groups or shard.ranks.size > 1:
+        return None
+    sizes = sizes_up_to(num_running, shard.marking is not None)
+    return PrefillGraphs(shard.forward, shard.table, len(groups), parts, sizes)

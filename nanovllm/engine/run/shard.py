@@ -76,7 +76,7 @@ class Shard:
         self.short_prefills: PrefillGraphs | None = None
         self._has_captured = False
         self._num_threads = num_threads
-        self._make_redraws = make_redraws
+        self.make_redraws = make_redraws
         self.memory = memory  # of weights and caches, if sleep can free it
         self.at_close: list[Callable[[], object]] = []
 
@@ -177,54 +177,30 @@ class Shard:
 
     def decode_graphs(self, num_running: int) -> "DecodeGraphs":
         """The decode steps of all sizes, not captured; they run on any device."""
-        from nanovllm.engine.run.graphs import DecodeGraphs, GraphStep, graph_sizes
+        from nanovllm.engine.run.graphs import decode_graphs
 
-        sizes, num_rows = graph_sizes(num_running, self.parts, self.placement)
-        columns = self.vocab_size if self.ranks.rank == 0 else 0
-        if self.ranks.peer_kernels:
-            columns = self.model.lm_head.rank_part.num_rows
-        logits = torch.empty(num_rows, columns, dtype=self.placement.dtype, device=self.device)
-        redraws, draw = None, self.draws.draw_masked
-        if self._make_redraws and self.ranks.rank == 0 and not self.ranks.peer_kernels:
-            redraws = self._make_redraws(draw, num_rows, self.vocab_size, self.device)
-        step = GraphStep(self.decodes, self.draws, self.ranks)
-        return DecodeGraphs(step, sizes, logits, redraws)
-
-    def prefill_graphs(self, num_running: int) -> "PrefillGraphs | None":
-        """Prefills of all captured sizes, not captured; they run on any device.
-
-        None if attention or a part that layers read cannot compute padding, or if ranks exchange.
-        """
-        groups, base = self.caches.groups.groups, StepPart
-        parts = [part for part in self.parts if type(part).in_prefill is not base.in_prefill]
-        pads = all(type(part).padded is not base.padded for part in parts)
-        if not pads or not all(group.attention.clears_rows for group in groups):
-            return None
-        if not groups or self.ranks.size > 1:
-            return None
-        from nanovllm.engine.run.prefill_graphs import PrefillGraphs, sizes_up_to
-
-        sizes = sizes_up_to(num_running, self.marking is not None)
-        return PrefillGraphs(self.forward, self.table, len(groups), parts, sizes)
+        return decode_graphs(self, num_running)
 
     def capture_graphs(self, num_running: int) -> int:
         """Capture decode steps and short prefills; returns how many graphs there are."""
         from nanovllm.engine.run.graphs import Capture
+        from nanovllm.engine.run.prefill_graphs import prefill_graphs
 
-        self.graphs = self.decode_graphs(num_running)
-        self.short_prefills = self.prefill_graphs(num_running)
-        both = [graphs for graphs in (self.graphs, self.short_prefills) if graphs is not None]
         capture = Capture(self.device, self._has_captured)
-        for graphs in both:
-            graphs.capture(capture)
+        self.graphs = self.decode_graphs(num_running)
+        self.graphs.capture(capture)
+        if short := prefill_graphs(self, num_running):
+            short.capture(capture)
+        self.short_prefills = short
         self._has_captured = True
-        return sum(len(graphs.sizes) for graphs in both)
+        return capture.count
 
     def drop_graphs(self) -> None:
         """Free the graphs and their memory."""
-        for graphs in (self.graphs, self.short_prefills):
-            if graphs is not None:
-                graphs.release()
+        if self.graphs:
+            self.graphs.release()
+        if self.short_prefills:
+            self.short_prefills.release()
         self.graphs = self.short_prefills = None
 
     def synchronize(self) -> None:

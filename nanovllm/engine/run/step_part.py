@@ -1,7 +1,7 @@
 """StepPart: what a feature adds to the steps of one rank. The base class adds nothing."""
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,37 +15,10 @@ from nanovllm.engine.start.placement import Placement
 from nanovllm.kernels.plain.read_table import Decoding
 
 if TYPE_CHECKING:
+    from nanovllm.engine.run.padded import PaddedPart, PrefillSize
     from nanovllm.engine.run.reports import Columns
 
 TAKEN = "taken_tokens"  # the array of the tokens that a `HiddenReader` asks for
-
-
-class PrefillSize(NamedTuple):
-    """T tokens of fewer than S sequences: the last one is unused, and has the padding's rows."""
-
-    num_tokens: int
-    num_seqs: int
-    is_marked: bool = False
-
-
-def aligned(words: int) -> int:
-    """A number of 64-bit words after which the next array is aligned, as kernels expect it."""
-    return words + words % 2
-
-
-class PaddedPart(Protocol):
-    """A part's arrays in captured prefills of one size: `words` of 64 bits, or one more."""
-
-    words: int
-
-    def fits(self, inputs: StepInputs) -> bool:
-        """Whether the part has room for a step, which `fill` may be called with next."""
-
-    def fill(self, words: Array, inputs: StepInputs) -> None:
-        """Write a step's arrays to the host's copy."""
-
-    def read(self, words: torch.Tensor) -> Any:
-        """The values that layers read, from the device's copy. Graphs capture this."""
 
 
 class StepPart:
@@ -94,7 +67,7 @@ class StepPart:
         """The values that layers read in a decode step, or None. Decode graphs capture this."""
         return None
 
-    def padded(self, size: PrefillSize) -> PaddedPart | None:  # noqa: ARG002
+    def padded(self, size: "PrefillSize") -> "PaddedPart | None":  # noqa: ARG002
         """What layers read in captured prefills of this size, in place of `in_prefill`."""
         return None
 

@@ -20,6 +20,7 @@ from nanovllm.engine.run.device_table import NO_CHANGES, TableChanges
 from nanovllm.engine.run.draw_inputs import draw_inputs
 from nanovllm.engine.run.logprobs import rows_at_a_time, warm_up_logprobs
 from nanovllm.engine.run.narrowing import rows_narrowed_together
+from nanovllm.engine.run.prefill_graphs import prefill_graphs
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import MARKS, PrefillInputs, StepInputs
 from nanovllm.engine.run.transfer import upload_all
@@ -52,7 +53,7 @@ def compile_steps(shard: Shard, config: Config) -> None:
         for size in graphs.sizes:
             if shard.placement.uses_graphs or size.num_seqs == 1:
                 graphs.run(size)
-        if shard.placement.uses_graphs and (prefills := shard.prefill_graphs(num_running)):
+        if shard.placement.uses_graphs and (prefills := prefill_graphs(shard, num_running)):
             for size_of_prefill in prefills.sizes:
                 prefills.run(size_of_prefill)
 

@@ -13,16 +13,17 @@ import torch
 from conftest import make_model
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.run.padded import PrefillSize
 from nanovllm.engine.run.prefill_graphs import (
     TOKENS,
     PaddedArrays,
     PrefillGraphs,
     ShortPrefill,
     lengths_of,
+    prefill_graphs,
     sizes_up_to,
 )
 from nanovllm.engine.run.step_inputs import PrefillInputs
-from nanovllm.engine.run.step_part import PrefillSize
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
@@ -42,7 +43,7 @@ def make_llm(path: Path, **options: Any) -> LLM:
 def use_graphs(llm: LLM) -> list[PrefillSize]:
     """Make short prefills run in padded sizes; return a list that will hold the sizes."""
     shard = llm.model_runner.shard
-    shard.short_prefills = graphs = shard.prefill_graphs(llm.config.max_num_running)
+    shard.short_prefills = graphs = prefill_graphs(shard, llm.config.max_num_running)
     assert graphs is not None
     run, sizes = graphs.run, []
 
@@ -123,7 +124,7 @@ def test_one_sequence_of_a_size_stays_unused(
     tokens: int, seqs: int, needed: int, found: int | None, model_dir: Path
 ) -> None:
     with make_llm(model_dir, max_num_seqs=64) as llm:
-        graphs = llm.model_runner.shard.prefill_graphs(64)
+        graphs = prefill_graphs(llm.model_runner.shard, 64)
         assert graphs is not None
         fitting = graphs.fitting(tokens, seqs, needed)
         assert (fitting and fitting.num_tokens) == found
@@ -151,7 +152,7 @@ def test_arrays_are_padded_behind_their_ends() -> None:
 
 def test_models_without_attention_have_no_such_graphs(tmp_path: Path) -> None:
     with make_llm(make_model(tmp_path, family="Lfm2", layer_types=["conv", "conv"])) as llm:
-        assert llm.model_runner.shard.prefill_graphs(4) is None
+        assert prefill_graphs(llm.model_runner.shard, 4) is None
 
 
 @pytest.fixture(scope="module")
