@@ -1,0 +1,35 @@
+"""Memory for weights in pages of 2 MiB, which the processor reads up to 1.4 times as fast.
+
+With pages of 4 KiB, the processor looks up many addresses, and prefetches only within a page. Linux
+uses huge pages for memory that a program asks them for, unless the system forbids it. On other
+systems, and where they are forbidden, this is ordinary memory.
+"""
+
+import contextlib
+import math
+import mmap
+
+import torch
+
+HUGE = 1 << 21
+LEAST_BYTES = HUGE // 2  # a part of a huge page that is worth a whole one
+
+
+def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A new tensor, which may take up to half a huge page more than its size."""
+    size = math.prod(shape) * dtype.itemsize
+    whole = (size + HUGE - LEAST_BYTES) // HUGE * HUGE  # bytes in huge pages
+    if not whole or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape, dtype=dtype)
+    # Not touched: only addresses. A tensor keeps the memory that it was made of.
+    memory = mmap.mmap(-1, max(whole, size) + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE
+    with contextlib.suppress(OSError):  # a system without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
+    count = size // dtype.itemsize
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(shape)
+
+
+def contiguous(values: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy, in huge pages."""
+    return empty(values.shape, values.dtype).copy_(values)
