@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.usefixtures("compiler"), pytest.mark.usefixtures("one_
 ROWS = (*range(2, 36), 47, 48, 49, 63, 64, 65, 100, 129, 530)
 SHAPES = [(64, 320), (70, 1000), (31, 33), (1, 1), (40, 4096)]
 HUGE = 1 << 21
+BF16, F32 = torch.bfloat16, torch.float32
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +69,45 @@ def test_a_weight_is_restored(shape: tuple[int, int]) -> None:
     weight = torch.randn(shape[0], 2 * shape[1]).bfloat16()[:, : shape[1]]
     restored = plain_of(arranged(weight))
     assert restored is not None and torch.equal(restored, weight) and restored.is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(64, 320), (150, 96), (37, 4096)])
+def test_a_table_is_multiplied_where_it_is(shape: tuple[int, int]) -> None:
+    """With the bits of other weights. Fails if the last outputs or rows are at another place."""
+    table = torch.nn.Parameter(torch.randn(shape[0] + 3, shape[1]).bfloat16(), requires_grad=False)
+    rows, bias = table[: shape[0]], torch.randn(shape[0]).bfloat16()
+    shared, copied = arrange_plain(rows, True), arranged(rows)
+    assert shared is not None
+    if constant("unit_size"):
+        assert shared.codes.data_ptr() == table.data_ptr() and shared.kind == "rows"
+    restored = plain_of(shared)
+    assert restored is not None and torch.equal(restored, rows)
+    x = torch.randn(200, shape[1] + 5).bfloat16()[:, 5:]
+    for count in (*range(1, 35), 47, 48, 49, 63, 64, 65, 200):
+        for added in (None, bias):
+            expected = tiled_linear(x[:count], copied, added)
+            assert torch.equal(tiled_linear(x[:count], shared, added), expected), count
+    table.data[1] = 2.0
+    if shared.kind == "rows":  # it has no values of its own
+        again = tiled_linear(x[:3], arranged(table[: shape[0]]))
+        assert torch.equal(tiled_linear(x[:3], shared), again)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((64, 33), BF16), ((8, 64), BF16), ((64, 64), F32)])
+def test_other_tables_are_copied(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    table = torch.randn(shape).to(dtype)
+    found = arrange_plain(table, True)
+    assert found is not None and found.codes.data_ptr() != table.data_ptr()
+    x = torch.randn(2, shape[1]).to(dtype)
+    assert torch.equal(tiled_linear(x, found), tiled_linear(x, arranged(table)))
+
+
+def test_pages_are_replaced_in_place() -> None:
+    values = torch.randn(3 * HUGE // 4 + 5)
+    expected, address = values.clone(), values.data_ptr()
+    huge_pages.collapse(values)
+    huge_pages.collapse(values[:1])
+    assert torch.equal(values, expected) and values.data_ptr() == address
 
 
 def test_units_have_pairs_of_inputs_next_to_each_other() -> None:

@@ -6,12 +6,14 @@ systems, and where they are forbidden, this is ordinary memory.
 """
 
 import contextlib
+import ctypes
 import math
 import mmap
 
 import torch
 
 HUGE = 1 << 21
+COLLAPSE = 25  # MADV_COLLAPSE, of Linux 6.1 and newer
 LEAST_BYTES = HUGE // 2  # a part of a huge page that is worth a whole one
 
 
@@ -33,3 +35,16 @@ def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tens
 def contiguous(values: torch.Tensor) -> torch.Tensor:
     """A contiguous copy, in huge pages."""
     return empty(values.shape, values.dtype).copy_(values)
+
+
+def collapse(values: torch.Tensor) -> None:
+    """Replace the small pages of a tensor's memory, which keeps its address and its values.
+
+    Linux before 6.1 does so later, by and by.
+    """
+    start = -(-values.data_ptr() // HUGE) * HUGE
+    size = (values.data_ptr() + values.nbytes) // HUGE * HUGE - start
+    if size > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
+        advise = ctypes.CDLL(None).madvise
+        for advice in (mmap.MADV_HUGEPAGE, COLLAPSE):
+            advise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice)

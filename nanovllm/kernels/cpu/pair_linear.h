@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "pair_amx.h"
+#include "row_amx.h"
 #include "tiled_linear.h"
 
 namespace {
@@ -44,8 +45,12 @@ inline void pair_linear(const Matrix* weight, const bf16* x, int64_t stride, con
 template <typename T>
 void any_linear(const Matrix* weight, const T* x, int64_t stride, const T* bias, T* out,
                 int64_t rows, int64_t threads) {
-    if constexpr (sizeof(T) == sizeof(bf16))
+    if constexpr (sizeof(T) == sizeof(bf16)) {
         if (weight->kind == PAIRS) return pair_linear(weight, x, stride, bias, out, rows, threads);
+        if (weight->kind == ROWS_OF_TABLE)
+            return row_linear((const bf16*)weight->codes, weight->outputs, weight->depth, x, stride,
+                              bias, out, rows, threads);
+    }
     tiled_linear(weight, x, stride, bias, out, rows, threads);
 }
 

@@ -14,14 +14,8 @@ from nanovllm.kernels.cpu import huge_pages, pairs, processor
 from nanovllm.kernels.cpu.library import DTYPES, address, constant, function
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
-KINDS = (
-    "int8",
-    "int4",
-    "e4m3",
-    "bfloat16",
-    "float32",
-    "pairs",
-)  # as `Kind` of tiled_linear.h numbers them
+# As `Kind` of tiled_linear.h numbers them.
+KINDS = ("int8", "int4", "e4m3", "bfloat16", "float32", "pairs", "rows")
 PLAIN = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
@@ -83,11 +77,16 @@ def arrange(weight: QuantizedMatrix) -> TiledMatrix:
     return _arranged(codes, kind, group, _tiled(scales), zeros, weight.order)
 
 
-def arrange_plain(weight: torch.Tensor) -> TiledMatrix | None:
-    """Copy a plain weight; None if oneDNN is faster. Peak memory: three times the weight."""
+def arrange_plain(weight: torch.Tensor, is_table: bool = False) -> TiledMatrix | None:
+    """Copy a plain weight; None if oneDNN is faster. Peak memory: three times the weight.
+
+    A table's rows, which an embedding needs too, are not copied if AMX multiplies them.
+    """
     if weight.dtype not in processor.tiled_types():
         return None
     if weight.dtype == torch.bfloat16 and (size := constant("unit_size")):
+        if is_table and not weight.shape[1] % size and len(weight) >= size:
+            return _in_table(weight.detach())
         return _in_pairs(weight.detach(), size)
     return _arranged(weight.detach(), PLAIN[weight.dtype], weight.shape[1])
 
@@ -96,10 +95,20 @@ def plain_of(weight: TiledMatrix) -> torch.Tensor | None:
     """The plain weight [N, K] that `arrange_plain` copied; None if it was a quantized one."""
     if weight.kind == "pairs":
         return pairs.of_units(weight.codes, weight.shape)
+    if weight.kind == "rows":
+        return weight.codes
     if weight.kind not in PLAIN.values():
         return None
     size_out, size_in = weight.shape
     return weight.codes.transpose(1, 2).flatten(0, 1)[:size_out, :size_in].contiguous()
+
+
+def _in_table(rows: torch.Tensor) -> TiledMatrix:
+    """The matrix of a table's rows, in their own memory."""
+    assert rows.is_contiguous()
+    huge_pages.collapse(rows)
+    shape = (rows.shape[0], rows.shape[1])
+    return TiledMatrix(rows, None, None, None, "rows", shape, 1, shape[1], 1)
 
 
 def _in_pairs(weight: torch.Tensor, size: int) -> TiledMatrix:
