@@ -1,5 +1,6 @@
 """Plain bfloat16 weights on the CPU: one order of sums for any number of rows, and their memory."""
 
+import gc
 import mmap
 from pathlib import Path
 
@@ -24,6 +25,11 @@ BF16, F32 = torch.bfloat16, torch.float32
 @pytest.fixture(autouse=True)
 def _ours(monkeypatch: pytest.MonkeyPatch) -> None:
     PRODUCTS["tiled"].use(monkeypatch)
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def arranged(weight: torch.Tensor) -> TiledMatrix:
@@ -129,13 +135,13 @@ def test_a_processor_with_amx_uses_it() -> None:
     assert arranged(torch.ones(8, 8)).kind == "float32"
 
 
-@pytest.mark.parametrize("size", [3, HUGE // 2 - 64, HUGE // 2, HUGE + 64, 3 * HUGE, 7 * HUGE // 2])
-def test_weights_are_in_whole_huge_pages(size: int) -> None:
-    """Fails if a weight begins within a huge page, or takes much more than its size."""
+@pytest.mark.parametrize("size", [3, HUGE - 64, HUGE // 2, HUGE + 64, 3 * HUGE, 7 * HUGE // 2])
+def test_weights_begin_with_a_huge_page(size: int) -> None:
+    """Fails if a weight begins within a huge page, or small ones get any."""
     values = torch.arange(size, dtype=torch.int16).view(torch.uint8)[:size]
     copy = huge_pages.contiguous(values)
     assert torch.equal(copy, values) and copy.is_contiguous()
-    if size >= HUGE // 2 and hasattr(mmap, "MADV_HUGEPAGE"):
+    if size > HUGE // 2 and hasattr(mmap, "MADV_HUGEPAGE"):
         assert copy.data_ptr() % HUGE == 0
 
 
@@ -143,16 +149,34 @@ def test_memory_of_dropped_weights_comes_back() -> None:
     """Each would stay if the map were kept."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         pytest.skip("Linux has huge pages")
-
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-
     weight = torch.ones(1 << 20)
     huge_pages.contiguous(weight)
     before = resident()
     for _ in range(16):
         huge_pages.contiguous(weight)
     assert resident() - before < 8 * HUGE
+
+
+def test_weights_take_little_more_than_their_size() -> None:
+    """A model may have thousands of matrices. Fails if each ends with a huge page of its own."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        pytest.skip("Linux has huge pages")
+    values = torch.ones(HUGE + HUGE // 4, dtype=torch.uint8)
+    before = resident()
+    kept = [huge_pages.contiguous(values) for _ in range(8)]
+    assert resident() - before < sum(each.nbytes for each in kept) + HUGE
+
+
+def test_the_number_of_maps_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux gives a process 65,530; after that, no library gets memory."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        pytest.skip("Linux has huge pages")
+    gc.collect()
+    monkeypatch.setattr(huge_pages, "MOST_MAPS", len(huge_pages._maps) + 2)
+    kept = [huge_pages.empty((HUGE,), torch.uint8) for _ in range(4)]
+    assert len(huge_pages._maps) == huge_pages.MOST_MAPS
+    del kept
+    assert len(huge_pages._maps) == huge_pages.MOST_MAPS - 2
 
 
 def test_no_huge_pages_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,22 +9,27 @@ import contextlib
 import ctypes
 import math
 import mmap
+import weakref
 
 import torch
 
 HUGE = 1 << 21
 COLLAPSE = 25  # MADV_COLLAPSE, of Linux 6.1 and newer
-LEAST_BYTES = HUGE // 2  # a part of a huge page that is worth a whole one
+WASTE = 16  # a tensor may take up to this part of its size more
+MOST_MAPS = 4096  # of a process, which may have 65,530; each of ours is divided into up to three
+
+_maps: "weakref.WeakSet[mmap.mmap]" = weakref.WeakSet()  # in use
 
 
 def empty(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A new tensor, which may take up to half a huge page more than its size."""
+    """A new tensor. Its end is in small pages if a huge one would be too large for it."""
     size = math.prod(shape) * dtype.itemsize
-    whole = (size + HUGE - LEAST_BYTES) // HUGE * HUGE  # bytes in huge pages
-    if not whole or not hasattr(mmap, "MADV_HUGEPAGE"):
+    whole = (size + min(HUGE - 1, size // WASTE)) // HUGE * HUGE  # bytes in huge pages
+    if not whole or not hasattr(mmap, "MADV_HUGEPAGE") or len(_maps) >= MOST_MAPS:
         return torch.empty(shape, dtype=dtype)
     # Not touched: only addresses. A tensor keeps the memory that it was made of.
     memory = mmap.mmap(-1, max(whole, size) + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _maps.add(memory)
     start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE
     with contextlib.suppress(OSError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE, start, whole)
