@@ -1,7 +1,7 @@
 """Compare decode and prefill on the CPU with llama.cpp's, with weights of 16, 8 and 4 bits.
 
     python benchmarks/llama.py --llama-python ~/llama/bin/python [--rounds 3] [--threads 4]
-        [--file model.gguf qwen3-0.6b:Q4_K_M ...]
+        [--formats bfloat16 ...] [--file model.gguf qwen3-0.6b:Q4_K_M ...]
 
 The other Python needs `llama-cpp-python`, built for this processor, and `gguf`. With `--file` both
 engines have the same files: those with these paths, or random weights by SHAPE:FORMAT. Else both
@@ -131,6 +131,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, metavar="DIR",
                         default=Path(tempfile.gettempdir()) / "nanovllm-gguf")  # fmt: skip
     parser.add_argument("--file", nargs="+", default=[], metavar="FILE")
+    formats = [*dict(PAIRS)]
+    parser.add_argument("--formats", nargs="+", default=formats, choices=formats,
+                        help="ours, if there are no files")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
@@ -139,7 +142,9 @@ def main() -> None:
     if args.serve:
         serve(ours(args.serve, args.folder, args.threads))
         return
-    pairs = [(f"ours {file}", f"llama.cpp {file}") for file in args.file] or PAIRS
+    pairs = [(f"ours {file}", f"llama.cpp {file}") for file in args.file] or [
+        pair for pair in PAIRS if pair[0] in args.formats
+    ]
     with contextlib.ExitStack() as stack:
         children = {}
         for our, their in pairs:

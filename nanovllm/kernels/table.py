@@ -47,9 +47,9 @@ class Kernels:
     `arrange` copies a quantized weight into the layout that `arranged_linear`, `experts` and
     `few_rows` read, and `arrange_blocks` a BlockMatrix for `block_linear` and `block_rows`.
     `arrange_plain` does this for a plain weight, if it makes products faster, and `plain_of`
-    restores it. With `reads_plain`, kernels read plain weights in PyTorch's layout, so a library's
-    layout may not replace it. With `reads_stacks`, `experts` reads the experts' weights as one
-    stack, else as a list of matrices.
+    restores it; an embedding's table may stay where it is. With `reads_plain`, kernels read plain
+    weights in PyTorch's layout, so a library's layout may not replace it. With `reads_stacks`,
+    `experts` reads the experts' weights as one stack, else as a list of matrices.
 
     Some operations exist only for some implementations: PLAIN returns None for them. `rounding`
     returns kernels that round a number of rows for a quantized weight; `arranged_linear` and
@@ -84,7 +84,7 @@ class Kernels:
     accept: Callable[["TableState", "Decoding", Tensor, int], Tensor]
     arrange: Callable[["QuantizedMatrix"], Any]
     arrange_blocks: Callable[[Any], Any]
-    arrange_plain: Callable[[Tensor], Any | None]
+    arrange_plain: Callable[..., Any | None]  # of a weight, and whether it is a table
     plain_of: Callable[[Any], Tensor | None]
     arranged_linear: Callable[[Any, Any, Tensor | None], Tensor]
     block_linear: Callable[[Any, Any, Tensor | None], Tensor]

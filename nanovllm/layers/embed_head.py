@@ -109,12 +109,11 @@ class ParallelLMHead(LinearBase):
         part = RankPart((vocab_size,), (rows,), hidden_size, slice(0, hidden_size))
         super().__init__(part, weight_format=weight_format)
         self.ranks, self.shard = ranks, shard
-        self.is_tied = False
         self.scale, self.soft_cap = scale, soft_cap
         self.is_plain = scale == 1.0 and soft_cap is None
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
-        """Use the embedding's table. A layout for the device, or quantizing, makes a copy."""
+        """Use the embedding's table. Most layouts for a device, and quantizing, make a copy."""
         self.weight_format.drop(self)
         self.weight, self.is_tied = embedding.weight, True
 

@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 BIAS = Stored((ROWS,), fill=lambda values, *_: values.zero_())
 
 
-def matrix_of(weight: LayerWeight, kernels: Kernels) -> Matrix:
-    """The fastest form of a weight [N, K] here. Peak memory: up to three times the weight."""
+def matrix_of(weight: LayerWeight, kernels: Kernels, is_table: bool = False) -> Matrix:
+    """The fastest form of a weight [N, K] here. Peak memory: up to three times the weight.
+
+    A plain table's rows are not copied if the kernels can multiply them where they are.
+    """
     if isinstance(weight, list):
         from nanovllm.formats.layouts import JoinedMatrix
 
@@ -48,7 +51,7 @@ def matrix_of(weight: LayerWeight, kernels: Kernels) -> Matrix:
         return in_layout(weight, kernels)
     if not weight.numel():
         return DenseMatrix(weight)
-    if (operand := kernels.arrange_plain(weight)) is not None:
+    if (operand := kernels.arrange_plain(weight, is_table)) is not None:
         from nanovllm.formats.layouts import KernelMatrix
 
         return KernelMatrix(operand, kernels)
@@ -66,6 +69,8 @@ def _num_rows(weight: Weight) -> int:
 
 class LinearBase(Layer):
     """`x @ weight.T + bias`. `bind` replaces the checkpoint's tensors with `matrix`."""
+
+    is_tied = False  # whether the weight is an embedding's table
 
     def __init__(
         self, part: RankPart, bias: bool = False, weight_format: WeightFormat = DENSE
@@ -101,7 +106,7 @@ class LinearBase(Layer):
         if self.matrix is None:
             weight = self.weight_format.weight(self.stored_tensors(), self.rank_part)
             self.weight_format.drop(self)
-            self.matrix = matrix_of(weight, backend.kernels)
+            self.matrix = matrix_of(weight, backend.kernels, self.is_tied)
 
     @property
     def operand_and_bias(self) -> tuple[Any, torch.Tensor | None]:

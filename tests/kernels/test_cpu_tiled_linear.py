@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 ROWS = (1, 2, 3, 4, 5, 6, 7, 10, 16, 300)  # each number of rows that is computed together
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
 SUM_ERROR = 2.0**-21  # of the sum of all products' sizes, for sums in any order
-NO_AVX512 = ("-mno-avx512f",)
+BUILDS = {"no AMX": ("-mno-amx-bf16",), "no AVX-512": ("-mno-avx512f",)}
 
 
 @dataclass(frozen=True)
@@ -78,25 +78,27 @@ FORMATS = [
 
 
 @pytest.fixture(
-    scope="module", params=["native", pytest.param("no AVX-512", marks=pytest.mark.slow)]
+    scope="module",
+    params=["native", *(pytest.param(name, marks=pytest.mark.slow) for name in BUILDS)],
 )
 def build(request: pytest.FixtureRequest, compiler: None) -> Iterator[None]:
-    """Compiled for this processor, and as for one with shorter vectors."""
+    """Compiled for this processor, and as for one with less."""
     if request.param == "native":
         yield
         return
     if platform.machine() not in ("x86_64", "AMD64"):
-        pytest.skip("AVX-512 is x86's")
+        pytest.skip("they are x86's")
 
     def other(source: Path = library.SOURCE) -> ctypes.CDLL:
-        return load(source, (*library.DEFINITIONS, *NO_AVX512))
+        return load(source, (*library.DEFINITIONS, *BUILDS[request.param]))
 
     caches = (library.function, library.constant)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "library", other)
         for cache in caches:
             cache.cache_clear()
-        if library.constant("lanes") > 8:
+        assert not library.constant("unit_size"), "the build has AMX"
+        if request.param == "no AVX-512" and library.constant("lanes") > 8:
             pytest.fail("the build has AVX-512's vectors")
         yield
     for cache in caches:

@@ -47,14 +47,12 @@ def types_to_tile(
 ) -> frozenset[torch.dtype]:
     """The same for a processor with these lines of /proc/cpuinfo, where oneDNN has `packed`.
 
-    Our kernels multiply in float32, with AVX2. oneDNN's bfloat16 is faster with AMX, and with AMD's
-    vector units. Intel's vector units take as long for it as for two products of float32, and
-    converting is free.
+    Our kernels multiply bfloat16 with AMX, else in float32, with AVX2. oneDNN's bfloat16 is faster
+    with AMD's vector units. Intel's vector units take as long for it as for two products of
+    float32, and converting is free.
     """
     flags = set(info.get("flags", "").split())
-    has_fast_units = "amx_bf16" in flags or (
-        "avx512_bf16" in flags and info.get("vendor_id") == "AuthenticAMD"
-    )
+    has_fast_units = "avx512_bf16" in flags and info.get("vendor_id") == "AuthenticAMD"
     if not {"avx2", "fma"} <= flags or (has_fast_units and torch.bfloat16 in packed):
         return frozenset()
     return frozenset((torch.float32, torch.bfloat16))

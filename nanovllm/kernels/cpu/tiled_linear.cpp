@@ -1,13 +1,15 @@
 // Linear layers, as a separate library: if oneDNN multiplies all matrices, an engine does not wait
 // for its compilation when it starts.
 
+#include "pair_linear.h"
 #include "tiled_linear.h"
 
 extern "C" {
-void* tiled_linear_float32 = (void*)&tiled_linear<float>;
-void* tiled_linear_bfloat16 = (void*)&tiled_linear<bf16>;
+void* tiled_linear_float32 = (void*)&any_linear<float>;
+void* tiled_linear_bfloat16 = (void*)&any_linear<bf16>;
 int64_t tile_outputs = WIDTH;
 int64_t step_inputs = STEP;
 int64_t max_depth = MAX_DEPTH;
 int64_t e4m3_unit = int64_t(E4m3::UNIT);
+int64_t unit_size = has_unit_of_pairs() ? UNIT_INPUTS : 0;
 }

@@ -23,7 +23,8 @@ constexpr int64_t MAX_DEPTH = 128;  // inputs of a block: a tile's, in float32, 
 constexpr int64_t MAX_ROWS = 256;   // rows that share a tile: their sums fit the L2 cache
 constexpr int ROWS = 6;             // the sums of this many rows stay in registers
 
-enum Kind { INT8, INT4, E4M3, BFLOAT16, FLOAT32 };
+// For PAIRS and ROWS_OF_TABLE see pair_linear.h.
+enum Kind { INT8, INT4, E4M3, BFLOAT16, FLOAT32, PAIRS, ROWS_OF_TABLE };
 
 // A weight, as `TiledMatrix` of tiled_linear.py describes it. It has P inputs, including the zeros
 // that pad groups to whole blocks of B = `depth` inputs.

@@ -1,8 +1,8 @@
 """Linear layers with weights in tiles: plain numbers, or codes of a quantized weight.
 
 T rows, K inputs, N outputs. Arithmetic is in float32: inputs are never rounded, even if a quantized
-weight allows it, and bfloat16 outputs are rounded once. AMX is not used: on processors with AMX,
-prompts of many tokens in bfloat16 are faster with `packed_linear`, but decoding is not.
+weight allows it, and bfloat16 outputs are rounded once. Plain bfloat16 weights are stored as
+pairs.py says, and multiplied by AMX, if the processor has it.
 """
 
 import ctypes
@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nanovllm.kernels.cpu import processor
+from nanovllm.kernels.cpu import huge_pages, pairs, processor
 from nanovllm.kernels.cpu.library import DTYPES, address, constant, function
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
-KINDS = ("int8", "int4", "e4m3", "bfloat16", "float32")  # as `Kind` of tiled_linear.h numbers them
+# As `Kind` of tiled_linear.h numbers them.
+KINDS = ("int8", "int4", "e4m3", "bfloat16", "float32", "pairs", "rows")
 PLAIN = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
@@ -76,19 +77,55 @@ def arrange(weight: QuantizedMatrix) -> TiledMatrix:
     return _arranged(codes, kind, group, _tiled(scales), zeros, weight.order)
 
 
-def arrange_plain(weight: torch.Tensor) -> TiledMatrix | None:
-    """Copy a plain weight; None if oneDNN is faster. Peak memory: three times the weight."""
+def arrange_plain(weight: torch.Tensor, is_table: bool = False) -> TiledMatrix | None:
+    """Copy a plain weight; None if oneDNN is faster. Peak memory: three times the weight.
+
+    A table's rows, which an embedding needs too, are not copied if AMX multiplies them.
+    """
     if weight.dtype not in processor.tiled_types():
         return None
+    if weight.dtype == torch.bfloat16 and (size := constant("unit_size")):
+        if is_table and not weight.shape[1] % size and len(weight) >= size:
+            return _in_table(weight.detach())
+        return _in_pairs(weight.detach(), size)
     return _arranged(weight.detach(), PLAIN[weight.dtype], weight.shape[1])
 
 
 def plain_of(weight: TiledMatrix) -> torch.Tensor | None:
     """The plain weight [N, K] that `arrange_plain` copied; None if it was a quantized one."""
+    if weight.kind == "pairs":
+        return pairs.of_units(weight.codes, weight.shape)
+    if weight.kind == "rows":
+        return weight.codes
     if weight.kind not in PLAIN.values():
         return None
     size_out, size_in = weight.shape
     return weight.codes.transpose(1, 2).flatten(0, 1)[:size_out, :size_in].contiguous()
+
+
+def _in_table(rows: torch.Tensor) -> TiledMatrix:
+    """The matrix of a table's rows, in their own memory."""
+    assert rows.is_contiguous()
+    huge_pages.collapse(rows)
+    shape = (rows.shape[0], rows.shape[1])
+    return TiledMatrix(rows, None, None, None, "rows", shape, 1, shape[1], 1)
+
+
+def _in_pairs(weight: torch.Tensor, size: int) -> TiledMatrix:
+    """Copy a bfloat16 weight to units of `size` inputs and outputs."""
+    size_out, size_in = weight.shape
+    padded = _round_up(size_in, size)
+    return TiledMatrix(
+        codes=pairs.to_units(weight, size),
+        scales=None,
+        zeros=None,
+        order=_places(None, size_in, size_in, padded),
+        kind="pairs",
+        shape=(size_out, size_in),
+        blocks=padded // size,
+        depth=size,
+        blocks_of_group=padded // size,
+    )
 
 
 def _arranged(
@@ -120,7 +157,7 @@ def _arranged(
 def tiled_linear(
     x: torch.Tensor, weight: TiledMatrix, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x @ weight.T + bias` [T, N] of x [T, K]. Reads each weight once for up to 256 rows.
+    """`x @ weight.T + bias` [T, N] of x [T, K]. Reads each weight once for up to 128 rows or more.
 
     An output depends only on its own row, and not on the number of threads.
     """
@@ -163,9 +200,9 @@ def _fill_up(codes: torch.Tensor, group: int, padded: int) -> torch.Tensor:
 def _tiled_codes(codes: torch.Tensor, kind: str) -> torch.Tensor:
     """Transpose codes [tiles, width, P] to [tiles, P, width]; 8 inputs of 4 bits make a word."""
     if kind != "int4":
-        return codes.transpose(1, 2).contiguous()
+        return huge_pages.contiguous(codes.transpose(1, 2))
     low, high = (codes & 15).view(*codes.shape[:2], -1, 4, 2).unbind(4)
-    return (low | high << 4).transpose(1, 2).contiguous()
+    return huge_pages.contiguous((low | high << 4).transpose(1, 2))
 
 
 def _tiled(values: torch.Tensor) -> torch.Tensor:

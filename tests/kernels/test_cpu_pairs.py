@@ -1,0 +1,185 @@
+"""Plain bfloat16 weights on the CPU: one order of sums for any number of rows, and their memory."""
+
+import gc
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import PRODUCTS
+
+from nanovllm.kernels.cpu import huge_pages, pairs
+from nanovllm.kernels.cpu.library import constant
+from nanovllm.kernels.cpu.processor import cpu_info
+from nanovllm.kernels.cpu.tiled_linear import TiledMatrix, arrange_plain, plain_of, tiled_linear
+
+pytestmark = [pytest.mark.usefixtures("compiler"), pytest.mark.usefixtures("one_thread")]
+
+# Of one register's rows and of two, with a rest; parts of them; and several passes through a weight
+ROWS = (*range(2, 36), 47, 48, 49, 63, 64, 65, 100, 129, 530)
+SHAPES = [(64, 320), (70, 1000), (31, 33), (1, 1), (40, 4096)]
+HUGE = 1 << 21
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def _ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    PRODUCTS["tiled"].use(monkeypatch)
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def arranged(weight: torch.Tensor) -> TiledMatrix:
+    found = arrange_plain(weight)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_is_the_same_alone_and_among_others(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Fails if sums are divided by the number of rows, or rows share a register with others."""
+    torch.manual_seed(0)
+    matrix, bias = arranged(torch.randn(shape).to(dtype)), torch.randn(shape[0]).to(dtype)
+    x = torch.randn(max(ROWS), shape[1] + 5).to(dtype)[:, 5:]
+    alone = torch.cat([tiled_linear(row[None], matrix, bias) for row in x[:100]])
+    for count in ROWS:
+        few = min(count, 100)
+        assert torch.equal(tiled_linear(x[:count], matrix, bias)[:few], alone[:few]), count
+        last = tiled_linear(x[100 - few : 100], matrix, bias)
+        assert torch.equal(last, alone[100 - few :]), count
+
+
+@pytest.mark.parametrize("count", [2, 20, 40])
+def test_what_the_other_rows_are_changes_nothing(count: int) -> None:
+    """Also if they are infinite or no numbers, and with any number of threads."""
+    weight = torch.randn(200, 96).bfloat16()
+    matrix, x = arranged(weight), torch.randn(count, 96).bfloat16()
+    expected = tiled_linear(x, matrix)
+    others = x.clone()
+    others[1:] = torch.tensor([torch.nan, torch.inf] * 48)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(tiled_linear(x, matrix), expected)
+        assert torch.equal(tiled_linear(others, matrix)[0], expected[0])
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_weight_is_restored(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape[0], 2 * shape[1]).bfloat16()[:, : shape[1]]
+    restored = plain_of(arranged(weight))
+    assert restored is not None and torch.equal(restored, weight) and restored.is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(64, 320), (150, 96), (37, 4096)])
+def test_a_table_is_multiplied_where_it_is(shape: tuple[int, int]) -> None:
+    """With the bits of other weights. Fails if the last outputs or rows are at another place."""
+    table = torch.nn.Parameter(torch.randn(shape[0] + 3, shape[1]).bfloat16(), requires_grad=False)
+    rows, bias = table[: shape[0]], torch.randn(shape[0]).bfloat16()
+    shared, copied = arrange_plain(rows, True), arranged(rows)
+    assert shared is not None
+    if constant("unit_size"):
+        assert shared.codes.data_ptr() == table.data_ptr() and shared.kind == "rows"
+    restored = plain_of(shared)
+    assert restored is not None and torch.equal(restored, rows)
+    x = torch.randn(200, shape[1] + 5).bfloat16()[:, 5:]
+    for count in (*range(1, 35), 47, 48, 49, 63, 64, 65, 200):
+        for added in (None, bias):
+            expected = tiled_linear(x[:count], copied, added)
+            assert torch.equal(tiled_linear(x[:count], shared, added), expected), count
+    table.data[1] = 2.0
+    if shared.kind == "rows":  # it has no values of its own
+        again = tiled_linear(x[:3], arranged(table[: shape[0]]))
+        assert torch.equal(tiled_linear(x[:3], shared), again)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((64, 33), BF16), ((8, 64), BF16), ((64, 64), F32)])
+def test_other_tables_are_copied(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    table = torch.randn(shape).to(dtype)
+    found = arrange_plain(table, True)
+    assert found is not None and found.codes.data_ptr() != table.data_ptr()
+    x = torch.randn(2, shape[1]).to(dtype)
+    assert torch.equal(tiled_linear(x, found), tiled_linear(x, arranged(table)))
+
+
+def test_pages_are_replaced_in_place() -> None:
+    values = torch.randn(3 * HUGE // 4 + 5)
+    expected, address = values.clone(), values.data_ptr()
+    huge_pages.collapse(values)
+    huge_pages.collapse(values[:1])
+    assert torch.equal(values, expected) and values.data_ptr() == address
+
+
+def test_units_have_pairs_of_inputs_next_to_each_other() -> None:
+    """The layout that AMX reads: 16 outputs for each pair of inputs."""
+    weight = torch.arange(64 * 64).view(64, 64).to(torch.bfloat16)
+    units = pairs.to_units(weight, 32)
+    assert units.shape == (2, 2, 2, 16, 16) and units.dtype == torch.int32
+    pair = units[1, 1, 0, 3, 5:6].view(torch.bfloat16)
+    assert torch.equal(pair, weight[37, 38:40])
+    assert torch.equal(pairs.of_units(units, (64, 64)), weight)
+
+
+def test_a_processor_with_amx_uses_it() -> None:
+    flags = cpu_info().get("flags", "").split()
+    if not {"amx_bf16", "avx512_bf16"} <= set(flags):
+        assert constant("unit_size") == 0
+        pytest.skip("this processor has no AMX")
+    assert arranged(torch.ones(8, 8).bfloat16()).kind == "pairs"
+    assert arranged(torch.ones(8, 8)).kind == "float32"
+
+
+@pytest.mark.parametrize("size", [3, HUGE - 64, HUGE // 2, HUGE + 64, 3 * HUGE, 7 * HUGE // 2])
+def test_weights_begin_with_a_huge_page(size: int) -> None:
+    """Fails if a weight begins within a huge page, or small ones get any."""
+    values = torch.arange(size, dtype=torch.int16).view(torch.uint8)[:size]
+    copy = huge_pages.contiguous(values)
+    assert torch.equal(copy, values) and copy.is_contiguous()
+    if size > HUGE // 2 and hasattr(mmap, "MADV_HUGEPAGE"):
+        assert copy.data_ptr() % HUGE == 0
+
+
+def test_memory_of_dropped_weights_comes_back() -> None:
+    """Each would stay if the map were kept."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        pytest.skip("Linux has huge pages")
+    weight = torch.ones(1 << 20)
+    huge_pages.contiguous(weight)
+    before = resident()
+    for _ in range(16):
+        huge_pages.contiguous(weight)
+    assert resident() - before < 8 * HUGE
+
+
+def test_weights_take_little_more_than_their_size() -> None:
+    """A model may have thousands of matrices. Fails if each ends with a huge page of its own."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        pytest.skip("Linux has huge pages")
+    values = torch.ones(HUGE + HUGE // 4, dtype=torch.uint8)
+    before = resident()
+    kept = [huge_pages.contiguous(values) for _ in range(8)]
+    assert resident() - before < sum(each.nbytes for each in kept) + HUGE
+
+
+def test_the_number_of_maps_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux gives a process 65,530; after that, no library gets memory."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        pytest.skip("Linux has huge pages")
+    gc.collect()
+    monkeypatch.setattr(huge_pages, "MOST_MAPS", len(huge_pages._maps) + 2)
+    kept = [huge_pages.empty((HUGE,), torch.uint8) for _ in range(4)]
+    assert len(huge_pages._maps) == huge_pages.MOST_MAPS
+    del kept
+    assert len(huge_pages._maps) == huge_pages.MOST_MAPS - 2
+
+
+def test_no_huge_pages_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    values = torch.randn(1 << 20)
+    assert torch.equal(huge_pages.contiguous(values.view(2, -1).t()), values.view(2, -1).t())
