@@ -17,8 +17,9 @@ from nanovllm.config import Config
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.parts import SequenceParts
 from nanovllm.engine.schedule.scheduler import Scheduler
-from nanovllm.engine.schedule.sequence import Sequence, SequenceParts, SequenceStatus
+from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.lora_request import LoRARequest
 from nanovllm.sampling_params import SamplingParams
 
