@@ -238,6 +238,11 @@ def test_bad_words_are_tokenized_by_the_engines_process_alone(
         run(engine.complete("a", params))
 
 
+def test_steps_are_fair_where_callers_wait_for_tokens(engine: AsyncLLM, llm: LLM) -> None:
+    """And best for throughput where all outputs are returned together."""
+    assert (engine.config.scheduling, llm.config.scheduling) == ("fair", "prefill-first")
+
+
 def test_outputs_equal_those_of_generate(engine: AsyncLLM, llm: LLM, run: Run[Any]) -> None:
     asked = requests()
     prompts, params = [prompt for prompt, _ in asked], [params for _, params in asked]

@@ -72,7 +72,17 @@ BAD: dict[str, tuple[str, list[tuple[Any, type[Exception]]]]] = {
         'a dict such as {"method": "ngram", "num_speculative_tokens": 4}',
         [("ngram", TypeError), (["ngram"], TypeError), (4, TypeError)],
     ),
-    "scheduling": ("'prefill-first', 'mixed'", [("fcfs", ValueError), (None, ValueError)]),
+    "scheduling": ("'prefill-first', 'fair', 'mixed'", [("fcfs", ValueError), (1, ValueError)]),
+    "long_prefill_token_threshold": (
+        ">= 0",
+        [
+            (-1, ValueError),
+            (1.5, TypeError),
+            ("8", TypeError),
+            (True, TypeError),
+            (None, TypeError),
+        ],
+    ),
     "tool_parser": ("one of 'hermes', ", [("qwen", ValueError), (1, ValueError)]),
     "reasoning_parser": ("one of 'qwen3', ", [("think", ValueError), (True, ValueError)]),
     "seed": (
@@ -239,7 +249,8 @@ def test_defaults_are_the_documented_ones() -> None:
         "tensor_parallel_size": 1, "enable_expert_parallel": False, "enforce_eager": False,
         "kvcache_block_size": None, "num_kvcache_blocks": None, "kv_cache_dtype": "auto",
         "attention_backend": "auto", "logprobs_mode": "raw_logprobs",
-        "enable_prefix_caching": True, "scheduling": "prefill-first", "overlap": None,
+        "enable_prefix_caching": True, "scheduling": None, "overlap": None,
+        "long_prefill_token_threshold": 0,
         "enable_sleep_mode": False, "speculative_config": None,
         "tool_parser": None, "reasoning_parser": None, "profiler_dir": None, "seed": 0,
         "enable_lora": False, "max_loras": 8, "max_lora_rank": 64, "max_cpu_loras": None,

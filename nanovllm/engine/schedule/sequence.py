@@ -2,7 +2,6 @@
 
 from enum import Enum, auto
 from itertools import count
-from typing import Any
 
 import xxhash
 
@@ -50,6 +49,7 @@ class Sequence:
         "token_ids", "num_prompt_tokens", "num_cached_tokens", "num_scheduled_tokens",
         "num_pending_tokens", "num_possible_tokens", "num_hit_tokens", "num_preemptions",
         "min_num_tokens", "max_num_tokens", "eos_token_ids", "stop_token_ids",
+        "ends_by_length",
         # What caches keep of the sequence.
         "room", "block_tables", "block_hashes", "num_published_blocks", "num_passed_blocks",
         "state_slots", "checkpoints",
@@ -105,6 +105,7 @@ class Sequence:
         ends = params.stop_token_ids or ()
         self.stop_token_ids: frozenset[int]  # all samples share the set
         self.stop_token_ids = eos.union(ends) if first is None else first.stop_token_ids
+        self.ends_by_length = not self.stop_token_ids and not params.stop  # nothing else ends it
 
     def _set_draws(self, default_seed: int) -> None:
         """Set how tokens are drawn, and whether draws read the tokens."""
@@ -122,10 +123,8 @@ class Sequence:
         self.must_be_known = self.reads_tokens or self.reports or parts.keeper is not None
 
     def __repr__(self) -> str:
-        return (
-            f"Sequence({self.seq_id}, {self.status.name}, {self.num_cached_tokens} cached"
-            f" + {self.num_scheduled_tokens} scheduled of {self.num_tokens} tokens)"
-        )
+        tokens = f"{self.num_cached_tokens} + {self.num_scheduled_tokens} of {self.num_tokens}"
+        return f"Sequence({self.seq_id}, {self.status.name}, {tokens} tokens)"
 
     @property
     def num_tokens(self) -> int:
@@ -158,11 +157,6 @@ class Sequence:
         """
         return len(self.token_ids) >= self.max_num_tokens and not self.is_prefilling
 
-    def share(self, budget: int, *queues: Any) -> int:
-        """How many tokens of a step's budget it may get, as far as its request's parts allow."""
-        logprobs = self.parts.logprobs
-        return budget if logprobs is None else int(logprobs.share(budget, *queues))
-
     @property
     def num_places(self) -> int:
         """How many places it and its siblings may have in this step."""
@@ -192,11 +186,6 @@ class Sequence:
         if not self.num_possible_tokens:
             return bool(self.num_pending_tokens) and self.reads_tokens
         return self.must_be_known or len(self.token_ids) < self.min_num_tokens
-
-    @property
-    def ends_by_length(self) -> bool:
-        """Whether nothing but its length can end it."""
-        return not self.stop_token_ids and not self.params.stop
 
     @property
     def num_skippable_tokens(self) -> int:
@@ -235,22 +224,6 @@ class Sequence:
         while self.token_ids[-1] == PENDING:
             self.token_ids.pop()
         self.num_pending_tokens = self.num_possible_tokens = 0
-
-    def start_over(self) -> None:
-        """Wait with nothing computed, after an interrupt that may have left anything half done.
-
-        If the last token ends the sequence, but this was not recorded, it is sampled again.
-        """
-        self.siblings = []  # each starts over itself
-        self.drop_pending()
-        self.status = SequenceStatus.WAITING
-        self.release_cache()
-        if len(self.token_ids) > self.num_prompt_tokens and (
-            self.token_ids[-1] in self.stop_token_ids
-            or len(self.token_ids) >= self.max_num_tokens
-            or self.follow() is not None
-        ):
-            self.token_ids.pop()
 
     def release_cache(self) -> None:
         """Go back to nothing computed, tokens kept; the caller frees the blocks."""
