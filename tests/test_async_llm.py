@@ -401,7 +401,9 @@ def test_vectors_that_have_begun_are_not_refused(model_dir: Path, run: Run[Any])
     """Others fill the room meanwhile."""
 
     async def crowd() -> tuple[int, set[type]]:
-        async with AsyncLLM(model_dir, max_num_seqs=2, max_waiting=2, **OPTIONS) as engine:
+        options = dict(OPTIONS, max_num_seqs=2, max_waiting=2, scheduling="mixed")
+        async with AsyncLLM(model_dir, **options) as engine:
+            assert engine.config.scheduling == "mixed", "what is asked for"
             vectors = asyncio.ensure_future(engine.embed([[1, i] for i in range(60)]))
             results = set()
             while not vectors.done():
