@@ -194,8 +194,8 @@ class Config:
     )
     scheduling: str | None = option(
         None,
-        "when running sequences get a token: `fair`: after each step of prompts, `prefill-first`:"
-        " after up to three, `mixed`: in every step, slower on a CPU; see docs/scheduling.md",
+        "`fair`: a token for each running sequence in every step, and few tokens of prompts;"
+        " `mixed`: prompts get all that is left; `prefill-first`: prompts first, for throughput",
         one_of("prefill-first", "fair", "mixed"),
         none="`fair` with `AsyncLLM` and the server, else `prefill-first`",
     )

@@ -406,21 +406,21 @@ class Simulation:
 
     def check_waits(self, batch: Batch) -> None:
         """No sequence waits long for its decode step, whatever prompts there are."""
-        config, decodes = self.config, batch.seqs[: batch.num_decodes]
+        config = self.config
         waiting = (seq for seq in self.scheduler.running if seq not in batch.all_seqs)
         self.waited = {
             seq: self.waited.get(seq, 0) + 1
             for seq in waiting
             if not seq.is_prefilling and not seq.ends_in_flight
         }
-        starts = dict(mixed=-1, fair=0).get(config.scheduling, MOST_STARTS)
-        assert max(self.waited.values(), default=0) <= MOST_PREFILLS + starts, "no turn to decode"
+        most = MOST_PREFILLS + (0 if config.scheduling == "fair" else MOST_STARTS)
+        most = 0 if self.scheduler.mixes else most
+        assert max(self.waited.values(), default=0) <= most, "no turn to decode"
         numbers = [seq.num_scheduled_tokens for seq in batch.seqs[batch.num_decodes :]]
-        if config.scheduling == "fair" and self.waited:
+        if config.scheduling == "fair" and (self.waited or batch.num_decodes):
             assert sum(numbers) <= max(LEAST_FAIR, config.max_num_batched_tokens // PART)
         if config.long_prefill_token_threshold:
             assert max(numbers, default=0) <= config.long_prefill_token_threshold
-        assert config.scheduling != "fair" or not (decodes and numbers)
 
     def check_forks(self, batch: Batch) -> None:
         """What a fork is sampled from is computed in this step, and what it shares is full."""

@@ -16,7 +16,7 @@ PART, LEAST = 4, 256
 
 
 class FairAdmission(Admission):
-    """Lets sequences decode after each prefill step, and bounds what prompts get of a step.
+    """Bounds what prompts get of a step; if steps are not mixed, sequences decode after each one.
 
     With `scheduling="fair"`, prompts get fewer tokens while sequences wait for their next one. A
     prompt is long if it has more tokens left than a step computes. While a shorter one waits, a
@@ -39,7 +39,8 @@ class FairAdmission(Admission):
     def budget(self, num_tokens: int, running: Iterable[Sequence]) -> int:
         """How many of `num_tokens` the next step may use for prompts."""
         if self._is_fair and num_decoding(running):
-            num_tokens = min(num_tokens, max(self.least, num_tokens // PART))
+            most = max(self.least, self.config.max_num_batched_tokens // PART)
+            num_tokens = min(num_tokens, most)
         self._num_tokens, self._halved = num_tokens, None
         return num_tokens
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Scheduler:
-    """Prefill first, then one token for each running sequence; or both in one step ("mixed").
+    """Prefill first, then one token for each running sequence; or both in one step if it `mixes`.
 
     Both queues are sorted by priority, then by age. Every admitted sequence finishes: the first in
     order gets blocks before all others, the last is preempted when blocks run out, and the engine
@@ -44,9 +44,10 @@ class Scheduler:
         self.config, self.layout = config, layout
         self.num_blocks, self.block_size = config.num_kvcache_blocks, config.kvcache_block_size
         self.max_num_batched_tokens = config.max_num_batched_tokens
-        self.mixes = config.scheduling == "mixed"
         self.lengths = Lengths()
         self.drafting = Drafting() if drafting is None else drafting
+        mixing = ("mixed", "fair") if self.drafting.fits_mixed_steps else ("mixed",)
+        self.mixes = config.scheduling in mixing
         self.admission_filter = admission_filter
         self.num_preemptions = 0
         self.restart([])
@@ -96,8 +97,7 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """Choose the next step's work; None if all sequences wait for tokens in flight."""
-        batch = self._next_batch()
-        if batch is not None:
+        if (batch := self._next_batch()) is not None:
             self.caches.plan(batch)
         return batch
 

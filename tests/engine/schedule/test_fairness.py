@@ -10,11 +10,19 @@ from test_scheduler import add, drain, fresh, make_scheduler, step
 from nanovllm.drafting.host_drafting import HostDrafting
 from nanovllm.engine.requests.logprobs import Logprobs
 from nanovllm.engine.requests.report_limit import ReportLimit
+from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.schedule.fairness import LEAST, PART
 from nanovllm.engine.schedule.scheduler import Scheduler
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 
-MOST_WAITS = {"fair": 1, "mixed": 0, "prefill-first": 3}  # steps, as docs/scheduling.md says
+MOST_WAITS = {"fair": 0, "mixed": 0, "prefill-first": 3}  # steps, as docs/scheduling.md says
+
+
+class Unmixed(Drafting):
+    """The device's drafts, without any: steps do not mix prompts and decodes."""
+
+    fits_mixed_steps = False
+
 
 Arrivals = Callable[[Scheduler, int], None]
 
@@ -37,18 +45,22 @@ def urgent_ones(scheduler: Scheduler, number: int) -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [1000, 60])
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("drafts", ["none", "of the host", "of the device"])
 @pytest.mark.parametrize("arrive", [long_prompts, whole_steps, small_ones, urgent_ones])
 @pytest.mark.parametrize("scheduling", MOST_WAITS)
 def test_a_running_sequence_gets_tokens_whatever_arrives(
-    scheduling: str, arrive: Arrivals, drafts: int, num_blocks: int
+    scheduling: str, arrive: Arrivals, drafts: str, num_blocks: int
 ) -> None:
     """Its wait is bounded in steps, unless it is preempted: it is not running then."""
+    drafting, most = Drafting(), MOST_WAITS[scheduling]
+    if drafts == "of the host":
+        drafting = HostDrafting(RandomProposer(0, 60), 3, Eager)
+    elif drafts == "of the device":
+        drafting, most = Unmixed(), 1 if scheduling == "fair" else most
     scheduler = make_scheduler(
-        num_blocks, scheduling=scheduling, max_num_batched_tokens=32, max_num_seqs=16
-    )
-    if drafts:
-        scheduler.drafting = HostDrafting(RandomProposer(0, 60), drafts, Eager)
+        num_blocks, drafting=drafting, scheduling=scheduling, max_num_batched_tokens=32,
+        max_num_seqs=16,
+    )  # fmt: skip
     for _ in range(2):
         add(scheduler, fresh(5), max_tokens=1000, max_model_len=200)
     waits: dict[Sequence, int] = {}
@@ -58,7 +70,7 @@ def test_a_running_sequence_gets_tokens_whatever_arrives(
         step(scheduler)
         stuck = [s for s, length in could.items() if s.num_tokens == length and s.room]
         waits = {seq: waits.get(seq, 0) + 1 for seq in stuck}
-        assert max(waits.values(), default=0) <= MOST_WAITS[scheduling]
+        assert max(waits.values(), default=0) <= most
 
 
 def test_prompts_get_few_tokens_while_sequences_wait() -> None:
@@ -67,15 +79,14 @@ def test_prompts_get_few_tokens_while_sequences_wait() -> None:
     first, second = (add(scheduler, fresh(5000), max_tokens=9) for _ in range(2))
     assert step(scheduler) == [(first, 4096)], "nothing waits"
     assert step(scheduler) == [(first, 904), (second, 3192)]
-    assert step(scheduler) == [(second, 4096 // PART)]
-    assert step(scheduler) == [(first, 1)]
-    assert step(scheduler) == [(second, 5000 - 3192 - 1024)]
+    assert step(scheduler) == [(first, 1), (second, 4096 // PART)]
+    assert step(scheduler) == [(first, 1), (second, 5000 - 3192 - 4096 // PART)]
     small = make_scheduler(num_blocks=9000, scheduling="fair", max_num_batched_tokens=LEAST + 1)
     other = add(small, fresh(3), max_tokens=9)
     step(small)
     long = add(small, fresh(1000))
-    assert step(small) == [(long, LEAST)]
-    assert step(small) == [(other, 1)]
+    assert step(small) == [(other, 1), (long, LEAST)]
+    assert step(small) == [(other, 1), (long, LEAST)]
 
 
 def test_short_prompts_do_not_wait_for_a_long_one() -> None:
