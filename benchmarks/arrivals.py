@@ -64,7 +64,7 @@ def measure(llm: LLM, left: list[Arrival]) -> dict[str, Any]:
             if seq.finish_reason is not None:
                 del last[seq]
     return {
-        "seconds": round(time.perf_counter() - start, 2),
+        "took": round(time.perf_counter() - start, 2),
         "processor_seconds": round(time.process_time() - start_cpu, 2),
         "gap": percentiles(gaps), "first_token": percentiles(first[False]),
         "first_of_long": percentiles(first[True]),

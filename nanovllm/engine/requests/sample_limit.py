@@ -99,8 +99,9 @@ class SampleLimit:
         if not others_first and len(held) <= scheduler.caches.blocks.num_blocks // PART:
             return
         self.num_left, refused = 0, scheduler.admission.refused
-        is_other = refused is not None and refused.parts.samples is not self
-        if is_other and len(samples) > 1 and refused.order[0] <= self._first[0]:
+        if refused is None or refused.parts.samples is self or len(samples) < 2:
+            return
+        if refused.order[0] <= self._first[0]:
             scheduler.preempt(samples[-1])
 
     def _waits(self, waiting: deque[Sequence]) -> bool:
