@@ -54,6 +54,7 @@ class AdaptedSimulation(Simulation):
         self.slot_table = AdapterSlotTable(self.choice.randint(1, 3), store, self.place)
         layout, drafting = self.scheduler.layout, self.scheduler.drafting
         self.scheduler = Scheduler(self.config, layout, drafting, self.slot_table)
+        self.set_least()
 
     def place(self, adapter: Adapter, slot: int) -> None:
         """A slot is filled only when no running sequence holds it."""
