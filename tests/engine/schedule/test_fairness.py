@@ -123,6 +123,16 @@ def test_a_long_prompt_is_not_halved_for_prompts_that_cannot_begin() -> None:
     drain(scheduler)
 
 
+def test_long_prompts_run_in_order_if_no_short_one_can_begin() -> None:
+    """The one that waits has no place, and so none of the others leaves tokens to it."""
+    scheduler = make_scheduler(scheduling="fair", max_num_batched_tokens=20, max_num_seqs=2)
+    first, second = (add(scheduler, fresh(60), max_tokens=1) for _ in range(2))
+    add(scheduler, fresh(5), max_tokens=1)
+    assert step(scheduler) == [(first, 15), (second, 5)], "there is a place for one"
+    assert [step(scheduler) for _ in range(2)] == [[(first, 20)]] * 2
+    drain(scheduler)
+
+
 def test_what_short_prompts_leave_is_not_for_reports() -> None:
     """Log-probabilities of prompts have a limit of their own."""
     scheduler = make_scheduler(num_blocks=9000, scheduling="fair", max_num_batched_tokens=100)
