@@ -36,8 +36,9 @@ from nanovllm.engine.run import draw_inputs as drawing
 from nanovllm.engine.run import narrowing
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.parts import SequenceParts
 from nanovllm.engine.schedule.scheduler import Scheduler
-from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.structured.grammars import Grammars
 from nanovllm.structured.masks import Masks
 

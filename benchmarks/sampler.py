@@ -20,7 +20,8 @@ from nanovllm import SamplingParams
 from nanovllm.engine.requests.token_counts import TokenCounts
 from nanovllm.engine.run.draw_inputs import draw_inputs
 from nanovllm.engine.run.transfer import upload, upload_all
-from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
+from nanovllm.engine.schedule.parts import SequenceParts
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.layers.sampler import Sampler
 
 NONE = "none"

@@ -189,11 +189,15 @@ class Config:
     enable_prefix_caching: bool = option(
         True, "reuse the KV of prompts that begin with the same tokens", TRUE_OR_FALSE
     )
-    scheduling: str = option(
-        "prefill-first",
-        "`mixed`: running sequences get a token in every step, and prompts the rest of its budget,"
-        " so that a long prompt does not delay them; slower on a CPU",
-        one_of("prefill-first", "mixed"),
+    scheduling: str | None = option(
+        None,
+        "`fair`: a token for each running sequence in every step, and few tokens of prompts;"
+        " `mixed`: prompts get all that is left; `prefill-first`: prompts first, for throughput",
+        one_of("prefill-first", "fair", "mixed"),
+        none="`fair` with `AsyncLLM` and the server, else `prefill-first`",
+    )
+    long_prefill_token_threshold: int = option(
+        0, "most tokens of one prompt in a step, which others then share; 0: no bound", int_range(0)
     )
     scheduling_policy: str = option(
         "priority",

@@ -33,7 +33,8 @@ class EngineOptions(TypedDict, total=False):
     kv_cache_dtype: Any
     attention_backend: str
     enable_prefix_caching: bool
-    scheduling: str
+    scheduling: str | None
+    long_prefill_token_threshold: int
     scheduling_policy: str
     overlap: bool | None
     enable_sleep_mode: bool

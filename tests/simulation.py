@@ -42,8 +42,10 @@ from nanovllm.engine.run.reports import scheduled_of
 from nanovllm.engine.schedule.admission import MOST_PREFILLS, MOST_STARTS
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.drafting import Drafting
+from nanovllm.engine.schedule.fairness import PART, FairAdmission
+from nanovllm.engine.schedule.parts import SequenceParts
 from nanovllm.engine.schedule.scheduler import Scheduler
-from nanovllm.engine.schedule.sequence import Sequence, SequenceParts, SequenceStatus
+from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.prompt_dicts import salt_number
 from nanovllm.sampling_params import SamplingParams
 
@@ -51,6 +53,7 @@ BLOCK_SIZES = (1, 2, 3, 4, 16)
 EOS, STOP = 3, 4
 NUM_TOKENS = 5  # so few that prompts share prefixes all the time
 MOST_DRAFTS = 5
+LEAST_FAIR = 3  # tokens of prompts in a fair step, while sequences wait for their next token
 MOST_REPORTED = 3  # tokens of prompts in a step, while other requests wait
 
 SALTS = salt_number("a"), salt_number("b")
@@ -143,6 +146,7 @@ class Simulation:
                 grammar=GrammarProposer(), most_forced=MOST_DRAFTS,
             )  # fmt: skip
         self.scheduler = Scheduler(self.config, CacheLayout(windows, states), drafting)
+        self.set_least()
         self.states = {0: EMPTY}  # what a slot holds, as the number of a prefix
         self.num_restored = 0
         self.arriving: dict[int, list[tuple[Keeper | Reports, range]]] = {}  # by id of a batch
@@ -210,6 +214,12 @@ class Simulation:
         """Start over after an interrupt."""
         self.ran = set()
         self.scheduler.restart(reversed(self.live))
+        self.set_least()
+
+    def set_least(self) -> None:
+        """Let fair steps have few tokens of prompts, as the whole steps here are small."""
+        if isinstance(self.scheduler.admission, FairAdmission):
+            self.scheduler.admission.least = LEAST_FAIR
 
     def step(self, tokens: list[int]) -> None:
         """A step, or where steps overlap the beginning of one and the end of the one before."""
@@ -396,14 +406,21 @@ class Simulation:
 
     def check_waits(self, batch: Batch) -> None:
         """No sequence waits long for its decode step, whatever prompts there are."""
+        config = self.config
         waiting = (seq for seq in self.scheduler.running if seq not in batch.all_seqs)
         self.waited = {
             seq: self.waited.get(seq, 0) + 1
             for seq in waiting
             if not seq.is_prefilling and not seq.ends_in_flight
         }
-        most = MOST_PREFILLS + MOST_STARTS + 1
-        assert max(self.waited.values(), default=0) <= most
+        most = MOST_PREFILLS + (0 if config.scheduling == "fair" else MOST_STARTS)
+        most = 0 if self.scheduler.mixes else most
+        assert max(self.waited.values(), default=0) <= most, "no turn to decode"
+        numbers = [seq.num_scheduled_tokens for seq in batch.seqs[batch.num_decodes :]]
+        if config.scheduling == "fair" and (self.waited or batch.num_decodes):
+            assert sum(numbers) <= max(LEAST_FAIR, config.max_num_batched_tokens // PART)
+        if config.long_prefill_token_threshold:
+            assert max(numbers, default=0) <= config.long_prefill_token_threshold
 
     def check_forks(self, batch: Batch) -> None:
         """What a fork is sampled from is computed in this step, and what it shares is full."""
@@ -762,7 +779,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         ),
         num_checkpoints=st.one_of(st.none(), st.integers(0, 6)),
         interval=st.integers(1, 4),
-        scheduling=st.sampled_from(["prefill-first", "prefill-first", "mixed"]),
+        scheduling=st.sampled_from(["prefill-first", "fair", "mixed"]),
+        long_prefill_token_threshold=st.sampled_from([0, 0, 0, 5]),
         draft_seed=st.one_of(st.none(), st.integers(0, 99)),
         in_table=st.booleans(),
         forces=st.booleans(),
@@ -875,7 +893,8 @@ def walk(
         max_num_batched_tokens=rng.choice([1, 4, 16, 64]),
         enable_prefix_caching=rng.random() < 0.9,
         overlap=rng.random() < 0.5,
-        scheduling=rng.choice(["prefill-first", "mixed"]),
+        scheduling=rng.choice(["prefill-first", "fair", "mixed"]),
+        long_prefill_token_threshold=rng.choice([0, 0, 0, 0, 7]),
         draft_seed=rng.choice([None, seed]),
         in_table=seed % 2 == 0,
         forces=seed % 3 == 0,
@@ -885,7 +904,7 @@ def walk(
             windows = ()
         if guesses:
             options |= dict(
-                in_table=True, draft_seed=seed, scheduling="prefill-first",
+                in_table=True, draft_seed=seed, scheduling=rng.choice(["prefill-first", "fair"]),
                 enable_prefix_caching=True, max_num_batched_tokens=64,
             )  # fmt: skip
         most = rng.choice([1, 4, 20])

@@ -238,6 +238,11 @@ def test_bad_words_are_tokenized_by_the_engines_process_alone(
         run(engine.complete("a", params))
 
 
+def test_steps_are_fair_where_callers_wait_for_tokens(engine: AsyncLLM, llm: LLM) -> None:
+    """And best for throughput where all outputs are returned together."""
+    assert (engine.config.scheduling, llm.config.scheduling) == ("fair", "prefill-first")
+
+
 def test_outputs_equal_those_of_generate(engine: AsyncLLM, llm: LLM, run: Run[Any]) -> None:
     asked = requests()
     prompts, params = [prompt for prompt, _ in asked], [params for _, params in asked]
@@ -397,7 +402,9 @@ def test_vectors_that_have_begun_are_not_refused(model_dir: Path, run: Run[Any])
     """Others fill the room meanwhile."""
 
     async def crowd() -> tuple[int, set[type]]:
-        async with AsyncLLM(model_dir, max_num_seqs=2, max_waiting=2, **OPTIONS) as engine:
+        options = dict(OPTIONS, max_num_seqs=2, max_waiting=2, scheduling="mixed")
+        async with AsyncLLM(model_dir, **options) as engine:
+            assert engine.config.scheduling == "mixed", "what is asked for"
             vectors = asyncio.ensure_future(engine.embed([[1, i] for i in range(60)]))
             results = set()
             while not vectors.done():

@@ -57,6 +57,10 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "small pool, blocks of 16": dict(kvcache_block_size=16, num_kvcache_blocks=14),
     "small pool, budget 16": HARD,
     "overlap": dict(overlap=True),
+    "fair, budget 16": dict(HARD, scheduling="fair"),
+    "fair, overlap, at most 5 of a prompt": dict(
+        scheduling="fair", overlap=True, max_num_batched_tokens=16, long_prefill_token_threshold=5
+    ),
     "mixed": dict(scheduling="mixed"),
     "mixed, budget 60": dict(scheduling="mixed", max_num_batched_tokens=60),
     "mixed, overlap, small pool, budget 16": dict(HARD, scheduling="mixed", overlap=True),

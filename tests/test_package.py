@@ -55,7 +55,7 @@ NEEDED_ELSEWHERE = (
     "engine.ranks", "engine.remote",
     "engine.start.warm_up", "engine.start.device_memory", "engine.cache.codes",
     "engine.cache.divide",
-    "engine.schedule.growth", "engine.cache.windows",
+    "engine.schedule.growth", "engine.schedule.fairness", "engine.cache.windows",
     "engine.cache.state_pool", "engine.cache.state_slots", "engine.cache.caches_with_states",
     "engine.cache.pools_with_states",
 )  # fmt: skip

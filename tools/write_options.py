@@ -52,8 +52,7 @@ where a number may be `None` (`--max-tokens none`). Lists are `--stop-token-ids 
 ENGINE = """\
 ## Engine
 
-`LLM(model, **options)`. What `scheduling="mixed"` costs or gains:
-[measurements](tried/admission.md).
+`LLM(model, **options)`. What the values of `scheduling` mean: [scheduling](scheduling.md).
 """
 
 SAMPLING = """\

@@ -29,7 +29,8 @@ GROUPS: dict[type, dict[str, tuple[str, ...]]] = {
             "kv_cache_dtype", "kvcache_block_size", "num_kvcache_blocks", "enable_prefix_caching",
         ),
         "steps": (
-            "max_num_batched_tokens", "scheduling", "scheduling_policy", "overlap",
+            "max_num_batched_tokens", "scheduling", "scheduling_policy",
+            "long_prefill_token_threshold", "overlap",
             "enforce_eager", "attention_backend", "speculative_config", "enable_expert_parallel",
         ),
         "chats": ("tool_parser", "reasoning_parser"),

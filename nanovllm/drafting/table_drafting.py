@@ -23,6 +23,8 @@ class TableDrafting(PacedDrafting):
     all tokens.
     """
 
+    fits_mixed_steps = False
+
     def __init__(
         self,
         most_drafts: int,

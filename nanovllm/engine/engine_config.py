@@ -30,6 +30,7 @@ class EngineConfig:
     attention_backend: str
     enable_prefix_caching: bool
     scheduling: str
+    long_prefill_token_threshold: int
     overlap: bool
     seed: int
     logprobs_mode: str
@@ -50,6 +51,7 @@ class EngineConfig:
         # Each sequence takes a token of a step's budget, and a block.
         running = min(most_running(config), num_kvcache_blocks) if has_kv else most_running(config)
         values["max_num_running"] = running
+        values["scheduling"] = config.scheduling or "prefill-first"
         values |= dict(max_cpu_loras=most_kept(config), lora_modules=config.lora_modules or ())
         values |= dict(num_kvcache_blocks=num_kvcache_blocks, max_model_len=max_model_len)
         missing = [name for name, value in values.items() if value is None]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.requests.parts import Constraints
     from nanovllm.engine.run.model_runner import ModelRunner
     from nanovllm.engine.run.shard import Shard
-    from nanovllm.engine.schedule.admission import AdmissionFilter
+    from nanovllm.engine.schedule.admission_filter import AdmissionFilter
     from nanovllm.engine.schedule.scheduler import Scheduler
     from nanovllm.engine.schedule.sequence import Sequence
     from nanovllm.lora_request import LoRARequest

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from nanovllm.config import Config, ModelName, asked_by
-from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.features import NO_FEATURES, Features
 from nanovllm.engine.requests.engine_requests import EngineRequests
 from nanovllm.engine.requests.intake import Accepted, Intake
@@ -28,6 +27,7 @@ from nanovllm.utils.checks import shorten
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from nanovllm.engine.errors import NotReadyError
     from nanovllm.engine_options import EngineOptions
     from nanovllm.lora_request import LoRARequest
     from nanovllm.metrics import Metric
@@ -288,7 +288,7 @@ class LLMEngine:
         if self.refusal is not None:
             raise self.refusal.with_traceback(None)  # many calls may raise the same one
 
-    def refuse(self, reason: NotReadyError | None) -> None:
+    def refuse(self, reason: "NotReadyError | None") -> None:
         """Compute no requests for this reason, until it is None."""
         self.refusal = reason
         self.adapters.refuse(reason)

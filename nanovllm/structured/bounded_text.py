@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.schedule.sequence import End, Sequence
+from nanovllm.engine.schedule.parts import End
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.structured.constraint import FreeText, GrammarConstraint
 from nanovllm.structured.long_text import LongText
 

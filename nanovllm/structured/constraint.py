@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from nanovllm.engine.schedule.sequence import End, Sequence
+from nanovllm.engine.schedule.parts import End
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.structured.long_text import LongText
 from nanovllm.structured.masks import WORD, masks_of
 

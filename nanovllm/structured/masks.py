@@ -9,7 +9,8 @@ import numpy.typing as npt
 import torch
 
 from nanovllm.engine.run.filters.entries import IdsOfRows
-from nanovllm.engine.schedule.sequence import End, Sequence
+from nanovllm.engine.schedule.parts import End
+from nanovllm.engine.schedule.sequence import Sequence
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher

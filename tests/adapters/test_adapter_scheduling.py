@@ -17,8 +17,9 @@ from nanovllm.config import Config
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.errors import NotReadyError
 from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.parts import SequenceParts
 from nanovllm.engine.schedule.scheduler import Scheduler
-from nanovllm.engine.schedule.sequence import Sequence, SequenceParts, SequenceStatus
+from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.lora_request import LoRARequest
 from nanovllm.sampling_params import SamplingParams
 
@@ -53,6 +54,7 @@ class AdaptedSimulation(Simulation):
         self.slot_table = AdapterSlotTable(self.choice.randint(1, 3), store, self.place)
         layout, drafting = self.scheduler.layout, self.scheduler.drafting
         self.scheduler = Scheduler(self.config, layout, drafting, self.slot_table)
+        self.set_least()
 
     def place(self, adapter: Adapter, slot: int) -> None:
         """A slot is filled only when no running sequence holds it."""

@@ -15,7 +15,8 @@ from nanovllm.drafting.paced_drafting import PacedDrafting
 from nanovllm.drafting.step_sizes import MOST_DRAFTS
 from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.schedule.batch import Batch
-from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
+from nanovllm.engine.schedule.parts import SequenceParts
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.outputs import RequestOutput
 from nanovllm.speculative_config import MOST_FORCED
 from nanovllm.structured_outputs import StructuredOutputs

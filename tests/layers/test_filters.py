@@ -15,7 +15,8 @@ from nanovllm import SamplingParams
 from nanovllm.engine.requests.bad_words import BadWords
 from nanovllm.engine.run import narrowing
 from nanovllm.engine.run.filters import listed
-from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
+from nanovllm.engine.schedule.parts import SequenceParts
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.kernels.plain.draw import cut
 from nanovllm.layers.sampler import Sampler
 

@@ -25,7 +25,8 @@ from nanovllm.engine.requests.logprobs import LikelyToken, Logprobs
 from nanovllm.engine.requests.measures import RequestTimes
 from nanovllm.engine.requests.output_text import OutputText
 from nanovllm.engine.requests.request import Request
-from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
+from nanovllm.engine.schedule.parts import SequenceParts
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.openai import logprobs as openai_logprobs
 from nanovllm.openai.chunks import ChunkWriter
 from nanovllm.openai.request import APIRequest, parse_body

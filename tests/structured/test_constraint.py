@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from nanovllm import SamplingParams, StructuredOutputs
 from nanovllm.engine.requests.bad_words import BadWords
 from nanovllm.engine.run.draw_inputs import draw_inputs
-from nanovllm.engine.schedule.sequence import End, Sequence, SequenceParts
+from nanovllm.engine.schedule.parts import End, SequenceParts
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.kernels.plain.mask import mask
 from nanovllm.structured.constraint import GrammarConstraint
 from nanovllm.structured.masks import Masks

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.engine.schedule.sequence import SequenceParts
+from nanovllm.engine.schedule.parts import SequenceParts
 from nanovllm.vectors.generated_states import GeneratedStates
 from nanovllm.vectors.hidden_states import (
     DrawnStates,

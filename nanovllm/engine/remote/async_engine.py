@@ -55,6 +55,7 @@ class AsyncEngine:
         **options: "Unpack[EngineOptions]",
     ) -> None:
         asked = self.asked = asked_by(self, model, options)
+        options["scheduling"] = asked.scheduling or "fair"  # callers wait for tokens
         self.max_waiting = check_int("max_waiting", max_waiting, 0)
         float_range(0.0, above=True).check("grammar_seconds", grammar_seconds)
         self.model_path = path = resolve_model(

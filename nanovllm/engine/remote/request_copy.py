@@ -6,7 +6,8 @@ from typing import Any
 from nanovllm.engine.remote.messages import PromptProgress, RequestEnd, SampleProgress
 from nanovllm.engine.requests.request import Request, completion
 from nanovllm.engine.requests.stream import Stream
-from nanovllm.engine.schedule.sequence import End, Sequence, SequenceStatus
+from nanovllm.engine.schedule.parts import End
+from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.utils.slices import SLICE, Steps
 

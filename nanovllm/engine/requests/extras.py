@@ -9,7 +9,7 @@ from nanovllm.engine.requests.logprobs import Logprobs
 from nanovllm.engine.requests.processors import Processors
 from nanovllm.engine.requests.report_limit import ReportLimit
 from nanovllm.engine.requests.token_counts import TokenCounts
-from nanovllm.engine.schedule.sequence import SequenceParts
+from nanovllm.engine.schedule.parts import SequenceParts
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int, shorten
 

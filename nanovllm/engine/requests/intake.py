@@ -11,7 +11,8 @@ import xxhash
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.requests.output_text import OutputText
 from nanovllm.engine.requests.request import Request
-from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
+from nanovllm.engine.schedule.parts import SequenceParts
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.models.config import NO_HEAD, ModelConfig
 from nanovllm.prompts import Prompt, split_prompt
 from nanovllm.sampling_params import SamplingParams

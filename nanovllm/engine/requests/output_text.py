@@ -4,7 +4,8 @@ from typing import Any
 
 from nanovllm.engine.requests.detokenizer import Detokenizer
 from nanovllm.engine.requests.token_pieces import token_pieces
-from nanovllm.engine.schedule.sequence import End, Sequence
+from nanovllm.engine.schedule.parts import End
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 

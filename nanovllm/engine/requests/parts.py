@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Protocol
 
-from nanovllm.engine.schedule.sequence import Follower
+from nanovllm.engine.schedule.parts import Follower
 from nanovllm.structured_outputs import StructuredOutputs
 
 

@@ -11,6 +11,7 @@ from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 if TYPE_CHECKING:
     from nanovllm.engine.schedule.scheduler import Scheduler
 
+PART = 4  # while others wait, no samples begin next to those that have more than 1 / PART of memory
 PATIENCE = 64  # steps until a request counts as alone: clients may send their next requests soon
 
 
@@ -20,6 +21,7 @@ class SampleLimit:
     If all others have such limits too, they divide the places evenly, where this gives each more.
     Others with higher priority numbers do not count: they wait for this request in any case. A
     request that is alone has all places; after others have ended, only `PATIENCE` steps later.
+    While others wait, it gives up memory, too.
 
     `begin_step` counts, and preempts the youngest samples above the limits. Then `most` samples
     may have places in the step, so `num_left` may begin in it. The first sample in order never
@@ -31,6 +33,7 @@ class SampleLimit:
         self._num_places = num_places
         self._first, self._last = seqs[0].order, seqs[-1].order
         self._num_alone = PATIENCE  # steps in a row
+        self._ran = False  # whether samples ran in the step before, while others waited
 
     @staticmethod
     def begin_step(scheduler: "Scheduler") -> None:
@@ -44,7 +47,8 @@ class SampleLimit:
             else:
                 own[limit].append(seq)
         limits[:] = [limit for limit in limits if own[limit] or limit._waits(waiting)]
-        ordinary += _first_ordinary(waiting)
+        first = _first_ordinary(waiting)
+        ordinary += first
         before = sorted(limit._first[0] for limit in limits)
         for limit in limits:
             priority = limit._first[0]
@@ -55,6 +59,10 @@ class SampleLimit:
             limit.num_left = max(0, limit.most - len(staying))
             for seq in staying[: limit.most - 1 : -1]:
                 scheduler.preempt(seq)
+            begin = (o for o in limits if o is not limit and not own[o] and o.num_left)
+            others = first + [other._first[0] for other in begin]
+            if min(others, default=priority + 1) <= priority:
+                limit._share_memory(scheduler, staying[: limit.most])
 
     @staticmethod
     def candidates(waiting: deque[Sequence]) -> Iterator[Sequence]:
@@ -80,6 +88,21 @@ class SampleLimit:
         self._num_alone = self._num_alone + 1 if is_alone else 0
         if not is_alone or self._num_alone > PATIENCE:  # else it keeps what it has
             self.most = max(self._share, 0 if has_ordinary else self._num_places // num_limited)
+
+    def _share_memory(self, scheduler: "Scheduler", samples: list[Sequence]) -> None:
+        """Let no sample begin if those that run have much of the memory, or if the last has ended.
+
+        Preempt the youngest one if a request of others was refused: it lacks memory.
+        """
+        held = {block for seq in samples for block in seq.held_blocks}
+        others_first, self._ran = self._ran and not samples, bool(samples)
+        if not others_first and len(held) <= scheduler.caches.blocks.num_blocks // PART:
+            return
+        self.num_left, refused = 0, scheduler.admission.refused
+        if refused is None or refused.parts.samples is self or len(samples) < 2:
+            return
+        if refused.order[0] <= self._first[0]:
+            scheduler.preempt(samples[-1])
 
     def _waits(self, waiting: deque[Sequence]) -> bool:
         """Whether a sample waits in the queue."""

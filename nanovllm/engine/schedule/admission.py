@@ -6,23 +6,18 @@ DecodeTurns: how many prefill steps the running ones wait for.
 import bisect
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.cache.caches import Caches
+from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.schedule.forecast import Forecast, Lengths
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 
+if TYPE_CHECKING:
+    from nanovllm.engine.schedule.admission_filter import AdmissionFilter
+
 MOST_PREFILLS = 1  # in a row while sequences wait for their decode step
 MOST_STARTS = 2  # more of them, if after each one new sequences decode
-
-
-class AdmissionFilter(Protocol):
-    """Says which waiting sequences may run now. `Admission` asks it in each `admit`."""
-
-    def admissible(
-        self, waiting: Iterable[Sequence], running: Iterable[Sequence]
-    ) -> Iterator[Sequence]:
-        """The waiting sequences that may run, in order; `running` may grow between two of them."""
 
 
 class Admission:
@@ -38,13 +33,13 @@ class Admission:
         seqs: Iterable[Sequence],
         caches: Caches,
         lengths: Lengths,
-        num_places: int,
-        admission_filter: AdmissionFilter | None = None,
+        config: EngineConfig,
+        admission_filter: "AdmissionFilter | None" = None,
     ) -> None:
         self.waiting = deque(sorted(seqs, key=order))
         self.limits = [*{seq.parts.samples for seq in self.waiting} - {None}]
-        self.caches, self.lengths = caches, lengths
-        self.num_places, self.admission_filter = num_places, admission_filter
+        self.caches, self.lengths, self.config = caches, lengths, config
+        self.num_places, self.admission_filter = config.max_num_running, admission_filter
         self.refused: Sequence | None = None
         self.turns = DecodeTurns()
 
@@ -60,6 +55,19 @@ class Admission:
     def retry(self) -> None:
         """Try the refused sequence again: there may be room now, or another one may be first."""
         self.refused = None
+
+    def budget(self, num_tokens: int, running: Iterable[Sequence]) -> int:  # noqa: ARG002
+        """How many of `num_tokens` the next step may use for prompts."""
+        return num_tokens
+
+    def share(
+        self, seq: Sequence, budget: int, prompts: list[Sequence], running: Iterable[Sequence]
+    ) -> int:
+        """How many tokens of a step's budget `seq` may get, after the step's other `prompts`."""
+        logprobs = seq.parts.logprobs
+        if logprobs is None:
+            return budget
+        return int(logprobs.share(budget, prompts, running, self.waiting))
 
     def admit(self, running: deque[Sequence], prompts: list[Sequence], budget: int) -> None:
         """Admit waiting sequences in order, with as many tokens as the budget allows.
@@ -80,7 +88,7 @@ class Admission:
             seq = next(candidates, None)
             if seq is None or seq is self.refused:
                 break
-            if not (share := seq.share(budget, prompts, running, self.waiting)):
+            if not (share := self.share(seq, budget, prompts, running)):
                 continue
             if forecast is None:
                 caches.release_ended(running)
@@ -168,23 +176,24 @@ class DecodeTurns:
 
     def __init__(self) -> None:
         self._num_prefills = self._num_starts = self._num_decoding = 0
+        self.most_starts = MOST_STARTS
 
     def are_due(self, running: Iterable[Sequence]) -> bool:
         """Whether the next step must decode. To be asked once before each step."""
         if not self._num_prefills:
             return False
-        before, self._num_decoding = self._num_decoding, _num_decoding(running)
+        before, self._num_decoding = self._num_decoding, num_decoding(running)
         self._num_starts += self._num_decoding > before
-        return self._num_prefills >= MOST_PREFILLS + min(self._num_starts, MOST_STARTS)
+        return self._num_prefills >= MOST_PREFILLS + min(self._num_starts, self.most_starts)
 
     def count(self, decodes: bool, prompts: list[Sequence], running: Iterable[Sequence]) -> None:
         """Count a step of these `prompts`, or a step that decodes, which costs nothing here."""
         if not (decodes or self._num_prefills):
-            self._num_decoding = _num_decoding(running) - _num_decoding(prompts)
+            self._num_decoding = num_decoding(running) - num_decoding(prompts)
             self._num_starts = 0
         self._num_prefills = 0 if decodes or not self._num_decoding else self._num_prefills + 1
 
 
-def _num_decoding(seqs: Iterable[Sequence]) -> int:
+def num_decoding(seqs: Iterable[Sequence]) -> int:
     """The sequences that a decode step would compute."""
     return sum(not (seq.is_prefilling or seq.ends_in_flight) for seq in seqs)

@@ -31,6 +31,8 @@ class Drafting:
     drafts keep no blocks.
     """
 
+    fits_mixed_steps = True  # whether drafts lose nothing if steps mix prompts and decodes
+
     def plan(
         self,
         seqs: list[Sequence],  # noqa: ARG002

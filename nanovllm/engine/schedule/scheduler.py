@@ -5,19 +5,23 @@ Plain Python over integers: it knows no tensors and no text.
 
 from collections import deque
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.cache.block_manager import BlockManager
 from nanovllm.engine.cache.caches import CacheLayout, Caches
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.schedule.admission import Admission, AdmissionFilter, enter, schedule_tokens
+from nanovllm.engine.schedule.admission import Admission, enter, schedule_tokens
 from nanovllm.engine.schedule.batch import Batch
 from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.schedule.forecast import Lengths
 from nanovllm.engine.schedule.sequence import FINISHED, Sequence, SequenceStatus
 
+if TYPE_CHECKING:
+    from nanovllm.engine.schedule.admission_filter import AdmissionFilter
+
 
 class Scheduler:
-    """Prefill first, then one token for each running sequence; or both in one step ("mixed").
+    """Prefill first, then one token for each running sequence; or both in one step if it `mixes`.
 
     Both queues are sorted by priority, then by age. Every admitted sequence finishes: the first in
     order gets blocks before all others, the last is preempted when blocks run out, and the engine
@@ -35,14 +39,15 @@ class Scheduler:
         config: EngineConfig,
         layout: CacheLayout = CacheLayout(),  # noqa: B008
         drafting: Drafting | None = None,
-        admission_filter: AdmissionFilter | None = None,
+        admission_filter: "AdmissionFilter | None" = None,
     ) -> None:
         self.config, self.layout = config, layout
         self.num_blocks, self.block_size = config.num_kvcache_blocks, config.kvcache_block_size
         self.max_num_batched_tokens = config.max_num_batched_tokens
-        self.mixes = config.scheduling == "mixed"
         self.lengths = Lengths()
         self.drafting = Drafting() if drafting is None else drafting
+        mixing = ("mixed", "fair") if self.drafting.fits_mixed_steps else ("mixed",)
+        self.mixes = config.scheduling in mixing
         self.admission_filter = admission_filter
         self.num_preemptions = 0
         self.restart([])
@@ -58,9 +63,13 @@ class Scheduler:
         )
         self.drafting.reset()
         self.running: deque[Sequence] = deque()
-        self.admission = Admission(seqs, self.caches, self.lengths, places, self.admission_filter)
-        for seq in self.waiting:
-            seq.start_over()
+        self.admission = class_of_admission(self.config)(
+            seqs, self.caches, self.lengths, self.config, self.admission_filter
+        )
+        if self.waiting:
+            from nanovllm.engine.schedule.interruptions import start_over
+
+            start_over(self.waiting)
 
     @property
     def waiting(self) -> deque[Sequence]:
@@ -88,8 +97,7 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """Choose the next step's work; None if all sequences wait for tokens in flight."""
-        batch = self._next_batch()
-        if batch is not None:
+        if (batch := self._next_batch()) is not None:
             self.caches.plan(batch)
         return batch
 
@@ -101,7 +109,8 @@ class Scheduler:
         decodes = self._schedule_decode() if are_due else []
         if decodes and not self.mixes:
             return self._batch(decodes, [], [])
-        seqs, budget = self._schedule_prefill(self.max_num_batched_tokens - len(decodes), decodes)
+        budget = self.max_num_batched_tokens - len(decodes)
+        seqs, budget = self._schedule_prefill(self.admission.budget(budget, self.running), decodes)
         # Admit nothing in a step that preempted: the preempted sequence's token may be in flight.
         if budget and self.waiting and self.num_preemptions == before:
             self.admission.admit(self.running, seqs, budget)
@@ -185,17 +194,9 @@ class Scheduler:
 
     def abort(self, *seqs: Sequence) -> None:
         """Remove unfinished sequences and their siblings, waiting or running."""
-        running = []
-        for seq in seqs:
-            for sibling in seq.siblings:
-                sibling.finish("abort")
-            seq.siblings = []
-            if seq.status is SequenceStatus.WAITING:
-                self.waiting.remove(seq)
-            elif seq.status is SequenceStatus.RUNNING:
-                running.append(seq)
-            seq.finish("abort")
-        self._remove_finished(running)
+        from nanovllm.engine.schedule.interruptions import abort
+
+        self._remove_finished(abort(seqs, self.waiting))
 
     def clear_cache(self) -> None:
         """Empty the prefix cache. Running sequences do not publish their blocks later."""
@@ -209,7 +210,7 @@ class Scheduler:
         """
         seqs: list[Sequence] = []
         for seq in [seq for seq in self.running if seq.is_prefilling]:
-            share = seq.share(budget, seqs, self.running, self.waiting)
+            share = self.admission.share(seq, budget, seqs, self.running)
             if not share or seq.status is SequenceStatus.WAITING:  # it was preempted in this step
                 continue
             while not schedule_tokens(seq, share, self.caches):
@@ -262,6 +263,15 @@ class Scheduler:
             if seq.finish_reason != "abort":
                 self.lengths.learn(seq)
         self.running = deque(s for s in self.running if s.status is SequenceStatus.RUNNING)
+
+
+def class_of_admission(config: EngineConfig) -> type[Admission]:
+    """The class that decides what prompts get of steps."""
+    if config.scheduling != "fair" and not config.long_prefill_token_threshold:
+        return Admission
+    from nanovllm.engine.schedule.fairness import FairAdmission
+
+    return FairAdmission
 
 
 def class_of_caches(layout: CacheLayout) -> type[Caches]:

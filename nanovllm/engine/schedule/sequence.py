@@ -1,12 +1,11 @@
 """Sequence: one sample's tokens and progress. It knows no tensors, and no owners of blocks."""
 
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import count
-from typing import Any, NamedTuple, Protocol
 
 import xxhash
 
+from nanovllm.engine.schedule.parts import End, SequenceParts
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
@@ -22,71 +21,6 @@ class SequenceStatus(Enum):
 
 
 FINISHED = SequenceStatus.FINISHED  # looked up once: a member of an Enum takes 50 ns
-
-
-class End(NamedTuple):
-    """How a follower ends a sequence. With the reason "error" the last token is removed."""
-
-    reason: FinishReason
-    stop_reason: str | None = None
-
-
-class Follower(Protocol):
-    """Follows a sequence's tokens as they become known: a text, counts, a grammar."""
-
-    def update(self, seq: "Sequence") -> End | None:
-        """Catch up with the known tokens. Returns the end that is found in them, if any."""
-
-    def reset(self) -> None:
-        """Drop what an interrupt may have left half done; the next `update` restores it."""
-
-
-@dataclass(slots=True, eq=False)
-class SequenceParts:
-    """What the features of a request keep for one sequence: a part for each feature.
-
-    The scheduler reads what the parts declare, and calls those that are followers. A part with
-    `wanted` waits until the model has computed these tokens of the prompt.
-    """
-
-    text: Any = None  # a follower
-    counts: Any = None  # how often each token occurs: a follower
-    constraint: Any = None  # which tokens may come next: a follower
-    processors: Any = None  # callables that change logits: a follower
-    errors: dict[int, str] = field(default_factory=dict)  # why a token cannot be drawn, by index
-    bad_words: Any = None  # what they forbid after the last tokens
-    logprobs: Any = None  # with `wanted`
-    keeper: Any = None  # keeps results of the model, with `wanted`; says whether to generate
-    adapter: Any = None  # changes the model's weights
-    pace: Any = None  # how many guesses were right lately
-    samples: Any = None  # bounds how many samples of the request run
-    salt: int = 0  # separates the cached prefixes of requests, as an adapter does
-
-    @property
-    def followers(self) -> tuple[Follower, ...]:
-        """The parts that follow the tokens, in order: the first end that is found counts."""
-        found = (self.processors, self.constraint, self.text, self.counts)
-        return tuple(part for part in found if part is not None)
-
-    @property
-    def filters(self) -> bool:
-        """Whether tokens or callables of the request narrow each draw."""
-        return self.bad_words is not None or self.processors is not None
-
-    @property
-    def generates(self) -> bool:
-        """Whether tokens are sampled."""
-        return self.keeper is None or bool(self.keeper.generates)
-
-    @property
-    def root(self) -> int:
-        """The root of the sequence's prefixes: equal weights and equal salts share it."""
-        return self.salt - (0 if self.adapter is None else int(self.adapter.number))
-
-    @property
-    def first_wanted(self) -> list[int]:
-        """The first prompt token that each waiting part waits for."""
-        return [p.wanted.start for p in (self.logprobs, self.keeper) if p is not None and p.wanted]
 
 
 class Sequence:
@@ -115,6 +49,7 @@ class Sequence:
         "token_ids", "num_prompt_tokens", "num_cached_tokens", "num_scheduled_tokens",
         "num_pending_tokens", "num_possible_tokens", "num_hit_tokens", "num_preemptions",
         "min_num_tokens", "max_num_tokens", "eos_token_ids", "stop_token_ids",
+        "ends_by_length",
         # What caches keep of the sequence.
         "room", "block_tables", "block_hashes", "num_published_blocks", "num_passed_blocks",
         "state_slots", "checkpoints",
@@ -170,6 +105,7 @@ class Sequence:
         ends = params.stop_token_ids or ()
         self.stop_token_ids: frozenset[int]  # all samples share the set
         self.stop_token_ids = eos.union(ends) if first is None else first.stop_token_ids
+        self.ends_by_length = not self.stop_token_ids and not params.stop  # nothing else ends it
 
     def _set_draws(self, default_seed: int) -> None:
         """Set how tokens are drawn, and whether draws read the tokens."""
@@ -187,10 +123,8 @@ class Sequence:
         self.must_be_known = self.reads_tokens or self.reports or parts.keeper is not None
 
     def __repr__(self) -> str:
-        return (
-            f"Sequence({self.seq_id}, {self.status.name}, {self.num_cached_tokens} cached"
-            f" + {self.num_scheduled_tokens} scheduled of {self.num_tokens} tokens)"
-        )
+        tokens = f"{self.num_cached_tokens} + {self.num_scheduled_tokens} of {self.num_tokens}"
+        return f"Sequence({self.seq_id}, {self.status.name}, {tokens} tokens)"
 
     @property
     def num_tokens(self) -> int:
@@ -223,11 +157,6 @@ class Sequence:
         """
         return len(self.token_ids) >= self.max_num_tokens and not self.is_prefilling
 
-    def share(self, budget: int, *queues: Any) -> int:
-        """How many tokens of a step's budget it may get, as far as its request's parts allow."""
-        logprobs = self.parts.logprobs
-        return budget if logprobs is None else int(logprobs.share(budget, *queues))
-
     @property
     def num_places(self) -> int:
         """How many places it and its siblings may have in this step."""
@@ -257,11 +186,6 @@ class Sequence:
         if not self.num_possible_tokens:
             return bool(self.num_pending_tokens) and self.reads_tokens
         return self.must_be_known or len(self.token_ids) < self.min_num_tokens
-
-    @property
-    def ends_by_length(self) -> bool:
-        """Whether nothing but its length can end it."""
-        return not self.stop_token_ids and not self.params.stop
 
     @property
     def num_skippable_tokens(self) -> int:
@@ -300,22 +224,6 @@ class Sequence:
         while self.token_ids[-1] == PENDING:
             self.token_ids.pop()
         self.num_pending_tokens = self.num_possible_tokens = 0
-
-    def start_over(self) -> None:
-        """Wait with nothing computed, after an interrupt that may have left anything half done.
-
-        If the last token ends the sequence, but this was not recorded, it is sampled again.
-        """
-        self.siblings = []  # each starts over itself
-        self.drop_pending()
-        self.status = SequenceStatus.WAITING
-        self.release_cache()
-        if len(self.token_ids) > self.num_prompt_tokens and (
-            self.token_ids[-1] in self.stop_token_ids
-            or len(self.token_ids) >= self.max_num_tokens
-            or self.follow() is not None
-        ):
-            self.token_ids.pop()
 
     def release_cache(self) -> None:
         """Go back to nothing computed, tokens kept; the caller frees the blocks."""

@@ -25,7 +25,8 @@ from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import MARKS, PrefillInputs, StepInputs
 from nanovllm.engine.run.transfer import upload_all
 from nanovllm.engine.schedule.batch import Size
-from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
+from nanovllm.engine.schedule.parts import SequenceParts
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.layers.block import Block
 from nanovllm.layers.compiling import compile_in_threads
 from nanovllm.layers.filters import Filters

@@ -225,17 +225,17 @@ STEPS = {  # of the scheduler and of the device
     "enable_chunked_prefill": OtherName(
         (True, None),
         "prompts that exceed `max_num_batched_tokens`, or what is left of it in a step, are always"
-        ' computed in chunks; with `scheduling="mixed"` running requests go on meanwhile',
+        " computed in chunks, and running requests go on meanwhile; see `scheduling`",
     ),
     "policy": OtherName(ours="scheduling_policy"),
     "preemption_mode": OtherName((None, "recompute"), "preempted sequences are computed again"),
     "max_num_scheduled_tokens": OtherName(UNSET, "see `max_num_batched_tokens`"),
     **together(
-        "prompts are computed in order; see `max_num_batched_tokens` and `scheduling`",
+        "prompts are computed in order, next to each other as far as a step has tokens: see"
+        " `long_prefill_token_threshold`, `max_num_batched_tokens` and `scheduling`",
         {
             "max_num_partial_prefills": (1,),
             "max_long_partial_prefills": (1,),
-            "long_prefill_token_threshold": (0,),
             "scheduler_delay_factor": (0, 0.0),
         },
     ),

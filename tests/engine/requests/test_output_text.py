@@ -19,7 +19,8 @@ from nanovllm.engine.requests.request import Request
 from nanovllm.engine.requests.stop_search import StopSearch
 from nanovllm.engine.requests.stop_text import TextUntilStop
 from nanovllm.engine.requests.stream import Stream
-from nanovllm.engine.schedule.sequence import End, Sequence, SequenceParts
+from nanovllm.engine.schedule.parts import End, SequenceParts
+from nanovllm.engine.schedule.sequence import Sequence
 
 TOKENIZER = byte_tokenizer()
 

@@ -12,7 +12,8 @@ import torch
 from nanovllm import SamplingParams
 from nanovllm.engine.requests.fixed_ids import FixedIds
 from nanovllm.engine.requests.processors import Processors
-from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
+from nanovllm.engine.schedule.parts import SequenceParts
+from nanovllm.engine.schedule.sequence import Sequence
 
 LOGITS = torch.zeros(8)
 

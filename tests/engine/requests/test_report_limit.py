@@ -13,8 +13,9 @@ from nanovllm.engine.requests import extras
 from nanovllm.engine.requests.logprobs import Logprobs
 from nanovllm.engine.requests.report_limit import ReportLimit
 from nanovllm.engine.schedule.batch import Batch
+from nanovllm.engine.schedule.parts import SequenceParts
 from nanovllm.engine.schedule.scheduler import Scheduler
-from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
+from nanovllm.engine.schedule.sequence import Sequence
 
 MOST, BUDGET = 8, 64
 

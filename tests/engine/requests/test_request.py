@@ -5,7 +5,8 @@ from conftest import byte_tokenizer
 
 from nanovllm.engine.requests.request import check_no_error, ending
 from nanovllm.engine.requests.stop_text import TextUntilStop
-from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
+from nanovllm.engine.schedule.parts import SequenceParts
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 

@@ -17,7 +17,8 @@ from nanovllm.engine.run.filters import entries
 from nanovllm.engine.run.filters.biases import Biases
 from nanovllm.engine.run.filters.listed import AllowedIds, ForbiddenIds, forbidden_tokens
 from nanovllm.engine.run.filters.penalties import Penalties
-from nanovllm.engine.schedule.sequence import Sequence, SequenceParts
+from nanovllm.engine.schedule.parts import SequenceParts
+from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.layers.filters import Filters
 
 C = TypeVar("C")

@@ -22,6 +22,7 @@ from nanovllm.engine.cache.caches import CacheLayout
 from nanovllm.engine.engine_config import EngineConfig
 from nanovllm.engine.requests.stop_text import TextUntilStop
 from nanovllm.engine.schedule.admission import MOST_PREFILLS, MOST_STARTS
+from nanovllm.engine.schedule.drafting import Drafting
 from nanovllm.engine.schedule.forecast import MIN_ENDED
 from nanovllm.engine.schedule.scheduler import Scheduler
 from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
@@ -33,12 +34,17 @@ serial = itertools.count(1000)
 
 
 def make_scheduler(
-    num_blocks: int = 100, block_size: int = 4, window: int | None = None, **options: Any
+    num_blocks: int = 100,
+    block_size: int = 4,
+    window: int | None = None,
+    drafting: Drafting | None = None,
+    **options: Any,
 ) -> Scheduler:
     options = dict(max_num_batched_tokens=16384, max_num_seqs=512) | options
     config = Config("m", kvcache_block_size=block_size, overlap=False, **options)
     layout = CacheLayout((window,))
-    return Scheduler(EngineConfig.settle(config, num_blocks, num_blocks * block_size), layout)
+    settled = EngineConfig.settle(config, num_blocks, num_blocks * block_size)
+    return Scheduler(settled, layout, drafting)
 
 
 def fresh(num_tokens: int) -> list[int]:

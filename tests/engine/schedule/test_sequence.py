@@ -7,7 +7,8 @@ import pytest
 from audits import audit_sequence
 
 from nanovllm.engine.cache.prefixes import block_hashes
-from nanovllm.engine.schedule.sequence import Sequence, SequenceParts, SequenceStatus
+from nanovllm.engine.schedule.parts import SequenceParts
+from nanovllm.engine.schedule.sequence import Sequence, SequenceStatus
 from nanovllm.prompt_dicts import salt_number
 from nanovllm.sampling_params import SamplingParams
 
