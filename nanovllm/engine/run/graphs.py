@@ -41,7 +41,6 @@ class Capture:
 
     def __init__(self, device: torch.device, has_run: bool = False) -> None:
         self._device, self._has_run = device, has_run
-        self.count = 0
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -50,7 +49,6 @@ class Capture:
         if not self._has_run:
             run()
             torch.cuda.synchronize(self._device)
-        self.count += 1
         graph = torch.cuda.CUDAGraph()
         where = self._pool, self._stream
         with torch.cuda.graph(graph, *where, capture_error_mode="thread_local"):

@@ -69,9 +69,8 @@ class Prefills:
         if len(hidden):
             logits = compute_logits(hidden, prefill.tokens_of_samples())
             self.table.draws_alone()
-        table_rows = upload(prefill.sample_table_rows, self.device)
-        drawn_from = hidden if inputs.keeps_hidden else None
-        return Computed(logits, table_rows, taken=taken, hidden=drawn_from)
+        rows, kept = upload(prefill.sample_table_rows, self.device), inputs.keeps_hidden
+        return Computed(logits, rows, taken=taken, hidden=hidden if kept else None)
 
     def hidden(self, inputs: StepInputs, needed: Array | None = None) -> torch.Tensor:
         """The hidden states of a prefill's tokens, or only of those `needed`."""

@@ -16,7 +16,7 @@ import torch
 
 from nanovllm.engine.run.device_table import BUFFERS, DeviceTable
 from nanovllm.engine.run.forward import Forward, contexts_of
-from nanovllm.engine.run.graphs import Capture
+from nanovllm.engine.run.graphs import Capture, DecodeGraphs
 from nanovllm.engine.run.padded import PaddedPart, PrefillSize, aligned
 from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
 from nanovllm.engine.run.step_part import StepPart
@@ -261,3 +261,15 @@ def prefill_graphs(shard: "Shard", num_running: int) -> PrefillGraphs | None:
         return None
     sizes = sizes_up_to(num_running, shard.marking is not None)
     return PrefillGraphs(shard.forward, shard.table, len(groups), parts, sizes)
+
+
+def captured_graphs(
+    shard: "Shard", num_running: int, has_run: bool
+) -> tuple[DecodeGraphs, PrefillGraphs | None]:
+    """Capture the decode steps and short prefills of a shard. `Capture` explains `has_run`."""
+    capture = Capture(shard.device, has_run)
+    decodes, prefills = shard.decode_graphs(num_running), prefill_graphs(shard, num_running)
+    decodes.capture(capture)
+    if prefills is not None:
+        prefills.capture(capture)
+    return decodes, prefills

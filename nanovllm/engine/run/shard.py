@@ -183,24 +183,19 @@ class Shard:
 
     def capture_graphs(self, num_running: int) -> int:
         """Capture decode steps and short prefills; returns how many graphs there are."""
-        from nanovllm.engine.run.graphs import Capture
-        from nanovllm.engine.run.prefill_graphs import prefill_graphs
+        from nanovllm.engine.run.prefill_graphs import captured_graphs
 
-        capture = Capture(self.device, self._has_captured)
-        self.graphs = self.decode_graphs(num_running)
-        self.graphs.capture(capture)
-        if short := prefill_graphs(self, num_running):
-            short.capture(capture)
-        self.short_prefills = short
+        self.graphs, self.short_prefills = captured_graphs(self, num_running, self._has_captured)
         self._has_captured = True
-        return capture.count
+        return len(self.graphs.sizes) + len(
+            self.short_prefills.sizes if self.short_prefills else ()
+        )
 
     def drop_graphs(self) -> None:
         """Free the graphs and their memory."""
-        if self.graphs:
-            self.graphs.release()
-        if self.short_prefills:
-            self.short_prefills.release()
+        for graphs in (self.graphs, self.short_prefills):
+            if graphs is not None:
+                graphs.release()
         self.graphs = self.short_prefills = None
 
     def synchronize(self) -> None:

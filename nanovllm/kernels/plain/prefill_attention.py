@@ -48,10 +48,8 @@ def plan_prefill(
     groups: list[PrefillGroup] = []
     out_rows = torch.empty(q_ends[-1], dtype=torch.long, device=device)
     num_out = 0
-    for alike in group_by_length(list(zip(q_lens, k_lens, strict=True))):
-        members = [i for i in alike if q_lens[i]]
-        if not members:
-            continue
+    alike = group_by_length(list(zip(q_lens, k_lens, strict=True)))
+    for members in filter(None, ([i for i in each if q_lens[i]] for each in alike)):
         num_queries = max(q_lens[i] for i in members)
         num_keys = max(k_lens[i] for i in members)
         starts, lens = (
