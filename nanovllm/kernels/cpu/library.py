@@ -39,8 +39,7 @@ OTHER_SOURCES = {
         ("lora_down", "lora_up", "group_rows", "block_rows"), SOURCE.with_name("lora.cpp")
     ),
     **dict.fromkeys(
-        ("tile_bytes", "arrange_blocks", "block_linear", "many_rows_of_blocks",
-         "weights_of_rows", "outputs_of_tile"),
+        ("tile_bytes", "arrange_blocks", "block_linear", "weights_of_rows", "outputs_of_tile"),
         SOURCE.with_name("block_linear.cpp"),
     ),
     **dict.fromkeys(
@@ -75,7 +74,6 @@ ARGUMENTS = {
     "tile_bytes": "iip",
     "arrange_blocks": "ppii",
     "block_linear": "ppippii",
-    "many_rows_of_blocks": "ppippii",
     "weights_of_rows": "ppipi",
     "causal_conv": "pippppipppiiiiii",
     **dict.fromkeys(("channel_delta", "gated_delta"), "pipipippfppipppiiiiiii"),
