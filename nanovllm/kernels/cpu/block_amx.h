@@ -98,15 +98,13 @@ __attribute__((always_inline)) inline void decode_unit(const uint8_t* unit,
 
 // Decode `count` units of a tile from a unit on, where a block begins.
 template <typename K>
-void decode_units(const Blocks& weight, int64_t tile, int64_t start, int64_t count, int64_t next,
+void decode_units(const Blocks& weight, int64_t tile, int64_t start, int64_t count,
                   Decoded<K>* to) {
     for (int64_t u = 0; u < count; u += K::UNITS) {
         const uint8_t* scales = weight.block_scales<K>(tile, (start + u) / K::UNITS);
         const Numbers<K> numbers(scales, 0);
         for (int i = 0; i < K::UNITS; i++) {
-            const uint8_t* unit = weight.unit<K>(tile, start + u + i);
-            fetch_codes<K>(unit, weight.inputs / UNIT - (start + u + i), next);
-            decode_unit<K>(unit, numbers, scales, i, to[u + i]);
+            decode_unit<K>(weight.unit<K>(tile, start + u + i), numbers, scales, i, to[u + i]);
         }
     }
 }
@@ -167,10 +165,10 @@ __attribute__((always_inline)) inline void add_sums(const Sums* sums, const Deco
 }
 
 // totals [G, OUTPUTS] += `count` units of a group of rows times a tile. AMX multiplies a unit while
-// the sums of the one before are added.
+// the sums of the one before are added, and codes from `next` on are prefetched, if that is given.
 template <typename K, int G>
 void multiply_units(const Rounded& x, int64_t at, int64_t count, const Decoded<K>* weights,
-                    float (*totals)[OUTPUTS]) {
+                    const uint8_t* next, float (*totals)[OUTPUTS]) {
     alignas(CACHE_LINE) Sums sums[2][K::GROUPS_OF_UNIT * PARTS];
     Vec total[G];
 #pragma GCC unroll 16
@@ -187,6 +185,7 @@ void multiply_units(const Rounded& x, int64_t at, int64_t count, const Decoded<K
     multiply(0);
     for (int64_t u = 0; u < count; u++) {
         multiply(u + 1);
+        if (next) fetch_codes<K>(next + u * K::UNIT_CODES);
         add(u);
     }
 #pragma GCC unroll 16
@@ -198,17 +197,18 @@ template <typename K, int G>
 void multiply_tiles(const Blocks& weight, int64_t tile, int64_t tiles, const Rounded& x,
                     int64_t padded, float (*totals)[OUTPUTS]) {
     Decoded<K> weights[TILES][PART_UNITS];
-    const int64_t next = (tiles - 1) * (weight.unit<K>(1, 0) - weight.unit<K>(0, 0));
     std::memset(totals, 0, tiles * padded * sizeof(*totals));
     for (int64_t u = 0; u < x.units; u += PART_UNITS) {
         const int64_t count = std::min<int64_t>(PART_UNITS, x.units - u);
-        for (int64_t t = 0; t < tiles; t++)
-            decode_units<K>(weight, tile + t, u, count, next, weights[t]);
+        for (int64_t t = 0; t < tiles; t++) decode_units<K>(weight, tile + t, u, count, weights[t]);
         __asm__ volatile("" ::: "memory");  // gcc does not know what is read into the registers
+        const int64_t ahead = u + PART_UNITS < x.units ? 0 : tiles - 1;
         for (int64_t row = 0; row < padded; row += G)
-            for (int64_t t = 0; t < tiles; t++)
+            for (int64_t t = 0; t < tiles; t++) {
+                const uint8_t* next = weight.unit<K>(tile + t + ahead, u + PART_UNITS);
                 multiply_units<K, G>(x, row / G * x.units + u, count, weights[t],
-                                     totals + t * padded + row);
+                                     row ? nullptr : next, totals + t * padded + row);
+            }
     }
 }
 
@@ -230,7 +230,7 @@ void block_amx(const Blocks& weight, const bf16* x, int64_t stride, const bf16* 
                 const int64_t tile = task * TILES;
                 const int64_t tiles = std::min<int64_t>(TILES, weight.tiles() - tile);
                 multiply_tiles<K, G>(weight, tile, tiles, rounded, padded, totals);
-                write_outputs(totals, weight, tile, tiles, bias, rows, padded,
+                write_outputs(totals, weight.outputs, tile, tiles, bias, rows, padded,
                               out + first * weight.outputs);
             }
             _tile_release();

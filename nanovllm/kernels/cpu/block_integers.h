@@ -20,6 +20,7 @@
 namespace {
 
 constexpr int TOGETHER = 4;  // tiles that are read together: memory is faster for several streams
+constexpr int64_t UNITS_AHEAD = 16;  // units of each tile that are prefetched
 constexpr int64_t MAX_ROUNDED = 64;  // rows that share a tile: their sums fit the L1 cache
 
 // sums + the products of four inputs of each output. Without an instruction for this, the sums of
@@ -87,7 +88,8 @@ void multiply_integers(const Blocks& weight, int64_t tile, int64_t tiles, const 
     const int64_t scales_apart = weight.block_scales<K>(tile + 1, 0) - scales;
     for (int64_t u = 0; u < x.units; unit += K::UNIT_CODES, u++) {
         for (int64_t t = 0; t < tiles; t++) {
-            fetch_codes<K>(unit + t * codes_apart, x.units - u, (tiles - 1) * codes_apart);
+            const int64_t ahead = u + UNITS_AHEAD < x.units ? 0 : (tiles - 1) * codes_apart;
+            fetch_codes<K>(unit + UNITS_AHEAD * K::UNIT_CODES + t * codes_apart + ahead);
 #pragma GCC unroll 2
             for (int piece = 0; piece < PIECES; piece++) {
                 const uint8_t* from = scales + t * scales_apart;
@@ -115,16 +117,15 @@ void block_integers(const Blocks& weight, const bf16* x, int64_t stride, const b
         const int64_t rows = std::min(MAX_ROUNDED, all_rows - first);
         const Rounded rounded =
             round_rows<K>(x + first * stride, stride, rows, weight.inputs, rows, threads);
-        const int64_t together = rows > 4 ? 1 : TOGETHER;
-        for_each_run((weight.tiles() + together - 1) / together, threads, [&](int64_t task,
+        for_each_run((weight.tiles() + TOGETHER - 1) / TOGETHER, threads, [&](int64_t task,
                                                                               int64_t last) {
-            alignas(CACHE_LINE) float totals[MAX_ROUNDED][OUTPUTS];
+            alignas(CACHE_LINE) float totals[TOGETHER * MAX_ROUNDED][OUTPUTS];
             for (; task < last; task++) {
-                const int64_t tile = task * together;
-                const int64_t tiles = std::min(together, weight.tiles() - tile);
+                const int64_t tile = task * TOGETHER;
+                const int64_t tiles = std::min<int64_t>(TOGETHER, weight.tiles() - tile);
                 if (rows == 1) multiply_integers<K, 1>(weight, tile, tiles, rounded, totals);
                 else multiply_integers<K, 0>(weight, tile, tiles, rounded, totals);
-                write_outputs(totals, weight, tile, tiles, bias, rows, rows,
+                write_outputs(totals, weight.outputs, tile, tiles, bias, rows, rows,
                               out + first * weight.outputs);
             }
         });

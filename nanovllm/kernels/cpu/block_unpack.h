@@ -17,8 +17,6 @@ namespace {
 
 constexpr int PIECES = OUTPUTS / LANES;  // vectors of outputs in a tile
 
-constexpr int64_t UNITS_AHEAD = 16;  // units after the codes that are prefetched
-
 typedef uint8_t Bytes __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Shorts __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
@@ -68,16 +66,11 @@ __attribute__((always_inline)) inline void unpack(const uint8_t* unit, int piece
     }
 }
 
-// Prefetch the codes that are read UNITS_AHEAD units later into the L2 cache: more lines can be in
-// flight to it than to the L1 cache. After this tile's units, the thread reads the tile `next` bytes
-// later.
+// Prefetch a unit's codes into the L2 cache: more lines can be in flight to it than to the L1 cache.
 template <typename K>
-__attribute__((always_inline)) inline void fetch_codes(const uint8_t* unit, int64_t units_left,
-                                                       int64_t next) {
-    const uint8_t* from = unit + UNITS_AHEAD * K::UNIT_CODES;
-    if (units_left <= UNITS_AHEAD) from += next;
+__attribute__((always_inline)) inline void fetch_codes(const uint8_t* unit) {
 #pragma GCC unroll 8
-    for (int at = 0; at < K::UNIT_CODES; at += CACHE_LINE) __builtin_prefetch(from + at, 0, 2);
+    for (int at = 0; at < K::UNIT_CODES; at += CACHE_LINE) __builtin_prefetch(unit + at, 0, 2);
 }
 
 // A float16 number. The exponent's bias is smaller by 112 than that of floats.

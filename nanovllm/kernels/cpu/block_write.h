@@ -11,6 +11,8 @@
 
 namespace {
 
+constexpr int ROWS_AHEAD = 16;  // rows of outputs that are prefetched
+
 inline void store(Vec x, float* to) { vec(to) = x; }
 inline void store(Vec x, bf16* to) {  // to the nearest, ties to even
     typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
@@ -23,14 +25,15 @@ inline void store(Vec x, bf16* to) {  // to the nearest, ties to even
 // Write the outputs of tiles from `tile` on: totals [tiles, padded rows, OUTPUTS] and their bias,
 // rounded once.
 template <typename T>
-inline void write_outputs(const float (*totals)[OUTPUTS], const Blocks& weight, int64_t tile,
+inline void write_outputs(const float (*totals)[OUTPUTS], int64_t outputs, int64_t tile,
                           int64_t tiles, const T* bias, int64_t rows, int64_t padded, T* out) {
     for (int64_t row = 0; row < rows; row++)
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t start = (tile + t) * OUTPUTS;
-            const int64_t count = std::min<int64_t>(OUTPUTS, weight.outputs - start);
+            const int64_t count = std::min<int64_t>(OUTPUTS, outputs - start);
             const float* from = totals[t * padded + row];
-            T* to = out + row * weight.outputs + start;
+            T* to = out + row * outputs + start;
+            __builtin_prefetch(to + ROWS_AHEAD * outputs, 1);
             if (count == OUTPUTS) {
                 for (int n = 0; n < OUTPUTS; n += LANES) {
                     const Vec sum = load(from + n);

@@ -39,7 +39,8 @@ OTHER_SOURCES = {
         ("lora_down", "lora_up", "group_rows", "block_rows"), SOURCE.with_name("lora.cpp")
     ),
     **dict.fromkeys(
-        ("tile_bytes", "arrange_blocks", "block_linear", "weights_of_rows", "outputs_of_tile"),
+        ("tile_bytes", "arrange_blocks", "block_linear", "byte_linear", "weights_of_rows",
+         "outputs_of_tile", "inputs_of_chunk"),
         SOURCE.with_name("block_linear.cpp"),
     ),
     **dict.fromkeys(
@@ -73,7 +74,7 @@ ARGUMENTS = {
     "lora_up": "pppppiippiii",
     "tile_bytes": "iip",
     "arrange_blocks": "ppii",
-    "block_linear": "ppippii",
+    **dict.fromkeys(("block_linear", "byte_linear"), "ppippii"),
     "weights_of_rows": "ppipi",
     "causal_conv": "pippppipppiiiiii",
     **dict.fromkeys(("channel_delta", "gated_delta"), "pipipippfppipppiiiiiii"),

@@ -7,12 +7,16 @@ prompts of many tokens in bfloat16 are faster with `packed_linear`, but decoding
 
 import ctypes
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.kernels.cpu import processor
 from nanovllm.kernels.cpu.library import DTYPES, address, constant, function
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpu.byte_linear import TiledBytes
 
 KINDS = ("int8", "int4", "e4m3", "bfloat16", "float32")  # as `Kind` of tiled_linear.h numbers them
 PLAIN = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -83,9 +87,9 @@ def arrange_plain(weight: torch.Tensor) -> TiledMatrix | None:
     return _arranged(weight.detach(), PLAIN[weight.dtype], weight.shape[1])
 
 
-def plain_of(weight: TiledMatrix) -> torch.Tensor | None:
+def plain_of(weight: "TiledMatrix | TiledBytes") -> torch.Tensor | None:
     """The plain weight [N, K] that `arrange_plain` copied; None if it was a quantized one."""
-    if weight.kind not in PLAIN.values():
+    if not isinstance(weight, TiledMatrix) or weight.kind not in PLAIN.values():
         return None
     size_out, size_in = weight.shape
     return weight.codes.transpose(1, 2).flatten(0, 1)[:size_out, :size_in].contiguous()
@@ -118,12 +122,14 @@ def _arranged(
 
 
 def tiled_linear(
-    x: torch.Tensor, weight: TiledMatrix, bias: torch.Tensor | None = None
+    x: torch.Tensor, weight: "TiledMatrix | TiledBytes", bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`x @ weight.T + bias` [T, N] of x [T, K]. Reads each weight once for up to 256 rows.
 
     An output depends only on its own row, and not on the number of threads.
     """
+    if not isinstance(weight, TiledMatrix):
+        return weight.linear(x, bias)
     num_rows, size_in = x.shape
     size_out = weight.shape[0]
     assert size_in == weight.shape[1] and x.stride(1) == 1 and x.dtype in DTYPES
