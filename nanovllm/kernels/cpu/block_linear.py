@@ -60,6 +60,8 @@ def arrange_blocks(weight: BlockMatrix) -> TiledBlocks:
         weight.shape,
     )
     assert weight.codes.is_contiguous()
+    for memory in (tiled.codes, tiled.scales):
+        function("prefer_large_pages")(memory.data_ptr(), memory.nbytes)
     function("arrange_blocks")(
         ctypes.addressof(tiled.struct), weight.codes.data_ptr(), kind.num_bytes,
         torch.get_num_threads(),

@@ -66,7 +66,9 @@ def arrange_bytes(weight: QuantizedMatrix) -> TiledBytes:
     codes = F.pad(weight.codes, (0, 0, 0, missing)).view(torch.uint8) ^ ZERO
     of_outputs = weight.scales.float().repeat_interleave(weight.block[0], dim=0)[:size_out]
     scales = F.pad(of_outputs.flatten(), (0, missing))
-    tiles = codes.view(-1, width, size_in // 4, 4).transpose(1, 2).contiguous()
+    tiles = codes.new_empty(len(codes) // width, size_in // 4, width, 4)
+    function("prefer_large_pages")(tiles.data_ptr(), tiles.nbytes)
+    tiles.copy_(codes.view(-1, width, size_in // 4, 4).transpose(1, 2))
     return TiledBytes(tiles, scales.view(-1, width), (size_out, size_in))
 
 
