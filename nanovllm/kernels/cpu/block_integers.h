@@ -20,7 +20,7 @@
 namespace {
 
 constexpr int TOGETHER = 4;  // tiles that are read together: memory is faster for several streams
-constexpr int64_t UNITS_AHEAD = 16;  // units of each tile that are prefetched
+constexpr int64_t UNITS_AHEAD = 4;   // units of each tile that are prefetched
 constexpr int64_t MAX_ROUNDED = 64;  // rows that share a tile: their sums fit the L1 cache
 
 // sums + the products of four inputs of each output. Without an instruction for this, the sums of
@@ -88,8 +88,10 @@ void multiply_integers(const Blocks& weight, int64_t tile, int64_t tiles, const 
     const int64_t scales_apart = weight.block_scales<K>(tile + 1, 0) - scales;
     for (int64_t u = 0; u < x.units; unit += K::UNIT_CODES, u++) {
         for (int64_t t = 0; t < tiles; t++) {
-            const int64_t ahead = u + UNITS_AHEAD < x.units ? 0 : (tiles - 1) * codes_apart;
-            fetch_codes<K>(unit + UNITS_AHEAD * K::UNIT_CODES + t * codes_apart + ahead);
+            if constexpr (K::LOW + K::HIGH > 4) {  // the processor itself prefetches smaller ones
+                const int64_t next = u + UNITS_AHEAD < x.units ? 0 : (tiles - 1) * codes_apart;
+                fetch_codes<K>(unit + UNITS_AHEAD * K::UNIT_CODES + t * codes_apart + next);
+            }
 #pragma GCC unroll 2
             for (int piece = 0; piece < PIECES; piece++) {
                 const uint8_t* from = scales + t * scales_apart;

@@ -38,44 +38,46 @@ inline Vec add_span(Vec total, IntVec first, IntVec second, int32_t sum, float s
     return add_product(total, floats(integers), all_lanes(scale));
 }
 
-// The products of a piece of a tile's chunks and the parts of one row, which are `apart` apart.
-inline void multiply_chunks(const uint8_t* codes, int64_t chunks, const int8_t* x, int64_t apart,
-                            IntVec* sums) {
+constexpr int64_t FEW_ROWS = 4;  // rows for which several tiles are read together
+
+// sums of both parts += the products of a piece of a tile's chunk and one row, whose parts are
+// `apart` apart.
+inline void multiply_chunk(const uint8_t* codes, const int8_t* x, int64_t apart, IntVec* sums) {
     IntVec odd[PARTS] = {};
-    for (int64_t c = 0; c < chunks; c++, codes += CHUNK_BYTES, x += PARTS * apart)
 #pragma GCC unroll 8
-        for (int i = 0; i < CHUNK / 4; i += 2)
-            for (int part = 0; part < PARTS; part++) {
-                const int8_t* at = x + part * apart + 4 * i;
-                sums[part] = add_dot(sums[part], load_as<Bytes>(codes + i * VECTOR), at);
-                odd[part] = add_dot(odd[part], load_as<Bytes>(codes + (i + 1) * VECTOR), at + 4);
-            }
+    for (int i = 0; i < CHUNK / 4; i += 2)
+        for (int part = 0; part < PARTS; part++) {
+            const int8_t* at = x + part * apart + 4 * i;
+            sums[part] = add_dot(sums[part], load_as<Bytes>(codes + i * VECTOR), at);
+            odd[part] = add_dot(odd[part], load_as<Bytes>(codes + (i + 1) * VECTOR), at + 4);
+        }
     for (int part = 0; part < PARTS; part++) sums[part] += odd[part];
 }
 
-// totals [tiles, rows, OUTPUTS] = a group of x's rows times tiles.
+// totals [tiles, rows, OUTPUTS] = a group of x's rows times tiles: up to FEW_ROWS rows and TOGETHER
+// tiles, or one tile.
 inline void multiply_bytes(const ByteMatrix& weight, int64_t tile, int64_t tiles,
                            const RoundedBytes& x, float (*totals)[OUTPUTS]) {
-    const int64_t apart = x.size * CHUNK;
-    std::fill(totals[0], totals[tiles * x.size], 0.0f);
+    IntVec sums[std::max<int64_t>(TOGETHER * FEW_ROWS, MAX_ROUNDED)][PIECES][PARTS];
+    const int64_t rows = x.size, apart = rows * CHUNK, count = tiles * rows;
+    std::fill(totals[0], totals[count], 0.0f);
     for (int64_t first = 0; first < x.chunks; first += CHUNKS) {
-        const int64_t count = std::min<int64_t>(CHUNKS, x.chunks - first);
-        const int64_t span = first / CHUNKS * x.size;
-        for (int64_t t = 0; t < tiles; t++) {
-            const uint8_t* codes = weight.chunk(tile + t, first);
-            const int64_t ahead = first + 2 * CHUNKS < x.chunks ? 0 : tiles - 1;
-            const uint8_t* next = weight.chunk(tile + t + ahead, first + 2 * CHUNKS);
-            for (int64_t at = 0; at < count * CHUNK_BYTES; at += CACHE_LINE)
-                __builtin_prefetch(next + at, 0, 2);
-            for (int64_t r = 0; r < x.size; r++)
+        std::memset(sums, 0, count * sizeof(*sums));
+        for (int64_t c = first; c < std::min(first + CHUNKS, x.chunks); c++)
+            for (int64_t t = 0; t < tiles; t++)
+                for (int64_t r = 0; r < rows; r++)
+                    for (int piece = 0; piece < PIECES; piece++)
+                        multiply_chunk(weight.chunk(tile + t, c) + piece * 4 * LANES,
+                                       x.parts + c * PARTS * apart + r * CHUNK, apart,
+                                       sums[t * rows + r][piece]);
+        const int64_t span = first / CHUNKS * rows;
+        for (int64_t t = 0; t < tiles; t++)
+            for (int64_t r = 0; r < rows; r++)
                 for (int piece = 0; piece < PIECES; piece++) {
-                    IntVec sums[PARTS] = {};
-                    multiply_chunks(codes + piece * 4 * LANES, count,
-                                    x.parts + first * PARTS * apart + r * CHUNK, apart, sums);
-                    Vec& total = vec(totals[t * x.size + r] + piece * LANES);
-                    total = add_span(total, sums[0], sums[1], x.sums[span + r], x.scales[span + r]);
+                    Vec& total = vec(totals[t * rows + r] + piece * LANES);
+                    const IntVec* of = sums[t * rows + r][piece];
+                    total = add_span(total, of[0], of[1], x.sums[span + r], x.scales[span + r]);
                 }
-        }
     }
 }
 
@@ -214,10 +216,10 @@ void byte_linear(const ByteMatrix* of, const bf16* x, int64_t stride, const bf16
     in_groups<TOGETHER>(weight, x, stride, bias, out, all_rows, MAX_ROUNDED, 0, threads,
                         [&](const RoundedBytes& rounded, int64_t, float(*totals)[OUTPUTS],
                             int64_t task, int64_t last, const auto& write) {
-                            for (; task < last; task++) {
-                                const int64_t tile = task * TOGETHER;
-                                const int64_t tiles =
-                                    std::min<int64_t>(TOGETHER, weight.tiles() - tile);
+                            const int64_t end = std::min(last * TOGETHER, weight.tiles());
+                            const int64_t step = rounded.size <= FEW_ROWS ? int64_t(TOGETHER) : 1;
+                            for (int64_t tile = task * TOGETHER; tile < end; tile += step) {
+                                const int64_t tiles = std::min(step, end - tile);
                                 multiply_bytes(weight, tile, tiles, rounded, totals);
                                 write(tile, tiles);
                             }
