@@ -66,6 +66,8 @@ def arrange_blocks(weight: BlockMatrix) -> TiledBlocks:
         ctypes.addressof(tiled.struct), weight.codes.data_ptr(), kind.num_bytes,
         torch.get_num_threads(),
     )  # fmt: skip
+    for memory in (tiled.codes, tiled.scales):
+        function("collapse_pages")(memory.data_ptr(), memory.nbytes)
     return tiled
 
 

@@ -17,9 +17,7 @@ void block_rounded(const Blocks* weight, const bf16* x, int64_t stride, const bf
         using K = decltype(kind);
 #ifdef BLOCKS_BY_AMX
         if (rows >= FEW_FOR_AMX && has_amx()) {
-            auto* multiply = rows <= 4   ? block_amx<K, 4>
-                             : rows <= 8 ? block_amx<K, 8>
-                                         : block_amx<K, 16>;
+            auto* multiply = rows <= 8 ? block_amx<K, 8> : block_amx<K, 16>;
             return multiply(*weight, x, stride, bias, out, rows, threads);
         }
 #endif

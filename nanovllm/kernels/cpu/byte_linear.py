@@ -69,6 +69,7 @@ def arrange_bytes(weight: QuantizedMatrix) -> TiledBytes:
     tiles = codes.new_empty(len(codes) // width, size_in // 4, width, 4)
     function("prefer_large_pages")(tiles.data_ptr(), tiles.nbytes)
     tiles.copy_(codes.view(-1, width, size_in // 4, 4).transpose(1, 2))
+    function("collapse_pages")(tiles.data_ptr(), tiles.nbytes)
     return TiledBytes(tiles, scales.view(-1, width), (size_out, size_in))
 
 
