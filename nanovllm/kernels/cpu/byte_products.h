@@ -41,16 +41,19 @@ inline Vec add_span(Vec total, IntVec first, IntVec second, int32_t sum, float s
 constexpr int64_t FEW_ROWS = 4;  // rows for which several tiles are read together
 
 // sums of both parts += the products of a piece of a tile's chunk and one row, whose parts are
-// `apart` apart.
+// `apart` apart. The codes two chunks later are prefetched.
 inline void multiply_chunk(const uint8_t* codes, const int8_t* x, int64_t apart, IntVec* sums) {
     IntVec odd[PARTS] = {};
 #pragma GCC unroll 8
-    for (int i = 0; i < CHUNK / 4; i += 2)
+    for (int i = 0; i < CHUNK / 4; i += 2) {
+        for (int v = i; v < i + 2; v++)
+            __builtin_prefetch(codes + 2 * CHUNK_BYTES + v * VECTOR, 0, 2);
         for (int part = 0; part < PARTS; part++) {
             const int8_t* at = x + part * apart + 4 * i;
             sums[part] = add_dot(sums[part], load_as<Bytes>(codes + i * VECTOR), at);
             odd[part] = add_dot(odd[part], load_as<Bytes>(codes + (i + 1) * VECTOR), at + 4);
         }
+    }
     for (int part = 0; part < PARTS; part++) sums[part] += odd[part];
 }
 
