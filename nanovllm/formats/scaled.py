@@ -1,6 +1,7 @@
 """Formats with an element for each weight: FP8 and 8-bit integers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -20,7 +21,7 @@ class ScaledCodes(WeightFormat):
     scheme: Scheme
 
     def __init__(self, scheme: Scheme) -> None:
-        self.scheme = scheme
+        self.scheme, self.dtype = scheme, torch.get_default_dtype()
         axes: tuple[Axis | int, ...] = ()
         if scheme.rows is not None:
             of_columns = 1 if scheme.columns is None else Axis(False, scheme.columns)
@@ -61,6 +62,7 @@ class ScaledCodes(WeightFormat):
         if input_scale is not None:
             largest = input_scale.amax(dim=-1)  # the projections have their inputs in common
             input_scale = check_scales(scheme.input_scale_name, largest, of_inputs=True)
-        return quantized_matrix(
+        made = quantized_matrix(
             codes, scales, zeros, rows, columns, scheme.bits, scheme.inputs != "float", input_scale
         )
+        return replace(made, input_dtype=self.dtype)

@@ -1,21 +1,19 @@
-// Products of weights in blocks and many rows of bfloat16, by AMX, Intel's unit for products of
-// small matrices.
+// Products of weights in blocks and rounded inputs by AMX, Intel's unit for products of small
+// matrices. The arithmetic is that of block_integers.h: sums of integers are exact in any order.
 //
-// Weights are rounded to bfloat16. The unit adds the products of two inputs at a time to the sums,
-// in float32 and in the order of the inputs.
+// If the values of codes times 2^PART_BITS fit a byte, the unit adds both parts of an input in one
+// sum: the first part is multiplied by these, the second one by the values. Otherwise there are two
+// sums.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <vector>
 
-#include "block_unpack.h"
-#include "block_write.h"
-#include "parallel.h"
+#include "block_integers.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__linux__)
 #define BLOCKS_BY_AMX
 #include <immintrin.h>
 #include <sys/syscall.h>
@@ -26,25 +24,34 @@ namespace {
 
 #ifdef BLOCKS_BY_AMX
 
-constexpr int REGISTER_ROWS = 16;                    // a register has 16 rows of 64 bytes
-constexpr int TILES = 2;                             // tiles of outputs that are computed together
-constexpr int WIDE = TILES * OUTPUTS;                // outputs
-constexpr int ROW_UNIT = 2 * REGISTER_ROWS;          // rows that are computed together
-constexpr int PART_UNITS = 8;                         // units that are decoded together
-constexpr int64_t INPUT_BYTES = 3 << 19;                 // of packed rows: they fit the L2 cache
-constexpr int64_t LEAST_ROWS = 64, MOST_ROWS = 512;  // rows that are packed together
+constexpr int TILES = 2;       // tiles of outputs that are computed together
+constexpr int PART_UNITS = 8;  // units that are decoded together
+constexpr int MOST_GROUP = 16;                       // rows: as many as a register has
+constexpr int64_t INPUT_BYTES = 5 << 18;             // of rounded rows: they fit the L2 cache
+constexpr int64_t LEAST_ROWS = 64, MOST_ROWS = 512;  // rows that share decoded weights
+constexpr int64_t FEW_FOR_AMX = 4;                   // rows that are faster without it
 
-// The shapes of the unit's registers: all have their full size.
+// The shapes of the registers: 0 to 3 sums, 4 and 5 rows, 6 and 7 weights.
+template <typename K>
 struct alignas(CACHE_LINE) Shapes {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
 
-    Shapes() {
-        std::fill(row_bytes, row_bytes + 8, 64);
-        std::fill(rows, rows + 8, REGISTER_ROWS);
+    constexpr explicit Shapes(int group) {
+        // Bytes of a row that are multiplied at a time: a part, or both.
+        const int bytes = K::IS_SHORT ? PARTS * K::GROUP : K::GROUP;
+        for (int i = 0; i < 4; i++) row_bytes[i] = 64, rows[i] = uint8_t(group);
+        for (int i = 4; i < 6; i++) row_bytes[i] = uint16_t(bytes), rows[i] = uint8_t(group);
+        for (int i = 6; i < 8; i++) row_bytes[i] = 64, rows[i] = uint8_t(bytes / 4);
     }
 };
+
+template <typename K, int G>
+inline void load_shapes() {
+    static constexpr Shapes<K> shapes(G);
+    _tile_loadconfig(&shapes);
+}
 
 // Whether there is such a unit. The system enables it for a process that asks for it.
 inline bool has_amx() {
@@ -53,196 +60,183 @@ inline bool has_amx() {
     return has;
 }
 
-struct Pair {
-    bf16 first, second;  // weights of consecutive inputs
-};
-typedef Pair UnitPairs[UNIT / 2][OUTPUTS];  // a unit of a tile, in the form that AMX multiplies
-
-inline void store_pairs(Vec first, Vec second, Pair* to) {
-    const __m512i words = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-    typedef int16_t Places __attribute__((vector_size(64)));
-    Places places;
-#pragma GCC unroll 32
-    for (int i = 0; i < 32; i++) places[i] = int16_t(i / 2 + i % 2 * 16);
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi16((__m512i)places, words));
-}
-
-// Decode a unit of the block.
+// A unit of a tile, in the form that AMX multiplies.
 template <typename K>
-__attribute__((always_inline)) inline void decode_pairs(const uint8_t* unit,
-                                                        const Numbers<K>& numbers,
-                                                        const uint8_t* scales, int index,
-                                                        UnitPairs to) {
+struct alignas(CACHE_LINE) Decoded {
+    static constexpr int GROUP_ROWS = K::GROUP_VECTORS * (K::IS_SHORT ? PARTS : 1);
+    int8_t values[K::GROUPS_OF_UNIT][GROUP_ROWS][VECTOR];
+    Vec scales[K::GROUPS_OF_UNIT], offsets[K::GROUPS_OF_UNIT];
+};
+
+template <typename K>
+__attribute__((always_inline)) inline void decode_unit(const uint8_t* unit,
+                                                       const Numbers<K>& numbers,
+                                                       const uint8_t* scales, int index,
+                                                       Decoded<K>& to) {
     Bytes codes[UNIT_VECTORS];
     unpack<K>(unit, 0, codes);
-    Scale all[K::GROUPS_OF_UNIT];
-    for (int g = 0; g < K::GROUPS_OF_UNIT; g++)
-        all[g] = scale_of<K>(numbers, scales, index * K::GROUPS_OF_UNIT + g, 0);
 #pragma GCC unroll 8
     for (int i = 0; i < UNIT_VECTORS; i++) {
-        const Scale& of = all[i / K::GROUP_VECTORS];
-        Vec values[4];
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-            values[j] = byte_of<K>(codes[i], j) * of.scale;
-            if constexpr (K::HAS_OFFSETS) values[j] += of.offset;
+        const int group = i / K::GROUP_VECTORS, row = i % K::GROUP_VECTORS;
+        const Bytes values = codes[i] - uint8_t(K::ZERO);
+        if constexpr (K::IS_SHORT) {
+            const uint16_t mask = uint16_t(0x101 * (0xff & 0xff << K::PART_BITS));
+            const Bytes shifted = (Bytes)(((Shorts)values << K::PART_BITS) & mask);
+            std::memcpy(to.values[group][row], &shifted, VECTOR);
+            std::memcpy(to.values[group][K::GROUP_VECTORS + row], &values, VECTOR);
+        } else {
+            std::memcpy(to.values[group][row], &values, VECTOR);
         }
-        store_pairs(values[0], values[1], to[2 * i]);
-        store_pairs(values[2], values[3], to[2 * i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int g = 0; g < K::GROUPS_OF_UNIT; g++) {
+        const Scale of = scale_of<K>(numbers, scales, index * K::GROUPS_OF_UNIT + g, 0);
+        to.scales[g] = of.scale;
+        if constexpr (K::HAS_OFFSETS) to.offsets[g] = of.offset;
     }
 }
 
 // Decode `count` units of a tile from a unit on, where a block begins.
 template <typename K>
-void decode_units(const Blocks& weight, int64_t tile, int64_t start, int64_t count, UnitPairs* to) {
+void decode_units(const Blocks& weight, int64_t tile, int64_t start, int64_t count,
+                  Decoded<K>* to) {
     for (int64_t u = 0; u < count; u += K::UNITS) {
         const uint8_t* scales = weight.block_scales<K>(tile, (start + u) / K::UNITS);
         const Numbers<K> numbers(scales, 0);
         for (int i = 0; i < K::UNITS; i++) {
-            const uint8_t* unit = weight.unit<K>(tile, start + u + i);
-            fetch_codes<K>(unit);
-            decode_pairs<K>(unit, numbers, scales, i, to[u + i]);
+            decode_unit<K>(weight.unit<K>(tile, start + u + i), numbers, scales, i, to[u + i]);
         }
     }
 }
 
-typedef bf16 UnitRow[UNIT];
+typedef int32_t Sums[MOST_GROUP][OUTPUTS];
 
-// Registers 0 to 3 += a unit of R * 16 rows times two tiles.
-template <int R>
-inline void multiply_unit(const UnitRow* x, const UnitPairs& first, const UnitPairs& second) {
-    _tile_loadd(4, x, sizeof(UnitRow));
-    if (R > 1) _tile_loadd(5, x + REGISTER_ROWS, sizeof(UnitRow));
-    _tile_loadd(6, first, sizeof(first[0]));
-    _tile_loadd(7, second, sizeof(second[0]));
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    if (R > 1) _tile_dpbf16ps(2, 5, 6);
-    if (R > 1) _tile_dpbf16ps(3, 5, 7);
-}
+// The assembler wants numbers of registers as they are written here.
+#define MULTIPLY(SUM, ROWS, WEIGHTS, from, to)                          \
+    _tile_loadd(ROWS, from, ROW_BYTES);                                 \
+    _tile_zero(SUM);                                                    \
+    if constexpr (K::ZERO > 0) _tile_dpbssd(SUM, ROWS, WEIGHTS);        \
+    else _tile_dpbsud(SUM, ROWS, WEIGHTS);                              \
+    _tile_stored(SUM, to, VECTOR)
 
-template <int R>
-inline void store_totals(float (*totals)[WIDE]) {
-    _tile_stored(0, totals[0], sizeof(*totals));
-    _tile_stored(1, totals[0] + OUTPUTS, sizeof(*totals));
-    if (R > 1) _tile_stored(2, totals[REGISTER_ROWS], sizeof(*totals));
-    if (R > 1) _tile_stored(3, totals[REGISTER_ROWS] + OUTPUTS, sizeof(*totals));
-}
-
-// totals [16 * R, WIDE] += `count` units of R * 16 rows [units, ROW_UNIT] times two tiles.
-template <int R>
-inline void multiply_units(const UnitRow* x, int64_t count,
-                           const UnitPairs (*weights)[PART_UNITS], float (*totals)[WIDE]) {
-    _tile_loadd(0, totals[0], sizeof(*totals));
-    _tile_loadd(1, totals[0] + OUTPUTS, sizeof(*totals));
-    if (R > 1) _tile_loadd(2, totals[REGISTER_ROWS], sizeof(*totals));
-    if (R > 1) _tile_loadd(3, totals[REGISTER_ROWS] + OUTPUTS, sizeof(*totals));
-    for (int64_t u = 0; u < count; u++, x += ROW_UNIT)
-        multiply_unit<R>(x, weights[0][u], weights[1][u]);
-    store_totals<R>(totals);
-}
-
-// The same for up to 16 * R rows in all: totals = all units. AMX multiplies a unit while the next
-// one is decoded.
-template <typename K, int R>
-void multiply_few(const Blocks& weight, int64_t tile, int64_t tiles, const UnitRow* x,
-                  float (*totals)[WIDE]) {
-    alignas(CACHE_LINE) UnitPairs weights[2][TILES] = {};
-    const int64_t units = weight.inputs / UNIT;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t u = 0; u < units; u++) {
-        for (int64_t i = 0; i < tiles; i++) {
-            const uint8_t* unit = weight.unit<K>(tile + i, u);
-            const uint8_t* scales = weight.block_scales<K>(tile + i, u / K::UNITS);
-            fetch_codes<K>(unit);
-            decode_pairs<K>(unit, Numbers<K>(scales, 0), scales, u % K::UNITS, weights[u % 2][i]);
+// sums = the integer products of a unit of rows and a unit of a tile, for each group: one sum, or
+// one for each part. Units alternate between two registers for each operand.
+template <typename K, bool Odd>
+__attribute__((always_inline)) inline void multiply_unit(const int8_t* x, const Decoded<K>& weight,
+                                                         Sums* sums) {
+#pragma GCC unroll 2
+    for (int g = 0; g < K::GROUPS_OF_UNIT; g++) {
+        const int8_t* first = x + place_of<K>(0, g * K::GROUP_VECTORS);
+        const int8_t* second = x + place_of<K>(1, g * K::GROUP_VECTORS);
+        if constexpr (Odd) {
+            _tile_loadd(7, weight.values[g], VECTOR);
+            MULTIPLY(2, 5, 7, first, sums[g * PARTS]);
+            if constexpr (!K::IS_SHORT) { MULTIPLY(3, 5, 7, second, sums[g * PARTS + 1]); }
+        } else {
+            _tile_loadd(6, weight.values[g], VECTOR);
+            MULTIPLY(0, 4, 6, first, sums[g * PARTS]);
+            if constexpr (!K::IS_SHORT) { MULTIPLY(1, 4, 6, second, sums[g * PARTS + 1]); }
         }
-        const UnitPairs* before = weights[1 - u % 2];
-        if (u > 0) multiply_unit<R>(x + (u - 1) * ROW_UNIT, before[0], before[1]);
+    }
+}
+#undef MULTIPLY
+
+// totals [G] += the products of a unit, from their integers.
+template <typename K, int G>
+__attribute__((always_inline)) inline void add_sums(const Sums* sums, const Decoded<K>& weight,
+                                                    const float* scales, const int32_t* input_sums,
+                                                    Vec* totals) {
+#pragma GCC unroll 16
+    for (int r = 0; r < G; r++) {
+        Vec product = {};
+#pragma GCC unroll 2
+        for (int g = 0; g < K::GROUPS_OF_UNIT; g++) {
+            IntVec integers = load_as<IntVec>(sums[g * PARTS][r]);
+            if constexpr (!K::IS_SHORT)
+                integers = (integers << K::PART_BITS) + load_as<IntVec>(sums[g * PARTS + 1][r]);
+            const Vec values = floats(integers);
+            product = g ? add_product(product, values, weight.scales[g]) : values * weight.scales[g];
+            if constexpr (K::HAS_OFFSETS)
+                product = add_product(product, all_lanes(bit_cast<float>(input_sums[g * G + r])),
+                                      weight.offsets[g]);
+        }
+        totals[r] = add_product(totals[r], product, all_lanes(scales[r]));
+    }
+}
+
+// totals [G, OUTPUTS] += `count` units of a group of rows times a tile. AMX multiplies a unit while
+// the sums of the one before are added, and codes from `next` on are prefetched, if that is given.
+template <typename K, int G>
+void multiply_units(const Rounded& x, int64_t at, int64_t count, const Decoded<K>* weights,
+                    const uint8_t* next, float (*totals)[OUTPUTS]) {
+    alignas(CACHE_LINE) Sums sums[2][K::GROUPS_OF_UNIT * PARTS];
+    Vec total[G];
+#pragma GCC unroll 16
+    for (int r = 0; r < G; r++) total[r] = load(totals[r]);
+    const int8_t* parts = x.parts + at * G * ROW_BYTES;
+    const float* scales = x.scales + at * G;
+    const int32_t* input_sums = x.sums + at * 2 * G;
+    const auto multiply = [&](int64_t u) __attribute__((always_inline)) {
+        if (u < count) multiply_unit<K, false>(parts + u * G * ROW_BYTES, weights[u], sums[u % 2]);
+    };
+    const auto add = [&](int64_t u) __attribute__((always_inline)) {
+        add_sums<K, G>(sums[u % 2], weights[u], scales + u * G, input_sums + u * 2 * G, total);
+    };
+    multiply(0);
+    for (int64_t u = 0; u < count; u++) {
+        multiply(u + 1);
+        if (next) fetch_codes<K>(next + u * K::UNIT_CODES);
+        add(u);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < G; r++) vec(totals[r]) = total[r];
+}
+
+// totals [tiles, padded rows, OUTPUTS] = rows times tiles.
+template <typename K, int G>
+void multiply_tiles(const Blocks& weight, int64_t tile, int64_t tiles, const Rounded& x,
+                    int64_t padded, float (*totals)[OUTPUTS]) {
+    Decoded<K> weights[TILES][PART_UNITS];
+    std::memset(totals, 0, tiles * padded * sizeof(*totals));
+    for (int64_t u = 0; u < x.units; u += PART_UNITS) {
+        const int64_t count = std::min<int64_t>(PART_UNITS, x.units - u);
+        for (int64_t t = 0; t < tiles; t++) decode_units<K>(weight, tile + t, u, count, weights[t]);
         __asm__ volatile("" ::: "memory");  // gcc does not know what is read into the registers
+        const int64_t ahead = u + PART_UNITS < x.units ? 0 : tiles - 1;
+        for (int64_t row = 0; row < padded; row += G)
+            for (int64_t t = 0; t < tiles; t++) {
+                const uint8_t* next = weight.unit<K>(tile + t + ahead, u + PART_UNITS);
+                multiply_units<K, G>(x, row / G * x.units + u, count, weights[t],
+                                     row ? nullptr : next, totals + t * padded + row);
+            }
     }
-    const UnitPairs* last = weights[1 - units % 2];
-    multiply_unit<R>(x + (units - 1) * ROW_UNIT, last[0], last[1]);
-    store_totals<R>(totals);
 }
 
-// totals [padded rows, WIDE] = rows, as `pack_rows` writes them, times the tiles from `tile` on.
-template <typename K>
-void multiply_tiles(const Blocks& weight, int64_t tile, const UnitRow* x, int64_t rows,
-                    int64_t padded, float (*totals)[WIDE]) {
-    alignas(CACHE_LINE) UnitPairs weights[TILES][PART_UNITS];
-    static const Shapes shapes;
-    const int64_t units = weight.inputs / UNIT;
-    const int64_t tiles = std::min<int64_t>(TILES, weight.tiles() - tile);
-    _tile_loadconfig(&shapes);
-    if (rows <= ROW_UNIT) {
-        if (rows <= REGISTER_ROWS) multiply_few<K, 1>(weight, tile, tiles, x, totals);
-        else multiply_few<K, 2>(weight, tile, tiles, x, totals);
-        _tile_release();
-        return;
-    }
-    std::memset(totals, 0, padded * sizeof(*totals));
-    if (tiles < TILES) std::memset(weights[tiles], 0, sizeof(weights[tiles]));
-    for (int64_t u = 0; u < units; u += PART_UNITS) {
-        const int64_t count = std::min<int64_t>(PART_UNITS, units - u);
-        for (int64_t i = 0; i < tiles; i++) decode_units<K>(weight, tile + i, u, count, weights[i]);
-        __asm__ volatile("" ::: "memory");  // gcc does not know what is read into the registers
-        for (int64_t row = 0; row < rows; row += ROW_UNIT) {
-            const UnitRow* from = x + row * units + u * ROW_UNIT;
-            if (rows - row > REGISTER_ROWS)
-                multiply_units<2>(from, count, weights, totals + row);
-            else multiply_units<1>(from, count, weights, totals + row);
-        }
-    }
-    _tile_release();
-}
-
-// Copy rows [rows, inputs] to [padded rows / ROW_UNIT, units, ROW_UNIT]. The padding is zero.
-inline void pack_rows(const bf16* x, int64_t stride, int64_t rows, int64_t padded, int64_t inputs,
-                      UnitRow* to, int64_t threads) {
-    const int64_t units = inputs / UNIT;
-    for_each_row(padded, inputs, threads, [&](int64_t row) {
-        UnitRow* at = to + row / ROW_UNIT * ROW_UNIT * units + row % ROW_UNIT;
-        for (int64_t u = 0; u < units; u++, at += ROW_UNIT)
-            if (row < rows) std::memcpy(at, x + row * stride + u * UNIT, sizeof(*at));
-            else std::memset(at, 0, sizeof(*at));
-    });
-}
-
-// out [rows, outputs] = x @ weight.T + bias.
-void block_amx(const Blocks* weight, const bf16* x, int64_t stride, const bf16* bias, bf16* out,
+// out [rows, outputs] = x @ weight.T + bias, in groups of G rows.
+template <typename K, int G>
+void block_amx(const Blocks& weight, const bf16* x, int64_t stride, const bf16* bias, bf16* out,
                int64_t all_rows, int64_t threads) {
-    thread_local std::vector<uint8_t> scratch;  // kept for the next call
-    const int64_t inputs = weight->inputs;
-    const int64_t fitting = INPUT_BYTES / (2 * inputs) / ROW_UNIT * ROW_UNIT;
+    const int64_t fitting = INPUT_BYTES / (PARTS * weight.inputs) / G * G;
     const int64_t most = std::min(MOST_ROWS, std::max(LEAST_ROWS, fitting));
-    with_kind(weight->kind, [&](auto kind) {
-        using K = decltype(kind);
-        for (int64_t first = 0; first < all_rows; first += most) {
-            const int64_t rows = std::min(most, all_rows - first);
-            const int64_t padded = (rows + ROW_UNIT - 1) / ROW_UNIT * ROW_UNIT;
-            const size_t needed = padded * inputs * sizeof(bf16) + CACHE_LINE;
-            if (scratch.size() < needed) scratch.resize(needed);
-            const uintptr_t aligned = (uintptr_t(scratch.data()) + CACHE_LINE - 1) & -CACHE_LINE;
-            UnitRow* packed = (UnitRow*)aligned;
-            pack_rows(x + first * stride, stride, rows, padded, inputs, packed, threads);
-            for_each((weight->tiles() + TILES - 1) / TILES, threads, [&](int64_t task) {
-                alignas(CACHE_LINE) float totals[MOST_ROWS][WIDE];
-                multiply_tiles<K>(*weight, task * TILES, packed, rows, padded, totals);
-                write_outputs(totals, *weight, task * WIDE, bias, rows,
-                              out + first * weight->outputs);
-            });
-        }
-    });
+    for (int64_t first = 0; first < all_rows; first += most) {
+        const int64_t rows = std::min(most, all_rows - first), padded = (rows + G - 1) / G * G;
+        const Rounded rounded =
+            round_rows<K>(x + first * stride, stride, rows, weight.inputs, G, threads);
+        for_each_run((weight.tiles() + TILES - 1) / TILES, threads, [&](int64_t task,
+                                                                        int64_t last) {
+            alignas(CACHE_LINE) float totals[TILES * MOST_ROWS][OUTPUTS];
+            load_shapes<K, G>();
+            for (; task < last; task++) {
+                const int64_t tile = task * TILES;
+                const int64_t tiles = std::min<int64_t>(TILES, weight.tiles() - tile);
+                multiply_tiles<K, G>(weight, tile, tiles, rounded, padded, totals);
+                write_outputs(totals, weight.outputs, tile, tiles, bias, rows, padded,
+                              out + first * weight.outputs);
+            }
+            _tile_release();
+        });
+    }
 }
-
-#else
-
-inline bool has_amx() { return false; }
-void block_amx(const Blocks*, const bf16*, int64_t, const bf16*, bf16*, int64_t, int64_t) {}
 
 #endif
 

@@ -105,7 +105,7 @@ void block_floats(const Blocks* weight, const T* x, int64_t stride, const T* bia
                     const int64_t count = decode_part<K>(*weight, tile, k, weights);
                     add_parts<SOME_ROWS>(weights, wide + k, inputs, count, rows, totals);
                 }
-                write_outputs(totals, *weight, tile * OUTPUTS, bias, rows,
+                write_outputs(totals, weight->outputs, tile, 1, bias, rows, rows,
                               out + first * weight->outputs);
             });
         }

@@ -45,6 +45,10 @@ struct Kind {
     static constexpr int GROUP_BYTES = SCALING == WHOLE ? 0 : SCALING == PAIRS ? 2 : 1;
     static constexpr int UNIT_CODES = (LOW + HIGH) * VECTOR;                          // bytes
     static constexpr int BLOCK_SCALES = (2 * HALVES + GROUPS * GROUP_BYTES) * OUTPUTS;  // bytes
+    // Whether the values of all codes times 2^PART_BITS fit a byte. PART_BITS is the size of the
+    // second part of an input that is rounded to an integer: see block_rounded.h.
+    static constexpr bool IS_SHORT = Meaning == INTEGERS && Low + High <= 4;
+    static constexpr int PART_BITS = IS_SHORT ? 8 - Low - High : 7;
 };
 
 struct Q4_0 : Kind<4, 0, 8, 32, 32, WHOLE, 1> {};

@@ -1,13 +1,12 @@
 """Linear layers and embeddings with weights in GGUF's blocks, multiplied as they are stored.
 
-T rows, K inputs, N outputs. Each output depends only on its own row and on whether there are more
-than MOST_ROUNDED rows, and not on the number of threads. bfloat16 outputs are rounded once.
+T rows, K inputs, N outputs. Each output depends only on its own row: it is the same, bit for bit,
+for any number of rows and threads. bfloat16 outputs are rounded once.
 
 - float32: weights are decoded to float32. Products are added in parts of 256 inputs.
-- bfloat16, few rows: inputs are rounded to integers of 14 bits for each 32 inputs, which is far
-  below their own error. Products of integers are exact, and added in float32 for each 32 inputs.
-- bfloat16, many rows: weights are rounded to bfloat16 for AMX. Without AMX, the arithmetic is that
-  of few rows, or that of float32 on processors without instructions for products of bytes.
+- bfloat16: inputs are rounded to integers of 12 to 14 bits for each 32 inputs (block_rounded.h),
+  which is below their own error. Products of integers are exact. Those of 32 inputs are multiplied
+  by the scales, and added in float32 in the order of the inputs.
 """
 
 import ctypes
@@ -19,7 +18,6 @@ from nanovllm.kernels.cpu.library import DTYPES, address, constant, function
 from nanovllm.kernels.operands.block_matrix import BlockMatrix
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES, BlockType
 
-MOST_ROUNDED = 10  # rows for which integers are faster than AMX
 KINDS = tuple(BLOCK_TYPES)  # as `with_kind` of block_kinds.h numbers them
 
 
@@ -62,10 +60,14 @@ def arrange_blocks(weight: BlockMatrix) -> TiledBlocks:
         weight.shape,
     )
     assert weight.codes.is_contiguous()
+    for memory in (tiled.codes, tiled.scales):
+        function("prefer_large_pages")(memory.data_ptr(), memory.nbytes)
     function("arrange_blocks")(
         ctypes.addressof(tiled.struct), weight.codes.data_ptr(), kind.num_bytes,
         torch.get_num_threads(),
     )  # fmt: skip
+    for memory in (tiled.codes, tiled.scales):
+        function("collapse_pages")(memory.data_ptr(), memory.nbytes)
     return tiled
 
 
@@ -84,8 +86,7 @@ def block_linear(
     assert size_in == weight.shape[1] and x.stride(1) == 1 and x.dtype in DTYPES
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
     out = x.new_empty(num_rows, weight.shape[0])
-    many = num_rows > MOST_ROUNDED and x.dtype == torch.bfloat16
-    function("many_rows_of_blocks" if many else "block_linear", x.dtype)(
+    function("block_linear", x.dtype)(
         ctypes.addressof(weight.struct), x.data_ptr(), x.stride(0), address(bias), out.data_ptr(),
         num_rows, torch.get_num_threads(),
     )  # fmt: skip

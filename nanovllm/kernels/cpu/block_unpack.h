@@ -17,8 +17,6 @@ namespace {
 
 constexpr int PIECES = OUTPUTS / LANES;  // vectors of outputs in a tile
 
-constexpr int64_t BYTES_AHEAD = 1 << 13;  // bytes after the codes that are prefetched
-
 typedef uint8_t Bytes __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Shorts __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
@@ -68,13 +66,11 @@ __attribute__((always_inline)) inline void unpack(const uint8_t* unit, int piece
     }
 }
 
-// Prefetch a unit's codes into the L2 cache: more lines can be in flight to it than to the L1
-// cache.
+// Prefetch a unit's codes into the L2 cache: more lines can be in flight to it than to the L1 cache.
 template <typename K>
 __attribute__((always_inline)) inline void fetch_codes(const uint8_t* unit) {
 #pragma GCC unroll 8
-    for (int at = 0; at < K::UNIT_CODES; at += CACHE_LINE)
-        __builtin_prefetch(unit + BYTES_AHEAD + at, 0, 2);
+    for (int at = 0; at < K::UNIT_CODES; at += CACHE_LINE) __builtin_prefetch(unit + at, 0, 2);
 }
 
 // A float16 number. The exponent's bias is smaller by 112 than that of floats.

@@ -40,8 +40,8 @@ OTHER_SOURCES = {
         ("lora_down", "lora_up", "group_rows", "block_rows"), SOURCE.with_name("lora.cpp")
     ),
     **dict.fromkeys(
-        ("tile_bytes", "arrange_blocks", "block_linear", "many_rows_of_blocks",
-         "weights_of_rows", "outputs_of_tile"),
+        ("tile_bytes", "arrange_blocks", "block_linear", "byte_linear", "weights_of_rows",
+         "outputs_of_tile", "inputs_of_chunk", "prefer_large_pages", "collapse_pages"),
         SOURCE.with_name("block_linear.cpp"),
     ),
     **dict.fromkeys(
@@ -76,8 +76,8 @@ ARGUMENTS = {
     "lora_up": "pppppiippiii",
     "tile_bytes": "iip",
     "arrange_blocks": "ppii",
-    "block_linear": "ppippii",
-    "many_rows_of_blocks": "ppippii",
+    **dict.fromkeys(("prefer_large_pages", "collapse_pages"), "pi"),
+    **dict.fromkeys(("block_linear", "byte_linear"), "ppippii"),
     "weights_of_rows": "ppipi",
     "causal_conv": "pippppipppiiiiii",
     **dict.fromkeys(("channel_delta", "gated_delta"), "pipipippfppipppiiiiiii"),

@@ -29,18 +29,16 @@ def function_address(name: str, dtype: torch.dtype | str = "any") -> Any:
 def multipliers(operand: Any, dtype: torch.dtype) -> tuple[str, str, int] | None:
     """The functions for few rows and for more, and the most rows that are few.
 
-    They are those that `tiled_linear` and `block_linear` call for this operand, and take the
-    address of its `struct`. None if there are no such functions.
+    They are those that `tiled_linear`, `block_linear` and `byte_linear` call for this operand, and
+    take the address of its `struct`. None if there are no such functions.
     """
     kind = type(operand).__name__
     if kind == "TiledMatrix":
         return "tiled_linear", "tiled_linear", ANY_NUMBER
     if kind == "TiledBlocks":
-        from nanovllm.kernels.cpu.block_linear import MOST_ROUNDED
-
-        if dtype == torch.bfloat16:
-            return "block_linear", "many_rows_of_blocks", MOST_ROUNDED
         return "block_linear", "block_linear", ANY_NUMBER
+    if kind == "TiledBytes" and dtype == torch.bfloat16:
+        return "byte_linear", "byte_linear", ANY_NUMBER
     return None
 
 

@@ -12,7 +12,7 @@ CPU_PLACES = PLAIN_PLACES | {
     "sample": "cpu.sample",
     "sample_masked": "cpu.sample",
     "read_table": "cpu.read_table",
-    "arrange": "cpu.tiled_linear",
+    "arrange": "cpu.arranged",
     "arrange_plain": "cpu.tiled_linear",
     "plain_of": "cpu.tiled_linear",
     "arranged_linear": "cpu.tiled_linear:tiled_linear",

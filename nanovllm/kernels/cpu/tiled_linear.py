@@ -7,12 +7,16 @@ pairs.py says, and multiplied by AMX, if the processor has it.
 
 import ctypes
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.kernels.cpu import huge_pages, pairs, processor
 from nanovllm.kernels.cpu.library import DTYPES, address, constant, function
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.cpu.byte_linear import TiledBytes
 
 # As `Kind` of tiled_linear.h numbers them.
 KINDS = ("int8", "int4", "e4m3", "bfloat16", "float32", "pairs", "rows")
@@ -91,8 +95,10 @@ def arrange_plain(weight: torch.Tensor, is_table: bool = False) -> TiledMatrix |
     return _arranged(weight.detach(), PLAIN[weight.dtype], weight.shape[1])
 
 
-def plain_of(weight: TiledMatrix) -> torch.Tensor | None:
+def plain_of(weight: "TiledMatrix | TiledBytes") -> torch.Tensor | None:
     """The plain weight [N, K] that `arrange_plain` copied; None if it was a quantized one."""
+    if not isinstance(weight, TiledMatrix):
+        return None
     if weight.kind == "pairs":
         return pairs.of_units(weight.codes, weight.shape)
     if weight.kind == "rows":
@@ -155,12 +161,14 @@ def _arranged(
 
 
 def tiled_linear(
-    x: torch.Tensor, weight: TiledMatrix, bias: torch.Tensor | None = None
+    x: torch.Tensor, weight: "TiledMatrix | TiledBytes", bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`x @ weight.T + bias` [T, N] of x [T, K]. Reads each weight once for up to 128 rows or more.
 
     An output depends only on its own row, and not on the number of threads.
     """
+    if not isinstance(weight, TiledMatrix):
+        return weight.linear(x, bias)
     num_rows, size_in = x.shape
     size_out = weight.shape[0]
     assert size_in == weight.shape[1] and x.stride(1) == 1 and x.dtype in DTYPES

@@ -17,7 +17,7 @@ class QuantizedMatrix:
 
     `rounds_inputs` allows kernels to round the inputs to the type of the codes, which is faster if
     the device multiplies that type. All inputs have the scale `input_scale`; without it, each row
-    has its own.
+    has its own. `input_dtype` is the type of most inputs, if it is known.
     """
 
     codes: torch.Tensor
@@ -28,6 +28,7 @@ class QuantizedMatrix:
     order: torch.Tensor | None = None
     rounds_inputs: bool = False
     input_scale: torch.Tensor | None = None
+    input_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         *stack, size_out, size_in = self.codes.shape
