@@ -9,7 +9,7 @@ the capture runs, and is tested, anywhere.
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,9 +22,6 @@ from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.start.placement import Placement
 from nanovllm.layers.context import reading
 from nanovllm.layers.ranks import Ranks
-
-if TYPE_CHECKING:
-    from nanovllm.engine.run.shard import Shard
 
 Result = TypeVar("Result")
 
@@ -140,7 +137,7 @@ class GraphStep:
         return self.draws.keep(not_drawn(size, decoding, logits), token_ids)
 
 
-def decode_graphs(shard: "Shard", num_running: int) -> DecodeGraphs:
+def decode_graphs(shard: Any, num_running: int) -> DecodeGraphs:
     """The decode steps of a shard in all sizes, not captured."""
     ranks, device, placement = shard.ranks, shard.device, shard.placement
     sizes, num_rows = graph_sizes(num_running, shard.parts, placement)
@@ -148,7 +145,8 @@ def decode_graphs(shard: "Shard", num_running: int) -> DecodeGraphs:
     if ranks.peer_kernels:
         columns = shard.model.lm_head.rank_part.num_rows
     logits = torch.empty(num_rows, columns, dtype=placement.dtype, device=device)
-    redraws, draws, kernels = None, shard.draws, shard.backend.kernels
+    redraws, kernels = None, shard.backend.kernels
+    draws: Draws = shard.draws
 
     def draw(computed: Computed, rows: torch.Tensor, masks: torch.Tensor) -> Computed:
         """Draw these rows of a step again, under `masks`, and store all tokens."""

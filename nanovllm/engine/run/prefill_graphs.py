@@ -9,7 +9,7 @@ tested, anywhere.
 import functools
 from collections.abc import Iterable, Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
 from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.run.transfer import Array, upload_ahead
 from nanovllm.layers.context import Context
-
-if TYPE_CHECKING:
-    from nanovllm.engine.run.shard import Shard
 
 # From 32 on, at most a third of a step's tokens are padding.
 TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
@@ -246,7 +243,7 @@ def _without_padding(
     )  # fmt: skip
 
 
-def prefill_graphs(shard: "Shard", num_running: int) -> PrefillGraphs | None:
+def prefill_graphs(shard: Any, num_running: int) -> PrefillGraphs | None:
     """Short prefills of a shard in all sizes, not captured; they run on any device.
 
     None if attention or a part that layers read cannot compute padding, if no layer attends, or if
@@ -264,7 +261,7 @@ def prefill_graphs(shard: "Shard", num_running: int) -> PrefillGraphs | None:
 
 
 def captured_graphs(
-    shard: "Shard", num_running: int, has_run: bool
+    shard: Any, num_running: int, has_run: bool
 ) -> tuple[DecodeGraphs, PrefillGraphs | None]:
     """Capture the decode steps and short prefills of a shard. `Capture` explains `has_run`."""
     capture = Capture(shard.device, has_run)
