@@ -94,7 +94,7 @@ def prefill_attention(
 
     Blocks that no query sees are not read. Rows after the last sequence's are 0.
     """
-    window, outs = kv.window, []
+    window, outs = kv.window, [q[:0]]
     for group in plan.groups:
         queries = q[group.q_rows].transpose(1, 2)  # [B, H, Q, D]
         k_starts = torch.zeros_like(group.q_starts)

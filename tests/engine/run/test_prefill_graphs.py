@@ -81,7 +81,7 @@ def model(request: pytest.FixtureRequest, model_dir: Path, windowed_dir: Path) -
         dict(max_num_batched_tokens=600),
         dict(max_num_batched_tokens=13),
         dict(max_num_batched_tokens=70, num_kvcache_blocks=96),
-        dict(max_num_batched_tokens=70, scheduling="mixed"),
+        dict(max_num_batched_tokens=70, scheduling="mixed", overlap=True),
         dict(
             max_num_batched_tokens=70,
             speculative_config={"method": "ngram", "num_speculative_tokens": 3},
