@@ -25,16 +25,20 @@ from nanovllm.layers.context import Context
 
 # From 32 on, at most a third of a step's tokens are padding.
 TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+CROWDED = (128, 256, 384, 512, 768, 1024)  # also captured for steps of mostly decoding sequences
 
 
 def sizes_up_to(num_running: int, has_marks: bool = False) -> list[PrefillSize]:
-    """The sizes to capture where at most `num_running` sequences run.
+    """The sizes to capture where at most `num_running` sequences run, the smallest first.
 
-    A quarter of the tokens may be sequences of their own, such as decoding ones. Only some steps
-    have marks: they have fewer sizes.
+    A quarter of the tokens may be sequences of their own, such as decoding ones, and in some sizes
+    all. Only some steps have marks: they have fewer sizes.
     """
-    sizes = [PrefillSize(tokens, 1 + min(num_running, max(8, tokens // 4))) for tokens in TOKENS]
-    marked = [size._replace(is_marked=True) for size in sizes[1::2]]
+    few = {tokens: min(num_running, max(8, tokens // 4)) for tokens in TOKENS}
+    many = {tokens: min(num_running, tokens) for tokens in CROWDED}
+    pairs = {*few.items(), *many.items()}
+    sizes = [PrefillSize(tokens, 1 + seqs) for tokens, seqs in sorted(pairs)]
+    marked = [PrefillSize(tokens, 1 + few[tokens], is_marked=True) for tokens in TOKENS[1::2]]
     return sizes + marked if has_marks else sizes
 
 
@@ -165,11 +169,16 @@ class PrefillGraphs:
     def fitting(
         self, num_tokens: int, num_seqs: int, num_needed: int, is_marked: bool = False
     ) -> PrefillSize | None:
-        """The smallest size for so many tokens, sequences and hidden states, if there is one."""
+        """The smallest size for so many tokens, sequences and hidden states, if there is one.
+
+        Large layers are bound by arithmetic: more padding than between two sizes costs more than
+        the launches, except with marks, which have half of the sizes.
+        """
         most = max(num_seqs + 1, num_needed)
+        largest = (2 if is_marked else 1.5) * num_tokens + 32
         fitting = (
             size for size in self.sizes
-            if num_tokens <= size.num_tokens and most <= size.num_seqs
+            if num_tokens <= size.num_tokens <= largest and most <= size.num_seqs
             and is_marked == size.is_marked
         )  # fmt: skip
         return next(fitting, None)

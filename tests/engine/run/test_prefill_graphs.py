@@ -108,26 +108,33 @@ def test_a_prefill_runs_in_the_next_larger_size(model_dir: Path) -> None:
         assert [size.num_tokens for size in sizes] == [16, 16, 32, 48, 256]
 
 
-def test_many_sequences_need_a_larger_size() -> None:
-    sizes = sizes_up_to(64)
-    assert [size.num_tokens for size in sizes] == [*TOKENS]
-    with_seqs = {size.num_tokens: size.num_seqs for size in sizes}
-    assert with_seqs[16] == 9 and with_seqs[128] == 33 and with_seqs[1024] == 65
+@pytest.mark.parametrize("has_marks", [False, True])
+def test_every_short_prefill_has_a_size_with_little_padding(has_marks: bool) -> None:
+    sizes = sizes_up_to(64, has_marks)
+    assert len({*sizes}) == len(sizes) and {size.num_tokens for size in sizes} == {*TOKENS}
+    graphs = PrefillGraphs.__new__(PrefillGraphs)
+    graphs.sizes = sizes
+    for tokens in range(1, TOKENS[-1] + 1):
+        found = graphs.fitting(tokens, 1, 1, has_marks)
+        assert found is not None and found.num_tokens <= (2 if has_marks else 1.5) * tokens + 32
+        assert found.is_marked == has_marks
+    assert graphs.fitting(TOKENS[-1] + 1, 1, 1, has_marks) is None
     assert max(size.num_seqs for size in sizes_up_to(3)) == 4
 
 
 @pytest.mark.parametrize(
     ("tokens", "seqs", "needed", "found"),
-    [(16, 8, 8, 16), (16, 9, 8, 48), (17, 1, 1, 32), (10, 1, 10, 48), (2049, 1, 1, None)],
-)
+    [(16, 8, 8, (16, 9)), (16, 9, 8, (48, 13)), (17, 1, 1, (32, 9)), (10, 1, 10, None),
+     (100, 64, 64, (128, 65)), (100, 30, 30, (128, 33)), (200, 64, 64, (256, 65)),
+     (129, 64, 65, None), (2049, 1, 1, None)],
+)  # fmt: skip
 def test_one_sequence_of_a_size_stays_unused(
-    tokens: int, seqs: int, needed: int, found: int | None, model_dir: Path
+    tokens: int, seqs: int, needed: int, found: tuple[int, int] | None
 ) -> None:
-    with make_llm(model_dir, max_num_seqs=64) as llm:
-        graphs = prefill_graphs(llm.model_runner.shard, 64)
-        assert graphs is not None
-        fitting = graphs.fitting(tokens, seqs, needed)
-        assert (fitting and fitting.num_tokens) == found
+    graphs = PrefillGraphs.__new__(PrefillGraphs)
+    graphs.sizes = sizes_up_to(64)
+    fitting = graphs.fitting(tokens, seqs, needed)
+    assert (fitting and fitting[:2]) == found
 
 
 def test_arrays_are_padded_behind_their_ends() -> None:
@@ -165,7 +172,7 @@ def on_gpu(model_dir: Path) -> Iterator[LLM]:
 def test_replays_equal_steps_without_graphs(on_gpu: LLM) -> None:
     shard = on_gpu.model_runner.shard
     graphs = shard.short_prefills
-    assert isinstance(graphs, PrefillGraphs) and len(graphs.graphs) == len(TOKENS)
+    assert isinstance(graphs, PrefillGraphs) and len(graphs.graphs) == len(graphs.sizes)
     replayed = token_ids(on_gpu)
     on_gpu.llm_engine.reset_prefix_cache()
     shard.short_prefills = None
