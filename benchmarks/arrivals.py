@@ -57,10 +57,10 @@ def measure(llm: LLM, left: list[Arrival]) -> dict[str, Any]:
         llm.step()
         now = time.perf_counter() - start
         for seq, (since, length) in [*last.items()]:
-            if seq.num_tokens > length:
+            if seq.num_known_tokens > length:
                 is_first = length == seq.num_prompt_tokens
                 (first[length > LONG] if is_first else gaps).append(now - since)
-                last[seq] = now, seq.num_tokens
+                last[seq] = now, seq.num_known_tokens
             if seq.finish_reason is not None:
                 del last[seq]
     return {

@@ -26,7 +26,7 @@ LONG = 2048  # tokens of a prompt
 
 
 class Costs(NamedTuple):
-    """Estimated times of steps. A step with prompts is launched kernel by kernel."""
+    """Estimated times of steps; those with prompts as before short prefills were graphs."""
 
     decode_ms: float  # a decode step without its rows
     row_us: float  # each row of it

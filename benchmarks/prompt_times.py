@@ -7,12 +7,13 @@
 Each engine stays in a process of its own, with random weights, and one computes at a time. A turn
 gives each of them the same number of new prompts of the same length, all at once, with one greedy
 token each. Times are from the call to its return, in the engine's process: of `LLM.generate`, or
-with `--way async` of as many calls of `AsyncLLM.generate`. A line for each kind of prompts has
+with `--way async` of as many calls of our `AsyncLLM.generate`. A line for each kind of prompts has
 medians in milliseconds and the quartiles; the last line is JSON.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -94,13 +95,25 @@ def serve(name: str, model: str, way: str, options: dict[str, Any]) -> None:
 class Served:
     """An engine in a process."""
 
-    def __init__(self, engine: "Engine", model: str, way: str, options: str) -> None:
+    def __init__(
+        self, engine: "Engine", model: str, way: str, options: str, stack: contextlib.ExitStack
+    ) -> None:
         command = [engine.python, __file__, "--serve", engine.name, model, way, options]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=engine.env()
         )
+        stack.callback(self.close)
         self.name = engine.name
         self.read()
+
+    def close(self) -> None:
+        """End the process: it ends by itself when its input ends."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
 
     def read(self) -> Any:
         """The next answer."""
@@ -157,6 +170,8 @@ def main() -> None:
     parser.add_argument("--peer-python", nargs="+", default=[], metavar="vllm=PYTHON")
     parser.add_argument("--options", default="{}", metavar="JSON", help="of our engine")
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error("--rounds must be at least 2, for quartiles")
     from peers import ROOT, Engine, pairs, program
 
     sys.path.insert(0, str(ROOT))
@@ -170,12 +185,11 @@ def main() -> None:
         from nanovllm.bench.shapes import write_shape
 
         write_shape(args.shape, Path(folder))
-        served = [Served(engine, folder, args.way, json.dumps(options)) for engine in engines]
-        try:
+        with contextlib.ExitStack() as stack:
+            served = [
+                Served(engine, folder, args.way, json.dumps(options), stack) for engine in engines
+            ]
             rows = measure(served, args.prompts, args.rounds)
-        finally:
-            for engine in served:
-                engine.process.kill()
     figures = {"shape": args.shape, "way": args.way, "rounds": args.rounds, "rows": rows}
     print(json.dumps({"benchmark": "prompt_times", **figures}))
 

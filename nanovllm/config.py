@@ -191,7 +191,7 @@ class Config:
     )
     scheduling: str | None = option(
         None,
-        "`fair`: a token for each running sequence in every step, and few tokens of prompts;"
+        "`fair`: a token for each running sequence in each step, and few tokens of prompts;"
         " `mixed`: prompts get all that is left; `prefill-first`: prompts first, for throughput",
         one_of("prefill-first", "fair", "mixed"),
         none="`fair` with `AsyncLLM` and the server, else `prefill-first`",

@@ -55,7 +55,7 @@ def has_kv(case: Case) -> bool:
 @pytest.mark.parametrize("chunk", [20, 300])
 def test_padded_prefills_leave_the_same_states(chunk: int, case: Case) -> None:
     if not has_kv(case):
-        return
+        pytest.skip("prefills of models without attention are no graphs")
     with make_llm(case.path, attention_backend="torch", max_num_batched_tokens=chunk) as llm:
         use_graphs(llm)
         graphs = llm.model_runner.shard.short_prefills

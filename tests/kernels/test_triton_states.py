@@ -230,6 +230,18 @@ def test_padding_changes_no_sequence(shape: Shape, prefill: Prefill, kernel_devi
     assert torch.equal(kept[:DUMP], old[:DUMP])
 
 
+def test_steps_with_many_kept_states_do_not_fit() -> None:
+    """Each kept state within a sequence ends a chunk; such a step is not computed by a graph."""
+    kept = dict.fromkeys(range(20, 120), CHECKPOINTS)
+    step = Prefill((130,), (0,), kept).step("cpu")
+    prefill = PrefillInputs(*[np.zeros(0, np.int64)] * 3, step.ends, *[np.zeros(0, np.int64)] * 4)
+    arrays = {"states_starts": step.starts, "states_after": step.after.numpy()}
+    inputs = StepInputs(1, 0, NO_CHANGES, prefill, arrays=arrays)
+    assert not PaddedStates(PrefillSize(192, 9)).fits(inputs)
+    arrays["states_after"][20:118] = -1
+    assert PaddedStates(PrefillSize(192, 9)).fits(inputs)
+
+
 def test_chunks_end_at_positions_kept_tokens_and_sequences() -> None:
     """Sequences with few tokens come last, with their chunks."""
     ends, starts = torch.tensor([0, 2, 72, 90]).numpy(), torch.tensor([63, 60, 5]).numpy()

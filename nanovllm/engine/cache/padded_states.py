@@ -7,7 +7,13 @@ import torch
 from nanovllm.engine.run.padded import PrefillSize, aligned
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.transfer import Array
-from nanovllm.kernels.operands.state_chunks import CHUNK, ChunkTables, StateChunks, chunk_tables
+from nanovllm.kernels.operands.state_chunks import (
+    CHUNK,
+    FEW,
+    ChunkTables,
+    StateChunks,
+    chunk_tables,
+)
 from nanovllm.kernels.operands.state_step import StateStep
 
 
@@ -16,7 +22,7 @@ class _Arrays(NamedTuple):
     after: torch.Tensor  # [T]
     ends: torch.Tensor  # [S + 1]
     chunks: torch.Tensor  # [C, 4], int32
-    parts: torch.Tensor  # [2 * S, 8], int32: those of long sequences, then those of short ones
+    parts: torch.Tensor  # [L + S, 8], int32: those of L long sequences, then those of short ones
     kept: torch.Tensor  # [T], int32
 
 
@@ -26,11 +32,14 @@ class PaddedStates:
     def __init__(self, size: PrefillSize) -> None:
         self.size = size
         # A sequence has up to two chunks more than it fills, and some for kept states within it.
-        self.num_long_chunks = size.num_tokens // CHUNK + 2 * size.num_seqs
+        self.num_long = min(size.num_seqs, size.num_tokens // (FEW + 1) + 1)
+        self.num_long_chunks = size.num_tokens // CHUNK + 2 * self.num_long
         self._num_chunks = self.num_long_chunks + 2 * size.num_seqs
         tokens, seqs, _ = size
+        num_parts = self.num_long + seqs
         self._lengths = [
-            aligned(seqs), tokens, aligned(seqs + 1), 2 * self._num_chunks, 8 * seqs, tokens // 2
+            aligned(seqs), tokens, aligned(seqs + 1), 2 * self._num_chunks, 4 * num_parts,
+            tokens // 2,
         ]  # fmt: skip
         self.words = sum(self._lengths)
         self._tables: ChunkTables | None = None  # of the step that was asked for last
@@ -50,7 +59,7 @@ class PaddedStates:
     def fill(self, words: Array, inputs: StepInputs) -> None:
         """Write a step's slots and chunks."""
         assert inputs.prefill is not None and self._tables is not None
-        own, (tables, num_seqs) = self._parts(torch.from_numpy(words)), (self._tables, self.size[1])
+        own, tables = self._parts(torch.from_numpy(words)), self._tables
         for tensor, array, padding in (
             (own.before, inputs.arrays["states_before"], 0),
             (own.after, inputs.arrays["states_after"], -1),
@@ -63,18 +72,15 @@ class PaddedStates:
         long, short = tables.num_long_chunks, len(tables.chunks) - tables.num_long_chunks
         own.chunks[:long] = tables.chunks[:long]
         own.chunks[self.num_long_chunks :][:short] = tables.chunks[long:]
-        own.parts[: tables.num_long] = tables.parts[: tables.num_long]
-        own.parts[num_seqs:][: len(tables.parts) - tables.num_long] = tables.parts[
-            tables.num_long :
-        ]
+        of_long, of_short = tables.parts[: tables.num_long], tables.parts[tables.num_long :]
+        own.parts[: len(of_long)] = of_long
+        own.parts[self.num_long :][: len(of_short)] = of_short
         own.kept[: len(tables.kept)] = tables.kept
 
     def read(self, words: torch.Tensor) -> StateStep:
         """Where the rows find and leave states."""
         own = self._parts(words)
-        chunks = StateChunks(
-            own.chunks, own.parts, own.kept, self.size.num_seqs, self.num_long_chunks
-        )
+        chunks = StateChunks(own.chunks, own.parts, own.kept, self.num_long, self.num_long_chunks)
         # Plain kernels read the ends on the host, and are not captured.
         ends = own.ends.numpy() if words.device.type == "cpu" else ()
         step = StateStep(own.before, own.after, ends, is_padded=True)

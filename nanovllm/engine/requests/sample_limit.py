@@ -94,9 +94,9 @@ class SampleLimit:
 
         Preempt the youngest one if a request of others was refused: it lacks memory.
         """
-        held = {block for seq in samples for block in seq.held_blocks}
         others_first, self._ran = self._ran and not samples, bool(samples)
-        if not others_first and len(held) <= scheduler.caches.blocks.num_blocks // PART:
+        most = scheduler.caches.blocks.num_blocks // PART
+        if not others_first and not _hold_more(samples, most):
             return
         self.num_left, refused = 0, scheduler.admission.refused
         if refused is None or refused.parts.samples is self or len(samples) < 2:
@@ -112,6 +112,13 @@ class SampleLimit:
     def _end(self, waiting: deque[Sequence]) -> int:
         """The index after the samples in the queue."""
         return bisect.bisect(waiting, self._last, key=order)
+
+
+def _hold_more(samples: list[Sequence], most: int) -> bool:
+    """Whether the samples hold more than `most` blocks, each counted once."""
+    if sum(len(table) for seq in samples for table in seq.block_tables) <= most:
+        return False
+    return len({block for seq in samples for block in seq.held_blocks}) > most
 
 
 def _first_ordinary(waiting: deque[Sequence]) -> list[int]:

@@ -23,22 +23,28 @@ from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.run.transfer import Array, upload_ahead
 from nanovllm.layers.context import Context
 
-# From 32 on, at most a third of a step's tokens are padding.
+# From 32 on, at most a third of a step's tokens are padding, and half of them with marks.
 TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 CROWDED = (128, 256, 384, 512, 768, 1024)  # also captured for steps of mostly decoding sequences
 
 
-def sizes_up_to(num_running: int, has_marks: bool = False) -> list[PrefillSize]:
-    """The sizes to capture where at most `num_running` sequences run, the smallest first.
+def sizes_up_to(
+    num_running: int, num_tokens: int = TOKENS[-1], has_marks: bool = False
+) -> list[PrefillSize]:
+    """The sizes to capture for up to `num_running` sequences and `num_tokens` in a step.
 
     A quarter of the tokens may be sequences of their own, such as decoding ones, and in some sizes
-    all. Only some steps have marks: they have fewer sizes.
+    without marks all. Only some steps have marks: they have fewer sizes.
     """
-    few = {tokens: min(num_running, max(8, tokens // 4)) for tokens in TOKENS}
-    many = {tokens: min(num_running, tokens) for tokens in CROWDED}
+    smaller = (0, *TOKENS)
+    used = [tokens for tokens, less in zip(TOKENS, smaller, strict=False) if less < num_tokens]
+    # With more than eight sequences, Hopper's kernel, which writes no padding, takes longer steps.
+    few = {tokens: max(8, min(num_running, tokens // 4)) for tokens in used}
+    many = {tokens: max(8, min(num_running, tokens)) for tokens in CROWDED if tokens in few}
     pairs = {*few.items(), *many.items()}
     sizes = [PrefillSize(tokens, 1 + seqs) for tokens, seqs in sorted(pairs)]
-    marked = [PrefillSize(tokens, 1 + few[tokens], is_marked=True) for tokens in TOKENS[1::2]]
+    odd = {*used[1::2], used[-1]}
+    marked = [PrefillSize(tokens, 1 + few[tokens], is_marked=True) for tokens in sorted(odd)]
     return sizes + marked if has_marks else sizes
 
 
@@ -156,7 +162,7 @@ class PrefillGraphs:
         self._steps = {size: PaddedStep(size, num_groups, parts, self._device) for size in sizes}
 
     def capture(self, capture: Capture) -> None:
-        """Capture every size, largest first."""
+        """Capture every size: those with marks first, and the largest ones before others."""
         for size in reversed(self.sizes):
             self.graphs[size] = capture(functools.partial(self.run, size))
 
@@ -172,7 +178,8 @@ class PrefillGraphs:
         """The smallest size for so many tokens, sequences and hidden states, if there is one.
 
         Large layers are bound by arithmetic: more padding than between two sizes costs more than
-        the launches, except with marks, which have half of the sizes.
+        the launches, except with marks, which have half of the sizes. A step of mostly decoding
+        sequences with marks has none.
         """
         most = max(num_seqs + 1, num_needed)
         largest = (2 if is_marked else 1.5) * num_tokens + 32
@@ -252,7 +259,9 @@ def _without_padding(
     )  # fmt: skip
 
 
-def prefill_graphs(shard: Any, num_running: int) -> PrefillGraphs | None:
+def prefill_graphs(
+    shard: Any, num_running: int, num_tokens: int = TOKENS[-1]
+) -> PrefillGraphs | None:
     """Short prefills of a shard in all sizes, not captured; they run on any device.
 
     None if attention or a part that layers read cannot compute padding, if no layer attends, or if
@@ -265,16 +274,17 @@ def prefill_graphs(shard: Any, num_running: int) -> PrefillGraphs | None:
         return None
     if not groups or shard.ranks.size > 1:
         return None
-    sizes = sizes_up_to(num_running, shard.marking is not None)
+    sizes = sizes_up_to(num_running, num_tokens, shard.marking is not None)
     return PrefillGraphs(shard.forward, shard.table, len(groups), parts, sizes)
 
 
 def captured_graphs(
-    shard: Any, num_running: int, has_run: bool
+    shard: Any, num_running: int, num_tokens: int
 ) -> tuple[DecodeGraphs, PrefillGraphs | None]:
-    """Capture the decode steps and short prefills of a shard. `Capture` explains `has_run`."""
-    capture = Capture(shard.device, has_run)
-    decodes, prefills = shard.decode_graphs(num_running), prefill_graphs(shard, num_running)
+    """Capture the decode steps and short prefills of a shard."""
+    capture = Capture(shard.device, shard.has_captured)
+    decodes = shard.decode_graphs(num_running)
+    prefills = prefill_graphs(shard, num_running, num_tokens)
     decodes.capture(capture)
     if prefills is not None:
         prefills.capture(capture)

@@ -74,7 +74,7 @@ class Shard:
         self.marking = next((part for part in self.parts if part.marks_rows), None)
         self.graphs: DecodeGraphs | None = None
         self.short_prefills: PrefillGraphs | None = None
-        self._has_captured = False
+        self.has_captured = False
         self._num_threads = num_threads
         self.make_redraws = make_redraws
         self.memory = memory  # of weights and caches, if sleep can free it
@@ -181,12 +181,12 @@ class Shard:
 
         return decode_graphs(self, num_running)
 
-    def capture_graphs(self, num_running: int) -> int:
-        """Capture decode steps and short prefills; returns how many graphs there are."""
+    def capture_graphs(self, num_running: int, num_tokens: int) -> int:
+        """Capture decode steps and short prefills; returns how many of these there are."""
         from nanovllm.engine.run.prefill_graphs import captured_graphs
 
-        self.graphs, self.short_prefills = captured_graphs(self, num_running, self._has_captured)
-        self._has_captured = True
+        self.graphs, self.short_prefills = captured_graphs(self, num_running, num_tokens)
+        self.has_captured = True
         return len(self.graphs.sizes) + len(
             self.short_prefills.sizes if self.short_prefills else ()
         )

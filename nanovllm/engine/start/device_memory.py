@@ -3,7 +3,7 @@
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.engine_config import most_running
+from nanovllm.engine.engine_config import most_running, most_tokens
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.start.warm_up import warm_up
 from nanovllm.kernels.kv_layer import CODES
@@ -19,7 +19,7 @@ def free_device_bytes(shard: Shard, config: Config) -> int:
     activations = _activation_bytes(shard, config, num_running)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    graphs = _graph_bytes(shard, num_running)
+    graphs = _graph_bytes(shard, num_running, most_tokens(config))
     others = total - free
     return int(total * config.gpu_memory_utilization) - others - activations - graphs
 
@@ -48,13 +48,14 @@ def copies_of_cache(shard: Shard) -> float:
     return copied
 
 
-def _graph_bytes(shard: Shard, num_running: int) -> int:
-    """Measure the memory of the decode graphs, by capturing them on a placeholder cache."""
+def _graph_bytes(shard: Shard, num_running: int, num_tokens: int) -> int:
+    """Measure the memory of all graphs, by capturing them on a placeholder cache."""
     if not shard.placement.uses_graphs:
         return 0
     shard.caches.allocate(1, num_running)
     before, _ = torch.cuda.mem_get_info(shard.device)
-    shard.capture_graphs(num_running)
+    shard.capture_graphs(num_running, num_tokens)
+    torch.cuda.empty_cache()  # of the steps that ran before their capture
     after, _ = torch.cuda.mem_get_info(shard.device)
     shard.drop_graphs()
     shard.caches.release()

@@ -54,7 +54,9 @@ def compile_steps(shard: Shard, config: Config) -> None:
         for size in graphs.sizes:
             if shard.placement.uses_graphs or size.num_seqs == 1:
                 graphs.run(size)
-        if shard.placement.uses_graphs and (prefills := prefill_graphs(shard, num_running)):
+        if shard.placement.uses_graphs and (
+            prefills := prefill_graphs(shard, num_running, most_tokens(config))
+        ):
             for size_of_prefill in prefills.sizes:
                 prefills.run(size_of_prefill)
 
@@ -73,13 +75,13 @@ def warm_up(shard: Shard, config: Config, num_running: int) -> None:
 
 
 def first_steps(shard: Shard, config: Config, num_running: int) -> None:
-    """Run the first steps with the shard's table and pool, and capture the decode graphs."""
+    """Run the first steps with the shard's table and pool, and capture all graphs."""
     warm_up(shard, config, num_running)  # compiles kernels; fails here, not in a step
     if not shard.placement.uses_graphs:
         shard.decode_graphs(num_running).run(Size(1))  # compiles what decode needs
         return
     start = time.perf_counter()
-    num_graphs = shard.capture_graphs(num_running)
+    num_graphs = shard.capture_graphs(num_running, most_tokens(config))
     seconds = time.perf_counter() - start
     logger.info("%d graphs captured in %.1f s", num_graphs, seconds)
     shard.drafting.measure(shard)

@@ -110,7 +110,7 @@ def test_a_prefill_runs_in_the_next_larger_size(model_dir: Path) -> None:
 
 @pytest.mark.parametrize("has_marks", [False, True])
 def test_every_short_prefill_has_a_size_with_little_padding(has_marks: bool) -> None:
-    sizes = sizes_up_to(64, has_marks)
+    sizes = sizes_up_to(64, has_marks=has_marks)
     assert len({*sizes}) == len(sizes) and {size.num_tokens for size in sizes} == {*TOKENS}
     graphs = PrefillGraphs.__new__(PrefillGraphs)
     graphs.sizes = sizes
@@ -119,7 +119,15 @@ def test_every_short_prefill_has_a_size_with_little_padding(has_marks: bool) -> 
         assert found is not None and found.num_tokens <= (2 if has_marks else 1.5) * tokens + 32
         assert found.is_marked == has_marks
     assert graphs.fitting(TOKENS[-1] + 1, 1, 1, has_marks) is None
-    assert max(size.num_seqs for size in sizes_up_to(3)) == 4
+
+
+@pytest.mark.parametrize(("budget", "largest"), [(1, 16), (16, 16), (17, 32), (700, 768)])
+def test_no_size_is_larger_than_steps_need(budget: int, largest: int) -> None:
+    for has_marks in (False, True):
+        sizes = sizes_up_to(3, budget, has_marks)
+        assert max(size.num_tokens for size in sizes) == largest
+        assert {size.num_seqs for size in sizes} == {9}, "Hopper's kernel does not clear rows"
+        assert {size.is_marked for size in sizes} == {False, has_marks}
 
 
 @pytest.mark.parametrize(
