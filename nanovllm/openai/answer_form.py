@@ -61,7 +61,7 @@ def asks_for_prompt(body: Mapping[str, Any]) -> bool:
 def _num_best(body: Mapping[str, Any], streams: bool) -> int | None:
     """How many of `best_of` samples are returned; None if it is all of them."""
     n, best_of = body.get("n", 1), body.get("best_of", 1)
-    if best_of == 1:
+    if best_of == 1 and (n == 1 or body.get("best_of") is None):
         return None
     check_int("n (with best_of)", n, 1, best_of)
     if streams:

@@ -158,6 +158,7 @@ def test_the_best_of_several_samples(client: httpx.Client) -> None:
         assert parsed.params.prompt_logprobs is None
     assert "streamed" in refused(client, best_of=2, stream=True)["message"]
     assert "n (with best_of)" in refused(client, best_of=2, n=3)["message"]
+    assert "n (with best_of)" in refused(client, best_of=1, n=2)["message"]
     assert "it is for /v1/completions" in refused(client, CHAT, best_of=2)["message"]
 
 
