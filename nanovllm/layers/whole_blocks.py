@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.formats.format import Matrix
 from nanovllm.kernels.cpu.library import prepare, use_pool
-from nanovllm.kernels.cpu.products import multipliers
+from nanovllm.kernels.cpu.products import multiplier
 from nanovllm.kernels.cpu.whole_blocks import (
     BlockOperands,
     ContextStruct,
@@ -70,7 +70,7 @@ def few_rows_of(model: Any, kernels: Kernels) -> "OneCall | None":  # noqa: ARG0
 
 def _is_ours(linear: LinearBase) -> bool:
     """Whether our functions multiply all matrices of a layer."""
-    return all(multipliers(one, torch.bfloat16) for one in _operands_of(linear))
+    return all(multiplier(one, torch.bfloat16) for one in _operands_of(linear))
 
 
 def has_form(block: Any) -> bool:
