@@ -5,6 +5,7 @@ our own functions multiply. Results are equal bit for bit to those of one call a
 other steps and models are computed in that way.
 """
 
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 
 from nanovllm.formats.format import Matrix
-from nanovllm.kernels.cpu.library import use_pool
-from nanovllm.kernels.cpu.products import multipliers
+from nanovllm.kernels.cpu.library import prepare, use_pool
+from nanovllm.kernels.cpu.products import multiplier
 from nanovllm.kernels.cpu.whole_blocks import (
     BlockOperands,
     ContextStruct,
@@ -35,6 +36,9 @@ from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.mixer import Mixer, ProjectedMixer, Ropes, SelfAttention
 from nanovllm.layers.plus_one_norm import factors_of
 from nanovllm.layers.rms_norm import RMSNorm
+from nanovllm.layers.watched_blocks import WatchedBlocks
+
+logger = logging.getLogger("nanovllm")
 
 MOST_ROWS = 32  # for more, what Python takes is little
 GATES: dict[type, str] = {SiluAndMul: "silu_and_mul", GeluTanhAndMul: "gelu_and_mul"}
@@ -42,19 +46,31 @@ Kind = tuple[int, int | None]  # a cache group, and a window
 
 
 def few_rows_of(model: Any, kernels: Kernels) -> "OneCall | None":  # noqa: ARG001
-    """What computes the blocks of a model's decoder in one call; None if some has another form.
+    """What computes the blocks of a model's decoder in one call, compiled now.
 
-    If our functions multiply all matrices, the pool's threads do the work: they share the tiles of
-    a product in less time than PyTorch's.
+    None if some block has another form, if our functions do not multiply all its matrices, or if
+    the call cannot be compiled. If they multiply the head, too, the pool's threads do the work:
+    they share the tiles of a product in less time than PyTorch's.
     """
     decoder = model.model
     blocks: list[Any] = [*decoder.layers]
     if not blocks or not all(map(has_form, blocks)) or factors_of(decoder.norm) is None:
         return None
-    linears = [model.lm_head, *(linear for block in blocks for linear in _linears(block))]
-    if all(multipliers(one, torch.bfloat16) for linear in linears for one in _operands_of(linear)):
+    if not all(_is_ours(linear) for block in blocks for linear in _linears(block)):
+        return None
+    if _is_ours(model.lm_head):
         use_pool()
+    try:
+        prepare("whole_blocks")
+    except RuntimeError as error:
+        logger.warning("a decode step has a call for each kernel, not for all blocks: %s", error)
+        return None
     return OneCall(blocks, decoder.norm)
+
+
+def _is_ours(linear: LinearBase) -> bool:
+    """Whether our functions multiply all matrices of a layer."""
+    return all(multiplier(one, torch.bfloat16) for one in _operands_of(linear))
 
 
 def has_form(block: Any) -> bool:
@@ -107,7 +123,8 @@ def compute_few_rows(
 ) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
     """The normed output of the blocks for x; None if they must be computed one by one.
 
-    That is so for steps with adapters, and if the residuals before some blocks are wanted.
+    That is so for steps with adapters, if the residuals before some blocks are wanted, and if
+    Python must call a module, because it has hooks.
     """
     if taps or adapter_rows():
         return None
@@ -118,8 +135,8 @@ def compute_few_rows(
 class OneCall:
     """Computes the blocks and the last norm of a decoder in one call, for few rows.
 
-    The structures for the call are made again when a matrix or a cache was replaced. The objects
-    that they point to are referred to weakly, because others free them.
+    The structures for the call are made again when a matrix, a cache or the memory of a smaller
+    tensor was replaced. The objects that they point to are not kept, because others free them.
     """
 
     most_rows = MOST_ROWS
@@ -137,10 +154,17 @@ class OneCall:
         self._matrices: list[weakref.ref[Matrix]] = []
         self._caches: list[weakref.ref[torch.Tensor]] = []
         self._contexts: dict[Kind, Attention] = {}  # each with a layer that has it
+        self._watched = WatchedBlocks([*blocks, norm])
+        self._addresses: list[int | None] = []
         self._made: WholeBlocks | None = None
 
     def __call__(self, x: torch.Tensor, ropes: Ropes) -> torch.Tensor | None:
-        """The norm of the residual after all blocks; None if some matrix has no function for it."""
+        """The norm of the residual after all blocks.
+
+        None if some matrix has no function for it, or Python must call a module.
+        """
+        if self._watched.has_hooks():
+            return None
         if not self._is_current():
             self._make(x.dtype)
         if self._made is None:
@@ -160,7 +184,7 @@ class OneCall:
         return context_struct(context.plan, context.slot_mapping, heads, window, block_size)
 
     def _is_current(self) -> bool:
-        """Whether the structures have the addresses of the layers' matrices and caches."""
+        """Whether the structures have the addresses of the layers' tensors. It runs each step."""
         if not self._matrices:
             return False
         for linear, matrix in zip(self._linears, self._matrices, strict=True):
@@ -169,7 +193,7 @@ class OneCall:
         for attention, cache in zip(self._attentions, self._caches, strict=True):
             if attention.kv.k_cache is not cache():
                 return False
-        return True
+        return self._addresses == self._watched.addresses()
 
     def _make(self, dtype: torch.dtype) -> None:
         """Make the structures; none if some matrix has no function that C++ can call."""
@@ -179,6 +203,7 @@ class OneCall:
         matrices: list[Any] = [linear.matrix for linear in self._linears]
         self._matrices = [*map(weakref.ref, matrices)]
         self._caches = [weakref.ref(attention.kv.k_cache) for attention in self._attentions]
+        self._addresses = self._watched.addresses()
         last = _norm(self._norm)
         assert last is not None
         try:

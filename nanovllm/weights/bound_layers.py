@@ -25,9 +25,10 @@ def kept(layer: Layer, name: str) -> torch.Tensor | None:
 
 
 def unpacked(layer: Layer, name: str) -> torch.Tensor | None:
-    """A copy of the parameter `name` as it was before `bind`; None if that is lost.
+    """The parameter `name` as it was before `bind`; None if that is lost.
 
-    For parameters that are not `kept`.
+    For parameters that are not `kept`. A copy, except of a head's table that kernels read where it
+    is: a change of that is one of the weight.
     """
     matrices: list[Matrix] = []
     if isinstance(layer, Experts) and isinstance(layer.formats.get(name), Dense):

@@ -1,6 +1,7 @@
 """The CPU's products with weights in GGUF's blocks against their twin, and against float64."""
 
 import ctypes
+import mmap
 import platform
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from nanovllm.kernels.cpu.block_linear import (
     block_rows,
 )
 from nanovllm.kernels.cpu.compile import load
+from nanovllm.kernels.cpu.huge_pages import HUGE
 from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.operands.block_matrix import BlockMatrix
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES
@@ -190,6 +192,12 @@ def test_a_weight_takes_the_memory_of_the_file() -> None:
         weight = random_blocks(name, 64, 768)
         tiled = arrange_blocks(weight)
         assert tiled.codes.numel() + tiled.scales.numel() <= 1.05 * weight.codes.numel(), name
+
+
+def test_large_weights_begin_with_a_huge_page() -> None:
+    """Fails if the memory has been written before it is asked to have huge pages."""
+    tiled = arrange_blocks(random_blocks("Q8_0", 2304, 1024))
+    assert tiled.codes.data_ptr() % HUGE == 0 or not hasattr(mmap, "MADV_HUGEPAGE")
 
 
 def test_kernels_of_both_sets_have_one_contract() -> None:

@@ -1,6 +1,7 @@
 """The CPU's products with weights of 8 bits in bfloat16 models, against float64."""
 
 import ctypes
+import mmap
 import platform
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,6 +17,7 @@ from nanovllm.kernels.cpu import library, processor
 from nanovllm.kernels.cpu.arranged import arrange
 from nanovllm.kernels.cpu.byte_linear import TiledBytes, values_of
 from nanovllm.kernels.cpu.compile import load
+from nanovllm.kernels.cpu.huge_pages import HUGE
 from nanovllm.kernels.cpu.tiled_linear import TiledMatrix, plain_of, tiled_linear
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 from nanovllm.kernels.plain import quantized_linear as plain
@@ -137,6 +139,11 @@ def test_other_weights_and_float32_inputs(monkeypatch: pytest.MonkeyPatch) -> No
         assert isinstance(arrange(other), TiledMatrix)
     monkeypatch.setattr(processor, "multiplies_bytes", lambda: False)
     assert isinstance(arrange(weight), TiledMatrix)
+
+
+def test_large_weights_begin_with_a_huge_page() -> None:
+    tiled = bytes_of(matrix(2304, 1024))
+    assert tiled.codes.data_ptr() % HUGE == 0 or not hasattr(mmap, "MADV_HUGEPAGE")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,15 +8,17 @@ import pytest
 import torch
 from conftest import PRODUCTS
 
-from nanovllm.kernels.cpu import huge_pages, pairs
+from nanovllm.kernels.cpu import huge_pages, pairs, processor
 from nanovllm.kernels.cpu.library import constant
 from nanovllm.kernels.cpu.processor import cpu_info
+from nanovllm.kernels.cpu.products import multiplier
 from nanovllm.kernels.cpu.tiled_linear import TiledMatrix, arrange_plain, plain_of, tiled_linear
+from nanovllm.kernels.plain import packed_linear
 
 pytestmark = [pytest.mark.usefixtures("compiler"), pytest.mark.usefixtures("one_thread")]
 
-# Of one register's rows and of two, with a rest; parts of them; and several passes through a weight
-ROWS = (*range(2, 36), 47, 48, 49, 63, 64, 65, 100, 129, 530)
+# No rows; those of one register and of two, with a rest; parts; several passes through a weight
+ROWS = (0, *range(2, 36), 47, 48, 49, 63, 64, 65, 100, 129, 530)
 SHAPES = [(64, 320), (70, 1000), (31, 33), (1, 1), (40, 4096)]
 HUGE = 1 << 21
 BF16, F32 = torch.bfloat16, torch.float32
@@ -99,6 +101,34 @@ def test_a_table_is_multiplied_where_it_is(shape: tuple[int, int]) -> None:
         assert torch.equal(tiled_linear(x[:3], shared), again)
 
 
+@pytest.mark.parametrize("is_table", [False, True])
+def test_rows_in_float32_are_multiplied_too(is_table: bool) -> None:
+    """AMX has no float32: the weight would be read as if it had, beyond its end."""
+    matrix = arrange_plain(torch.randn(64, 96).bfloat16(), is_table)
+    assert matrix is not None
+    weight = plain_of(matrix)
+    assert weight is not None
+    x, bias = torch.randn(3, 96), torch.randn(64)
+    expected = torch.nn.functional.linear(x, weight.float(), bias)
+    torch.testing.assert_close(tiled_linear(x, matrix, bias), expected)
+    assert (multiplier(matrix, F32) is None) == bool(constant("unit_size"))
+
+
+def test_bfloat16_is_left_to_onednn_if_only_it_has_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our products in float32 take five times as long for prompts."""
+    weight = torch.randn(64, 64).bfloat16()
+    monkeypatch.setattr(
+        "nanovllm.kernels.cpu.tiled_linear.constant",
+        lambda name: 0 if name == "unit_size" else constant(name),
+    )
+    monkeypatch.setattr(processor, "cpu_info", lambda: {"flags": "avx2 fma amx_bf16"})
+    assert arranged(weight).kind == "bfloat16"  # a PyTorch without oneDNN
+    monkeypatch.setattr(packed_linear, "packed_types", lambda: frozenset((F32, BF16)))
+    assert arrange_plain(weight) is None and arranged(weight.float()).kind == "float32"
+    monkeypatch.setattr(processor, "cpu_info", lambda: {"flags": "avx2 fma"})
+    assert arranged(weight).kind == "bfloat16"
+
+
 @pytest.mark.parametrize(("shape", "dtype"), [((64, 33), BF16), ((8, 64), BF16), ((64, 64), F32)])
 def test_other_tables_are_copied(shape: tuple[int, int], dtype: torch.dtype) -> None:
     table = torch.randn(shape).to(dtype)
@@ -124,6 +154,12 @@ def test_units_have_pairs_of_inputs_next_to_each_other() -> None:
     pair = units[1, 1, 0, 3, 5:6].view(torch.bfloat16)
     assert torch.equal(pair, weight[37, 38:40])
     assert torch.equal(pairs.of_units(units, (64, 64)), weight)
+
+
+def test_a_weight_may_begin_anywhere_in_a_tensor() -> None:
+    whole = torch.randn(64 * 64 + 1).bfloat16()
+    weight = whole[1:].view(64, 64)
+    assert torch.equal(pairs.of_units(pairs.to_units(weight, 32), (64, 64)), weight)
 
 
 def test_a_processor_with_amx_uses_it() -> None:

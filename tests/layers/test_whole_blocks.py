@@ -4,6 +4,7 @@ import ctypes
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,6 +184,81 @@ def test_structures_follow_replaced_matrices_and_caches(
     assert len(both) == 4 * 2
 
 
+@pytest.mark.parametrize("name", ["biases", "head norms"])
+def test_structures_follow_replaced_small_tensors(
+    name: str, tmp_path: Path, both: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freed memory of norms and biases would be read after a function of the caller's."""
+    PRODUCTS["tiled"].use(monkeypatch)
+    case = CASES[name]
+    with engine(made(tmp_path, case), case) as llm:
+        generate(llm, 1)
+        decoder = llm.model_runner.shard.model.model
+        for module in decoder.layers[1].modules():
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data * 2  # the old memory is freed
+        decoder.norm.weight = torch.nn.Parameter(decoder.norm.weight * 2)
+        generate(llm, 1)
+        assert decoder.few_rows._made._last.weight == decoder.norm.weight.data_ptr()
+    assert len(both) == 2 * 2
+
+
+REGISTER: dict[str, Any] = {
+    "hook": torch.nn.Module.register_forward_hook,
+    "pre-hook": torch.nn.Module.register_forward_pre_hook,
+    "global": lambda _, hook: torch.nn.modules.module.register_module_forward_hook(hook),
+}
+
+
+@pytest.mark.parametrize("kind", ["forward", *REGISTER])
+def test_modules_with_hooks_are_called(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller who looks inside the model would miss all decode steps."""
+    PRODUCTS["tiled"].use(monkeypatch)
+    calls: list[int] = []
+
+    def look(module: Any, *_: Any) -> None:
+        if module is layer:
+            calls.append(0)
+
+    case = CASES["plain"]
+    with engine(made(tmp_path, case), case) as llm:
+        model = llm.model_runner.shard.model.model
+        layer = model.layers[1].mlp.down_proj
+        plain = layer.forward
+        if kind == "forward":
+            layer.forward = lambda *args: look(layer) or plain(*args)
+            remove = partial(delattr, layer, "forward")
+        else:
+            remove = REGISTER[kind](layer, look).remove
+        generate(llm, 1)
+        remove()
+        generate(llm, 1)
+        assert len(calls) == 3 and model.few_rows._made is not None
+
+
+def test_without_a_compiler_each_kernel_has_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fails if the first request compiles, and breaks off."""
+    PRODUCTS["tiled"].use(monkeypatch)
+    load = library.load
+
+    def fail(source: Path, *rest: Any) -> Any:
+        if source.stem == "whole_blocks":
+            raise RuntimeError("no C++ compiler that works")
+        return load(source, *rest)
+
+    monkeypatch.setattr(library, "load", fail)
+    monkeypatch.setattr(library, "_loaded", set())
+    case = CASES["plain"]
+    with engine(made(tmp_path, case), case) as llm:
+        assert llm.model_runner.shard.model.model.few_rows is None
+        generate(llm, 1)
+    assert "no C++ compiler that works" in caplog.text
+
+
 def test_other_steps_and_matrices_are_computed_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,10 +282,8 @@ def test_other_steps_and_matrices_are_computed_one_by_one(
         assert llm.model_runner.shard.model.model.few_rows._made is not None
     assert rows and set(rows) <= {1, 2}
     PRODUCTS["plain"].use(monkeypatch)
-    monkeypatch.setattr(whole_blocks, "compute_few_rows", COMPUTE)
     with engine(path, case) as llm:
-        generate(llm, 1)
-        assert llm.model_runner.shard.model.model.few_rows._made is None
+        assert llm.model_runner.shard.model.model.few_rows is None
 
 
 @pytest.mark.parametrize(("name", "is_used"), [("int8", True), ("plain", False)])

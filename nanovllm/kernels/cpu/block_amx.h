@@ -11,13 +11,11 @@
 #include <cstdint>
 #include <cstring>
 
+#include "amx.h"
 #include "block_integers.h"
 
-#if defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__linux__)
+#if defined(HAS_REGISTERS) && defined(__AMX_INT8__) && defined(__AVX512VNNI__)
 #define BLOCKS_BY_AMX
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 namespace {
@@ -26,38 +24,16 @@ namespace {
 
 constexpr int TILES = 2;       // tiles of outputs that are computed together
 constexpr int PART_UNITS = 8;  // units that are decoded together
-constexpr int MOST_GROUP = 16;                       // rows: as many as a register has
+constexpr int MOST_GROUP = REGISTER_ROWS;            // rows that are multiplied together
 constexpr int64_t INPUT_BYTES = 5 << 18;             // of rounded rows: they fit the L2 cache
 constexpr int64_t LEAST_ROWS = 64, MOST_ROWS = 512;  // rows that share decoded weights
 constexpr int64_t FEW_FOR_AMX = 4;                   // rows that are faster without it
 
-// The shapes of the registers: 0 to 3 sums, 4 and 5 rows, 6 and 7 weights.
-template <typename K>
-struct alignas(CACHE_LINE) Shapes {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-
-    constexpr explicit Shapes(int group) {
-        // Bytes of a row that are multiplied at a time: a part, or both.
-        const int bytes = K::IS_SHORT ? PARTS * K::GROUP : K::GROUP;
-        for (int i = 0; i < 4; i++) row_bytes[i] = 64, rows[i] = uint8_t(group);
-        for (int i = 4; i < 6; i++) row_bytes[i] = uint16_t(bytes), rows[i] = uint8_t(group);
-        for (int i = 6; i < 8; i++) row_bytes[i] = 64, rows[i] = uint8_t(bytes / 4);
-    }
-};
-
 template <typename K, int G>
 inline void load_shapes() {
-    static constexpr Shapes<K> shapes(G);
-    _tile_loadconfig(&shapes);
-}
-
-// Whether there is such a unit. The system enables it for a process that asks for it.
-inline bool has_amx() {
-    constexpr int ASK = 0x1023, TILE_DATA = 18;
-    static const bool has = syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
-    return has;
+    // Bytes of a row that are multiplied at a time: a part, or both.
+    static constexpr Registers shapes(G, K::IS_SHORT ? PARTS * K::GROUP : K::GROUP);
+    configure(shapes);
 }
 
 // A unit of a tile, in the form that AMX multiplies.

@@ -5,12 +5,9 @@
 #include "block_pack.h"
 #include "block_products.h"
 #include "byte_products.h"
-#include "large_pages.h"
 
 extern "C" {
 void* tile_bytes_any = (void*)&tile_bytes;
-void* prefer_large_pages_any = (void*)&prefer_large_pages;
-void* collapse_pages_any = (void*)&collapse_pages;
 void* arrange_blocks_any = (void*)&arrange_blocks;
 void* block_linear_float32 = (void*)&block_floats<float>;
 void* block_linear_bfloat16 = (void*)&block_rounded;

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from nanovllm.kernels.cpu import huge_pages
 from nanovllm.kernels.cpu.library import DTYPES, address, constant, function
 from nanovllm.kernels.operands.block_matrix import BlockMatrix
 from nanovllm.kernels.operands.block_types import BLOCK_TYPES, BlockType
@@ -53,21 +54,13 @@ def arrange_blocks(weight: BlockMatrix) -> TiledBlocks:
     (size_out, size_in), kind = weight.shape, weight.kind
     num_tiles = -(-size_out // constant("outputs_of_tile"))
     codes, scales = _tile_bytes(kind, size_in)
-    tiled = TiledBlocks(
-        torch.zeros(num_tiles, codes, dtype=torch.uint8),
-        torch.zeros(num_tiles, scales, dtype=torch.uint8),
-        kind,
-        weight.shape,
-    )
+    empty = [huge_pages.empty((num_tiles, size), torch.uint8) for size in (codes, scales)]
+    tiled = TiledBlocks(empty[0].zero_(), empty[1].zero_(), kind, weight.shape)
     assert weight.codes.is_contiguous()
-    for memory in (tiled.codes, tiled.scales):
-        function("prefer_large_pages")(memory.data_ptr(), memory.nbytes)
     function("arrange_blocks")(
         ctypes.addressof(tiled.struct), weight.codes.data_ptr(), kind.num_bytes,
         torch.get_num_threads(),
     )  # fmt: skip
-    for memory in (tiled.codes, tiled.scales):
-        function("collapse_pages")(memory.data_ptr(), memory.nbytes)
     return tiled
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.cpu import processor
+from nanovllm.kernels.cpu import huge_pages, processor
 from nanovllm.kernels.cpu.library import address, constant, function
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
@@ -66,10 +66,7 @@ def arrange_bytes(weight: QuantizedMatrix) -> TiledBytes:
     codes = F.pad(weight.codes, (0, 0, 0, missing)).view(torch.uint8) ^ ZERO
     of_outputs = weight.scales.float().repeat_interleave(weight.block[0], dim=0)[:size_out]
     scales = F.pad(of_outputs.flatten(), (0, missing))
-    tiles = codes.new_empty(len(codes) // width, size_in // 4, width, 4)
-    function("prefer_large_pages")(tiles.data_ptr(), tiles.nbytes)
-    tiles.copy_(codes.view(-1, width, size_in // 4, 4).transpose(1, 2))
-    function("collapse_pages")(tiles.data_ptr(), tiles.nbytes)
+    tiles = huge_pages.contiguous(codes.view(-1, width, size_in // 4, 4).transpose(1, 2))
     return TiledBytes(tiles, scales.view(-1, width), (size_out, size_in))
 
 

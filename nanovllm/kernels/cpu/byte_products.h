@@ -86,7 +86,7 @@ inline void multiply_bytes(const ByteMatrix& weight, int64_t tile, int64_t tiles
 
 #ifdef BLOCKS_BY_AMX
 
-struct WholeRows {  // of the registers, in `Shapes`
+struct WholeRows {  // of the registers, in `load_shapes`
     static constexpr bool IS_SHORT = false;
     static constexpr int GROUP = CHUNK;
 };

@@ -41,7 +41,7 @@ OTHER_SOURCES = {
     ),
     **dict.fromkeys(
         ("tile_bytes", "arrange_blocks", "block_linear", "byte_linear", "weights_of_rows",
-         "outputs_of_tile", "inputs_of_chunk", "prefer_large_pages", "collapse_pages"),
+         "outputs_of_tile", "inputs_of_chunk"),
         SOURCE.with_name("block_linear.cpp"),
     ),
     **dict.fromkeys(
@@ -76,7 +76,6 @@ ARGUMENTS = {
     "lora_up": "pppppiippiii",
     "tile_bytes": "iip",
     "arrange_blocks": "ppii",
-    **dict.fromkeys(("prefer_large_pages", "collapse_pages"), "pi"),
     **dict.fromkeys(("block_linear", "byte_linear"), "ppippii"),
     "weights_of_rows": "ppipi",
     "causal_conv": "pippppipppiiiiii",

@@ -6,48 +6,24 @@
 
 #pragma once
 
+#include "amx.h"
 #include "pairs.h"
 #include "parallel.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(HAS_REGISTERS) && defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #define PAIRS_BY_AMX
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 namespace {
 
 #ifdef PAIRS_BY_AMX
 
-constexpr int GROUP = 16;  // rows of a register, which has 64 bytes of each
+constexpr int GROUP = REGISTER_ROWS;
 constexpr int BLOCK_ROWS = 2 * GROUP;
 constexpr int64_t PART = 8;           // units of weights that stay in the L1 cache
 constexpr int64_t NEAR_UNITS = 4;     // how far few rows prefetch
 constexpr int64_t LEAST_BLOCKS = 4, MOST_BLOCKS = 16;  // of rows that are multiplied together
 constexpr int64_t PASS_BYTES = 1 << 20;                // of these rows: they fit the L2 cache
-
-// The shapes of registers 0 to 3 (sums), 4 and 5 (rows), 6 and 7 (weights).
-struct alignas(CACHE_LINE) Registers {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {};
-
-    explicit Registers(int64_t count) {
-        std::fill(rows, rows + 8, GROUP);
-        std::fill(rows, rows + 6, uint8_t(count));
-    }
-};
-
-// gcc 12 believes that `_tile_loadconfig` reads 8 bytes, and may remove the stores of the others.
-inline void configure(const Registers& shapes) { __asm__ volatile("ldtilecfg %0" ::"m"(shapes)); }
-
-// Whether there is such a unit. The system enables it for a process that asks for it.
-inline bool has_unit_of_pairs() {
-    constexpr int ASK = 0x1023, TILE_DATA = 18;
-    static const bool has = syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
-    return has;
-}
 
 // Two groups of rows, and the distance from the inputs of a unit to those of the next.
 struct RowGroups {
@@ -195,7 +171,6 @@ inline void multiply_pass(const PairProduct& p, void* scratch, int64_t threads) 
 
 #else
 
-inline bool has_unit_of_pairs() { return false; }
 inline int64_t rows_of_pass(const PairProduct&, int64_t rows) { return rows; }
 inline size_t scratch_of_pass(const PairProduct&, int64_t) { return 0; }
 inline void multiply_pass(const PairProduct&, void*, int64_t) {}

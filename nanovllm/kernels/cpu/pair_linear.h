@@ -21,6 +21,7 @@ inline void place_inputs(const PairProduct& p, const int32_t* order, bf16* to, i
 // out [rows, outputs] = x @ weight.T + bias. Memory that is kept: two times the rows of a pass.
 inline void pair_linear(const Matrix* weight, const bf16* x, int64_t stride, const bf16* bias,
                         bf16* out, int64_t all_rows, int64_t threads) {
+    if (!all_rows) return;
     thread_local std::vector<char> scratch;  // kept for the next call
     const PairProduct whole = {(const Unit*)weight->codes, weight->blocks, weight->outputs, bias};
     const int64_t most = rows_of_pass(whole, all_rows);
@@ -41,7 +42,7 @@ inline void pair_linear(const Matrix* weight, const bf16* x, int64_t stride, con
     }
 }
 
-// The product of any weight that `Matrix` describes.
+// The product of any weight that `Matrix` describes; for AMX, only of bfloat16.
 template <typename T>
 void any_linear(const Matrix* weight, const T* x, int64_t stride, const T* bias, T* out,
                 int64_t rows, int64_t threads) {

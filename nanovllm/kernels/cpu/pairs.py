@@ -17,7 +17,10 @@ def to_units(weight: torch.Tensor, size: int) -> torch.Tensor:
     missing = [-length % size for length in weight.shape]
     if any(missing):
         weight = F.pad(weight, (0, missing[1], 0, missing[0]))
-    pairs = weight.contiguous().view(torch.int32)
+    weight = weight.contiguous()
+    if weight.storage_offset() % 2:  # a part of a larger tensor, which has no pairs there
+        weight = weight.clone()
+    pairs = weight.view(torch.int32)
     parts = pairs.view(-1, 2, size // 2, weight.shape[1] // size, size // 2)
     return huge_pages.contiguous(parts.permute(0, 3, 1, 4, 2))
 

@@ -1,6 +1,7 @@
 """Find this machine's processor, and the plain matrices that our kernels multiply fastest on it.
 
-`tiled_types` makes all choices that depend on the processor, except those of compilers.
+`tiled_types`, `onednn_has_amx` and `multiplies_bytes` make all choices of Python that depend on the
+processor. Compilers make those of C++.
 """
 
 import functools
@@ -56,6 +57,15 @@ def types_to_tile(
     if not {"avx2", "fma"} <= flags or (has_fast_units and torch.bfloat16 in packed):
         return frozenset()
     return frozenset((torch.float32, torch.bfloat16))
+
+
+def onednn_has_amx() -> bool:
+    """Whether oneDNN multiplies bfloat16 by AMX, Intel's unit for products of small matrices.
+
+    Our library has AMX only if its compiler knows it, and the system permits it.
+    """
+    has_unit = "amx_bf16" in cpu_info().get("flags", "").split()
+    return has_unit and torch.bfloat16 in packed_linear.packed_types()
 
 
 @functools.cache

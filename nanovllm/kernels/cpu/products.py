@@ -7,16 +7,15 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.cpu.library import address, function
-
-ANY_NUMBER = 2**62  # of rows
+from nanovllm.kernels.cpu.tiled_linear import FOR_AMX
 
 
 class ProductStruct(ctypes.Structure):
     """`Product` of whole_blocks.cpp, field by field."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("few", "many", "weight", "bias")),
-        *((name, ctypes.c_int64) for name in ("most_few", "outputs")),
+        *((name, ctypes.c_void_p) for name in ("multiply", "weight", "bias")),
+        ("outputs", ctypes.c_int64),
     )
 
 
@@ -26,19 +25,19 @@ def function_address(name: str, dtype: torch.dtype | str = "any") -> Any:
     return ctypes.cast(found, ctypes.c_void_p).value
 
 
-def multipliers(operand: Any, dtype: torch.dtype) -> tuple[str, str, int] | None:
-    """The functions for few rows and for more, and the most rows that are few.
+def multiplier(operand: Any, dtype: torch.dtype) -> str | None:
+    """The function that multiplies rows of a type; None if there is none.
 
-    They are those that `tiled_linear`, `block_linear` and `byte_linear` call for this operand, and
-    take the address of its `struct`. None if there are no such functions.
+    `tiled_linear`, `block_linear` and `byte_linear` call it for this operand. It takes the address
+    of the operand's `struct`.
     """
     kind = type(operand).__name__
-    if kind == "TiledMatrix":
-        return "tiled_linear", "tiled_linear", ANY_NUMBER
+    if kind == "TiledMatrix" and (dtype == torch.bfloat16 or operand.kind not in FOR_AMX):
+        return "tiled_linear"
     if kind == "TiledBlocks":
-        return "block_linear", "block_linear", ANY_NUMBER
+        return "block_linear"
     if kind == "TiledBytes" and dtype == torch.bfloat16:
-        return "byte_linear", "byte_linear", ANY_NUMBER
+        return "byte_linear"
     return None
 
 
@@ -53,14 +52,13 @@ def products(
     if bias is not None and (bias.dtype != dtype or not bias.is_contiguous()):
         return None
     for operand in operands:
-        names = multipliers(operand, dtype)
-        if names is None or operand.shape[1] != size_in:
+        name = multiplier(operand, dtype)
+        if name is None or operand.shape[1] != size_in:
             return None
         size_out = operand.shape[0]
         part = None if bias is None else bias[start : start + size_out]
-        few, many, most_few = names
-        functions = [function_address(name, dtype) for name in (few, many)]
         struct = ctypes.addressof(operand.struct)
-        made.append(ProductStruct(*functions, struct, address(part), most_few, size_out))
+        multiply = function_address(name, dtype)
+        made.append(ProductStruct(multiply, struct, address(part), size_out))
         start += size_out
     return (ProductStruct * len(made))(*made)

@@ -11,5 +11,9 @@ int64_t tile_outputs = WIDTH;
 int64_t step_inputs = STEP;
 int64_t max_depth = MAX_DEPTH;
 int64_t e4m3_unit = int64_t(E4m3::UNIT);
-int64_t unit_size = has_unit_of_pairs() ? UNIT_INPUTS : 0;
+#ifdef PAIRS_BY_AMX
+int64_t unit_size = has_amx() ? UNIT_INPUTS : 0;
+#else
+int64_t unit_size = 0;
+#endif
 }

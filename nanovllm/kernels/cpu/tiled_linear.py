@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from nanovllm.kernels.cpu import huge_pages, pairs, processor
 from nanovllm.kernels.cpu.library import DTYPES, address, constant, function
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 # As `Kind` of tiled_linear.h numbers them.
 KINDS = ("int8", "int4", "e4m3", "bfloat16", "float32", "pairs", "rows")
+FOR_AMX = ("pairs", "rows")
 PLAIN = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
@@ -88,15 +90,21 @@ def arrange_plain(weight: torch.Tensor, is_table: bool = False) -> TiledMatrix |
     """
     if weight.dtype not in processor.tiled_types():
         return None
-    if weight.dtype == torch.bfloat16 and (size := constant("unit_size")):
-        if is_table and not weight.shape[1] % size and len(weight) >= size:
-            return _in_table(weight.detach())
-        return _in_pairs(weight.detach(), size)
+    if weight.dtype == torch.bfloat16:
+        if size := constant("unit_size"):
+            if is_table and not weight.shape[1] % size and len(weight) >= size:
+                return _in_table(weight.detach())
+            return _in_pairs(weight.detach(), size)
+        if processor.onednn_has_amx():  # and ours was made by a compiler that does not know it
+            return None
     return _arranged(weight.detach(), PLAIN[weight.dtype], weight.shape[1])
 
 
 def plain_of(weight: "TiledMatrix | TiledBytes") -> torch.Tensor | None:
-    """The plain weight [N, K] that `arrange_plain` copied; None if it was a quantized one."""
+    """The plain weight [N, K] that `arrange_plain` got; None if it was a quantized one.
+
+    A copy, except of a table, whose own memory it is.
+    """
     if not isinstance(weight, TiledMatrix):
         return None
     if weight.kind == "pairs":
@@ -163,12 +171,18 @@ def _arranged(
 def tiled_linear(
     x: torch.Tensor, weight: "TiledMatrix | TiledBytes", bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x @ weight.T + bias` [T, N] of x [T, K]. Reads each weight once for up to 128 rows or more.
+    """`x @ weight.T + bias` [T, N] of x [T, K].
 
-    An output depends only on its own row, and not on the number of threads.
+    Reads each weight once for up to 64 rows of a table, and for 128 rows or more of other weights.
+    An output depends only on its own row, and not on the number of threads. Rows in float32 and a
+    weight for AMX, which are seldom together, are multiplied by plain PyTorch.
     """
     if not isinstance(weight, TiledMatrix):
         return weight.linear(x, bias)
+    if weight.kind in FOR_AMX and x.dtype == torch.float32:
+        plain = plain_of(weight)
+        assert plain is not None
+        return F.linear(x, plain.float(), bias)
     num_rows, size_in = x.shape
     size_out = weight.shape[0]
     assert size_in == weight.shape[1] and x.stride(1) == 1 and x.dtype in DTYPES

@@ -41,11 +41,11 @@ struct Norm {
     float eps;
 };
 
-// A matrix, and the functions for up to `most_few` rows and for more.
+// A matrix, and the function that multiplies by it.
 struct Product {
-    Multiply *few, *many;
+    Multiply* multiply;
     const void *weight, *bias;
-    int64_t most_few, outputs;
+    int64_t outputs;
 };
 
 // A linear layer: its outputs are those of its products, one after the other.
@@ -175,8 +175,7 @@ private:
             const int64_t bytes = product.outputs * s.item;
             const bool is_whole = linear.count == 1 || s.rows == 1;
             char* const to = is_whole ? out : at.part;
-            (s.rows <= product.most_few ? product.few : product.many)(
-                product.weight, x, stride, product.bias, to, s.rows, s.threads);
+            product.multiply(product.weight, x, stride, product.bias, to, s.rows, s.threads);
             for (int64_t row = 0; !is_whole && row < s.rows; row++)
                 std::memcpy(out + row * row_bytes, to + row * bytes, bytes);
             out += bytes;

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.cpu.attention import NO_WINDOW, AttentionPlan, Step, slot_bytes
-from nanovllm.kernels.cpu.library import DTYPES, MAX_HEAD_DIM, address, function, prepare
+from nanovllm.kernels.cpu.library import DTYPES, MAX_HEAD_DIM, address, function
 from nanovllm.kernels.cpu.products import ProductStruct, function_address, products
 from nanovllm.kernels.cpu.rms_norm import of_weight
 from nanovllm.kernels.kv_layer import CODES, KVLayer
@@ -114,13 +114,12 @@ class NotCoveredError(Exception):
 class WholeBlocks:
     """The structures of a decoder's blocks for rows of a type; a step has one call.
 
-    `blocks` raises NotCoveredError if an operand has no function for this.
+    NotCoveredError if an operand has no function for this. The library is compiled before.
     """
 
     def __init__(
         self, blocks: Sequence[BlockOperands], last: NormOperands, size: int, dtype: torch.dtype
     ) -> None:
-        prepare("whole_blocks")
         if dtype not in DTYPES:
             raise NotCoveredError
         self.size, self.dtype = size, dtype
