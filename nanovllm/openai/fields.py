@@ -63,7 +63,7 @@ OPENAI_NAMES = (
 # Accepted without effect on the answer.
 NOTES = (
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention",
+    "prompt_cache_retention", "prompt_cache_options",
 )  # fmt: skip
 KNOWN = {
     url: dict.fromkeys((*names, *FORM[url], *SAMPLING, *OPENAI_NAMES, *GUIDED, *NOTES))
