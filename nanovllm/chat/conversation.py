@@ -47,7 +47,8 @@ def chat_texts(
     """
     check_bool("add_generation_prompt", add_generation_prompt)
     given = dict(keywords)
-    more = given.pop("chat_template_kwargs", None) or {}
+    more = given.pop("chat_template_kwargs", None)
+    more = {} if more is None else more
     if not isinstance(more, Mapping):
         raise TypeError(f"chat_template_kwargs must be a dict, got {shorten(more)}")
     options = dict(tools=tools, add_generation_prompt=add_generation_prompt)

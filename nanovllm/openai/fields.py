@@ -91,7 +91,7 @@ KINDS: dict[str, dict[str, Kind]] = {
              "include_reasoning"), SWITCH,
         ),
         "messages": MESSAGES, "tools": AS_OBJECTS, "tool_choice": TEXT_OR_OBJECT,
-        "chat_template": AS_TEXT, "chat_template_kwargs": AS_OBJECT, "thinking": FLAG_OR_OBJECT,
+        "chat_template": AS_TEXT, "chat_template_kwargs": OBJECT, "thinking": FLAG_OR_OBJECT,
         "documents": OBJECTS,
         "thinking_token_budget": described({"type": "integer", "minimum": 0}),
     },
