@@ -185,7 +185,14 @@ def test_arguments_make_engines(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", EMBEDDED_MODEL, "--block-size", "32", "--seed", "3"]
     words += ["--device", "cpu", "--cpu-kvcache-gib", "0.01", "--max-model-len", "64"]
     assert EngineArgs.from_cli_args(parser.parse_args(words)) == args
-    words += ["--trust-remote-code", "--task", "generate", "--swap-space", "4"]
+    words += [
+        "--trust-remote-code",
+        "--no-enable-log-requests",
+        "--task",
+        "generate",
+        "--swap-space",
+        "4",
+    ]
     parser.set_defaults(block_size=64, tool_call_parser="hermes", trust_remote_code=True)
     more = dataclasses.replace(args, tool_parser="hermes")
     assert EngineArgs.from_cli_args(parser.parse_args(words)) == more

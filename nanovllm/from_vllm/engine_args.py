@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from nanovllm.config import Config, ModelName, asked_by
+from nanovllm.from_vllm.flags import WithoutEffect, flags_of
 from nanovllm.from_vllm.names.options import ENGINE
 from nanovllm.utils.option import options_of
 
@@ -62,8 +63,6 @@ class EngineArgs(Config):
         vLLM's other names are flags, too; those of missing options take the values that change
         nothing. An option that is not given is not in the namespace.
         """
-        from nanovllm.command.other_flags import WithoutEffect
-
         for field in dataclasses.fields(Config):
             described = options_of(Config)[field.name]
             names = [
@@ -85,7 +84,7 @@ class EngineArgs(Config):
         for name, other in ENGINE.items():
             if other.ours is None:
                 parser.add_argument(
-                    "--" + name.replace("_", "-"), dest=name, help=argparse.SUPPRESS,
+                    *flags_of(name, other), dest=name, help=argparse.SUPPRESS,
                     action=WithoutEffect, other=other,
                 )  # fmt: skip
         return parser
