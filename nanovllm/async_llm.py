@@ -46,7 +46,7 @@ class AsyncLLM(AsyncEngine):
         """The `AsyncLLMEngine` of vLLM's `AsyncEngineArgs`: its outputs have vLLM's form."""
         from nanovllm.from_vllm.refusals import made_by, refuse_others
 
-        refuse_others("from_engine_args", others, ("usage_context", "start_engine_loop"))
+        refuse_others("from_engine_args", others, ("usage_context",))
         return made_by(engine_args, "make_async")
 
     async def generate(

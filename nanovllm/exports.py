@@ -81,8 +81,10 @@ def missing(module: str, name: str) -> Exception:
     `from nanovllm import X` shows the text of an ImportError, and not that of an AttributeError,
     which is right for names that vLLM does not have: `hasattr` asks for them.
     """
+    from nanovllm.from_vllm.names.modules import MODULES as VLLM_MODULES
     from nanovllm.from_vllm.names.python import EXPORTS
 
-    if name in EXPORTS:
-        return ImportError(f"cannot import name {name!r} from {module!r}: {EXPORTS[name]}")
+    why = EXPORTS.get(name) or VLLM_MODULES.get(f"{module}.{name}".partition(".")[2])
+    if why is not None:
+        return ImportError(f"cannot import name {name!r} from {module!r}: {why}")
     return AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,13 @@ def test_an_installation_is_tried() -> None:
     done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("sums and a chat are right\n")
+
+
+def test_a_trial_shows_why_its_server_has_ended() -> None:
+    address_in = runpy.run_path(str(ROOT / "tools" / "smoke.py"))["address_in"]
+    assert address_in(["a\n", "serves at http://x:1\n"]) == "http://x:1"
+    with pytest.raises(RuntimeError, match=r"^the server has ended: no memory\n$"):
+        address_in(["no memory\n"])
 
 
 @pytest.mark.slow

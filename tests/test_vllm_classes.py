@@ -13,7 +13,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from waiting import LIMIT
@@ -31,6 +31,7 @@ from nanovllm import (
 )
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.from_vllm.refusals import refuse_others
 from nanovllm.outputs import StreamEvent, TokenLogprob
 from nanovllm.sampling_params import RequestOutputKind
 from nanovllm.token_logprobs import TokenLogprobs
@@ -151,7 +152,28 @@ def test_an_engine_aborts_by_name_and_knows_the_llms_methods(llm: LLM) -> None:
     assert engine.get_num_unfinished_requests() == 0
 
 
-def test_arguments_make_engines() -> None:
+def test_what_vllm_passes_itself_is_taken() -> None:
+    """Scripts write out defaults, and those of vLLM are not None."""
+
+    async def first(**given: Any) -> Any:
+        return await anext(AsyncLLMEngine.generate(cast(Any, None), "a", **given))
+
+    refuse_others("call", dict(
+        enable_log_requests=False, disable_log_requests=True, disable_log_stats=True,
+        enable_multiprocessing=False, start_engine_loop=True, tokenization_kwargs={}, other=None,
+    ))  # fmt: skip
+    for make in (LLMEngine.from_engine_args, AsyncLLM.from_engine_args):
+        with pytest.raises(TypeError, match="engine_args must be"):
+            make(EMBEDDED_MODEL, enable_log_requests=False)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="start_engine_loop must be None or True, got False"):
+        AsyncLLMEngine.from_engine_args(cast(Any, EMBEDDED_MODEL), start_engine_loop=False)
+    with pytest.raises(ValueError, match="generate: trace_headers must be None, got"):
+        asyncio.run(first(trace_headers={"a": "b"}))
+    with pytest.raises(AttributeError, match="NoneType"):
+        asyncio.run(first(trace_headers=None))
+
+
+def test_arguments_make_engines(capsys: pytest.CaptureFixture[str]) -> None:
     """By vLLM's names, from a command line, and as a dict."""
     args = EngineArgs(EMBEDDED_MODEL, block_size=32, seed=3, **OPTIONS)
     assert args.kvcache_block_size == 32
@@ -163,6 +185,22 @@ def test_arguments_make_engines() -> None:
     words = ["--model", EMBEDDED_MODEL, "--block-size", "32", "--seed", "3"]
     words += ["--device", "cpu", "--cpu-kvcache-gib", "0.01", "--max-model-len", "64"]
     assert EngineArgs.from_cli_args(parser.parse_args(words)) == args
+    words += [
+        "--trust-remote-code",
+        "--no-enable-log-requests",
+        "--task",
+        "generate",
+        "--swap-space",
+        "4",
+    ]
+    parser.set_defaults(block_size=64, tool_call_parser="hermes", trust_remote_code=True)
+    more = dataclasses.replace(args, tool_parser="hermes")
+    assert EngineArgs.from_cli_args(parser.parse_args(words)) == more
+    found = EngineArgs.from_cli_args(parser.parse_args(words[:2]))
+    assert found.kvcache_block_size == 64
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--pipeline-parallel-size", "2"])
+    assert "--pipeline-parallel-size 2: " in capsys.readouterr().err
     engine = LLMEngine.from_engine_args(args)
     with engine.llm as llm:
         assert llm.asked == Config(**dataclasses.asdict(args))

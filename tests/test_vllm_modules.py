@@ -37,6 +37,14 @@ def test_other_modules_are_missing_as_python_says() -> None:
         importlib.import_module("nanovllm.nothing")
 
 
+@pytest.mark.parametrize("name", ["envs", "inputs"])
+def test_a_module_of_vllm_may_be_asked_for(name: str) -> None:
+    """As optional imports do; `from nanovllm import` swallows what an import of it raises."""
+    assert find_spec(f"nanovllm.{name}") is None
+    with pytest.raises(ImportError, match=f"cannot import name '{name}' from 'nanovllm': "):
+        exec(f"from nanovllm import {name}", {})
+
+
 def test_what_a_hint_names_can_be_imported() -> None:
     for hint in MODULES.values():
         for found in re.finditer(r"from (nanovllm[\w.]*) import ((\w+)(, \w+)*)", hint):

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterable
 
 import torch
 
@@ -16,6 +17,7 @@ from nanovllm.embedded import EMBEDDED_MODEL
 
 OPTIONS = ("--device", "cpu", "--cpu-kvcache-gib", "0.05")
 SERVE = [sys.executable, "-m", "nanovllm", "serve", str(EMBEDDED_MODEL), "--port", "0", *OPTIONS]
+SECONDS = 60.0  # that an answer takes at most
 SUMS = {"12+34=": "46", "250+250=": "500", "7+8=": "15"}
 
 
@@ -28,6 +30,16 @@ def try_sums(backend: str) -> None:
     assert found == list(SUMS.values()), (backend, found)
 
 
+def address_in(lines: Iterable[str]) -> str:
+    """The server's address in its output; if it ends before, an error with the output."""
+    read = []
+    for line in lines:
+        read.append(line)
+        if (found := re.search(r" at (http\S+)", line)) is not None:
+            return found[1]
+    raise RuntimeError(f"the server has ended: {''.join(read)}")
+
+
 def try_server() -> None:
     """A chat, over HTTP."""
     with subprocess.Popen(
@@ -35,11 +47,10 @@ def try_server() -> None:
     ) as one:
         try:
             assert one.stdout is not None
-            lines = iter(one.stdout.readline, "")
-            url = next(found[1] for line in lines if (found := re.search(r" at (http\S+)", line)))
+            url = address_in(iter(one.stdout.readline, ""))
             body = {"messages": [{"role": "user", "content": "12+34="}], "temperature": 0}
             address = f"{url}/v1/chat/completions"
-            with urllib.request.urlopen(address, json.dumps(body).encode()) as response:
+            with urllib.request.urlopen(address, json.dumps(body).encode(), SECONDS) as response:
                 answer = json.load(response)
         finally:
             one.terminate()

@@ -47,7 +47,8 @@ def chat_texts(
     """
     check_bool("add_generation_prompt", add_generation_prompt)
     given = dict(keywords)
-    more = given.pop("chat_template_kwargs", None) or {}
+    more = given.pop("chat_template_kwargs", None)
+    more = {} if more is None else more
     if not isinstance(more, Mapping):
         raise TypeError(f"chat_template_kwargs must be a dict, got {shorten(more)}")
     options = dict(tools=tools, add_generation_prompt=add_generation_prompt)
@@ -125,7 +126,8 @@ def _for_template(name: str, message: Mapping[str, Any], template: str) -> Mappi
         message = {**message, "role": "system"}
     content = message.get("content")
     if isinstance(content, list):
-        content = _joined(f"{name}.content", content, template)
+        kinds = ("text", "refusal") if role == "assistant" else ("text",)
+        content = _joined(f"{name}.content", content, kinds, template)
     elif content is None and role == "assistant":  # it calls tools, or refuses to answer
         content = message.get("refusal") or ""
     if not isinstance(content, str):
@@ -165,15 +167,16 @@ def _call(name: str, call: Any, template: str) -> Any:
     return {**call, "function": {**function, "arguments": parsed}}
 
 
-def _joined(name: str, parts: list[Any], template: str) -> str:
+def _joined(name: str, parts: list[Any], kinds: Sequence[str], template: str) -> str:
     """The text of a content in parts `{"type": "text", "text": ...}`: one line for each part."""
     for index, part in enumerate(parts):
-        if not isinstance(part, Mapping) or part.get("type") != "text":
+        if not isinstance(part, Mapping) or part.get("type") not in kinds:
             raise ValueError(f"{name}[{index}] must be a part of text, got {shorten(part)}")
-        if not isinstance(part.get("text"), str):
-            raise TypeError(f"{name}[{index}].text must be a text, got {shorten(part.get('text'))}")
-        check_fields(f"{name}[{index}]", part, PART, template)
-    return "\n".join(part["text"] for part in parts)
+        kind = part["type"]  # a part's text has the name of its type
+        if not isinstance(part.get(kind), str):
+            raise TypeError(f"{name}[{index}].{kind} must be a text, got {shorten(part.get(kind))}")
+        check_fields(f"{name}[{index}]", part, (*PART, kind), template)
+    return "\n".join(part[part["type"]] for part in parts)
 
 
 def given_template(keywords: Mapping[str, Any]) -> str | None:

@@ -5,13 +5,12 @@ An option that is none of ours takes only values that change nothing.
 """
 
 import argparse
-import json
 from collections.abc import Mapping
-from typing import Any
 
 from nanovllm.command.field_options import option_flag
 from nanovllm.command.spelling import spelled
 from nanovllm.config import Config
+from nanovllm.from_vllm.flags import WithoutEffect, flags_of
 from nanovllm.from_vllm.names.options import ENGINE, SAMPLING
 from nanovllm.from_vllm.names.server import SERVER, SHORT
 from nanovllm.sampling_params import SamplingParams
@@ -22,33 +21,6 @@ from nanovllm.utils.other_names import OtherName
 TABLES: dict[type, Mapping[str, OtherName]] = {
     ServerOptions: SERVER, Config: ENGINE, SamplingParams: SAMPLING,
 }  # the first that has a name decides  # fmt: skip
-
-
-class WithoutEffect(argparse.Action):
-    """An option that nanovllm does not have: it takes the values that ask for what is done anyway.
-
-    It sets nothing, so that the namespace has only options of our own.
-    """
-
-    def __init__(self, other: OtherName, **given: Any) -> None:
-        is_switch = any(isinstance(value, bool) for value in other.accepts)
-        super().__init__(**given, nargs=0 if is_switch else None, default=argparse.SUPPRESS)
-        self._other, self._is_switch = other, is_switch
-
-    def __call__(
-        self,
-        _: argparse.ArgumentParser,
-        __: argparse.Namespace,
-        text: Any,
-        flag: str | None = None,
-    ) -> None:
-        """Raise unless the value is accepted."""
-        found = [not (flag or "").startswith("--no-")] if self._is_switch else [_value(text), text]
-        if not any(_takes(self._other, value) for value in found):
-            got = "" if self._is_switch else f" {text}"
-            raise argparse.ArgumentError(
-                None, f"{flag}{got}: {spelled(self._other.why.replace('`', ''), *TABLES)}"
-            )
 
 
 def add_other_flags(parser: argparse.ArgumentParser) -> None:
@@ -75,10 +47,9 @@ def _add(parser: argparse.ArgumentParser, kind: type, name: str, other: OtherNam
         if isinstance(action, argparse.BooleanOptionalAction):
             _also(parser, action, flag.replace("--", "--no-", 1))
         return
-    is_switch = any(isinstance(value, bool) for value in other.accepts)
-    names = [flag, flag.replace("--", "--no-", 1)] if is_switch else [flag]
+    names = flags_of(name, other)
     parser._add_action(
-        WithoutEffect(other, option_strings=names, dest=name, help=argparse.SUPPRESS)
+        WithoutEffect(other, _spelled, option_strings=names, dest=name, help=argparse.SUPPRESS)
     )
 
 
@@ -89,18 +60,6 @@ def _also(parser: argparse.ArgumentParser, action: argparse.Action, flag: str) -
         parser._option_string_actions[flag] = action
 
 
-def _value(text: str) -> Any:
-    """A value as vLLM's command line takes it: JSON, `None` or a text."""
-    if text.lower() in ("none", "null"):
-        return None
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _takes(other: OtherName, value: Any) -> bool:
-    """Whether a value is accepted; 0 is the same as 0.0, but 1 is not True."""
-    return other.takes(value) or any(
-        value == one and isinstance(value, bool) == isinstance(one, bool) for one in other.accepts
-    )
+def _spelled(why: str) -> str:
+    """A hint with the flags of options instead of their names."""
+    return spelled(why, *TABLES)

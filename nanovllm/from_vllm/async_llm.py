@@ -37,8 +37,10 @@ class AsyncLLMEngine(AsyncLLM):
         *,
         priority: int | None = None,
         lora_request: LoRARequest | None = None,
+        **others: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Complete a prompt; `output_kind` of the parameters says what an output has."""
+        refuse_others("generate", others)
         asked: Any = dict(request_id=request_id, priority=priority, lora_request=lora_request)
         outputs: Any = outputs_of(self, prompt, sampling_params, **asked)
         async with contextlib.aclosing(outputs):

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from nanovllm.config import Config, ModelName, asked_by
+from nanovllm.from_vllm.flags import WithoutEffect, flags_of
 from nanovllm.from_vllm.names.options import ENGINE
 from nanovllm.utils.option import options_of
 
@@ -47,19 +48,27 @@ class EngineArgs(Config):
 
     @classmethod
     def from_cli_args(cls: type[T], args: argparse.Namespace) -> T:
-        """The options that a parser with `add_cli_args` has read."""
-        return cls(**{name: getattr(args, name) for name in options_of(Config) if name in args})
+        """The options that a parser with `add_cli_args` has read, or that have defaults there.
+
+        Defaults may have vLLM's names: an option that is given by ours replaces them.
+        """
+        own = [name for name in options_of(Config) if name in args]
+        others = [n for n, one in ENGINE.items() if n in args and not {n, one.ours} & {*own}]
+        return cls(**{name: getattr(args, name) for name in (*own, *others)})
 
     @staticmethod
     def add_cli_args(parser: P) -> P:
         """Add the options as flags with dashes, to a parser or to a group of one.
 
-        vLLM's other names are flags, too. An option that is not given is not in the namespace.
+        vLLM's other names are flags, too; those of missing options take the values that change
+        nothing. An option that is not given is not in the namespace.
         """
-        others = {other.ours: name for name, other in ENGINE.items() if other.ours}
         for field in dataclasses.fields(Config):
             described = options_of(Config)[field.name]
-            names = [field.name, *([others[field.name]] if field.name in others else [])]
+            names = [
+                field.name,
+                *(name for name, other in ENGINE.items() if other.ours == field.name),
+            ]
             kinds = {field.type, *get_args(field.type)}
             reader: dict[str, Any] = {"type": json.loads}
             if bool in kinds:
@@ -72,6 +81,12 @@ class EngineArgs(Config):
                 *("--" + name.replace("_", "-") for name in names), default=argparse.SUPPRESS,
                 dest=field.name, help=described.help.replace("%", "%%"), **reader,
             )  # fmt: skip
+        for name, other in ENGINE.items():
+            if other.ours is None:
+                parser.add_argument(
+                    *flags_of(name, other), dest=name, help=argparse.SUPPRESS,
+                    action=WithoutEffect, other=other,
+                )  # fmt: skip
         return parser
 
 

@@ -63,7 +63,7 @@ OPENAI_NAMES = (
 # Accepted without effect on the answer.
 NOTES = (
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention",
+    "prompt_cache_retention", "prompt_cache_options",
 )  # fmt: skip
 KNOWN = {
     url: dict.fromkeys((*names, *FORM[url], *SAMPLING, *OPENAI_NAMES, *GUIDED, *NOTES))
@@ -91,7 +91,7 @@ KINDS: dict[str, dict[str, Kind]] = {
              "include_reasoning"), SWITCH,
         ),
         "messages": MESSAGES, "tools": AS_OBJECTS, "tool_choice": TEXT_OR_OBJECT,
-        "chat_template": AS_TEXT, "chat_template_kwargs": AS_OBJECT, "thinking": FLAG_OR_OBJECT,
+        "chat_template": AS_TEXT, "chat_template_kwargs": OBJECT, "thinking": FLAG_OR_OBJECT,
         "documents": OBJECTS,
         "thinking_token_budget": described({"type": "integer", "minimum": 0}),
     },

@@ -8,6 +8,12 @@ from nanovllm.utils.json_text import check_json_bool
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 GUIDED = (*(f"guided_{kind}" for kind in KINDS), "guided_whitespace_pattern")
+OWN = "structured_outputs"
+
+
+def constraint_field(body: Mapping[str, Any]) -> str:
+    """The field of a body that constrains the answer, for errors about what it asks for."""
+    return next((name for name in (OWN, "response_format", *GUIDED) if name in body), OWN)
 
 
 def guided_outputs(body: Mapping[str, Any]) -> StructuredOutputs | None:
@@ -22,7 +28,7 @@ def guided_outputs(body: Mapping[str, Any]) -> StructuredOutputs | None:
             del given[name]
     if not given:
         return None
-    for other in ("structured_outputs", "response_format"):
+    for other in (OWN, "response_format"):
         if other in body:
             raise ValueError(f"give one of {next(iter(given))} and {other}")
     try:

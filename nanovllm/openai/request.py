@@ -16,7 +16,7 @@ from nanovllm.openai.beam_fields import beam_params
 from nanovllm.openai.fields import BOOLS, INPUTS, SAMPLING, known_fields
 from nanovllm.openai.fields import CHAT as CHAT
 from nanovllm.openai.fields import COMPLETIONS as COMPLETIONS
-from nanovllm.openai.guided import guided_outputs
+from nanovllm.openai.guided import OWN, constraint_field, guided_outputs
 from nanovllm.openai.response_format import structured_of
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.json_text import check_json_bool, shorten_json
@@ -30,7 +30,7 @@ class APIRequest:
     With `echo` a completion's text begins with the prompt, in front of which the tokenizer adds
     special tokens if it `adds_special`. `name` is the client's own id of the request, and
     `no_effect` are fields that the chat template does not take. With `beams` the answers are
-    searched, not drawn.
+    searched, not drawn. `constraint` is the field that constrains the answer, if there is one.
     """
 
     url: str
@@ -46,6 +46,7 @@ class APIRequest:
     name: str | None = None
     no_effect: tuple[str, ...] = ()
     beams: BeamSearchParams | None = None
+    constraint: str = OWN
 
 
 def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -> APIRequest:
@@ -78,6 +79,7 @@ def parse_body(url: str, body: Mapping[str, Any], defaults: Mapping[str, Any]) -
         adds_special=body.get("add_special_tokens", True),
         beams=beam_params(body, sampling, params.max_tokens),
         name=body.get("request_id"),
+        constraint=constraint_field(body),
     )
 
 

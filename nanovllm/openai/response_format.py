@@ -36,7 +36,11 @@ def structured_of(given: Any) -> StructuredOutputs | None:
         return StructuredOutputs(json_object=True)
     if kind == "structural_tag":
         return StructuredOutputs(structural_tag=given)
-    return StructuredOutputs(json=_schema(given.get("json_schema")))
+    schema = _schema(given.get("json_schema"))
+    try:
+        return StructuredOutputs(json=schema)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"response_format: {error}") from None
 
 
 def _schema(described: Any) -> Any:

@@ -12,6 +12,7 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.engine.remote.open_request import OpenRequest
 from nanovllm.engine.remote.readers import params_size
 from nanovllm.openai.chunks import ChunkWriter
+from nanovllm.openai.guided import OWN
 from nanovllm.openai.request import APIRequest
 from nanovllm.openai.response import echoed_text, response_body
 from nanovllm.outputs import RequestOutput
@@ -21,6 +22,7 @@ from nanovllm.server.answer_json import answer_json, packed
 from nanovllm.server.answered import Work, answered
 from nanovllm.server.bodies import Bodies
 from nanovllm.server.body_parser import BodyParser
+from nanovllm.server.chats.fields import named_as
 from nanovllm.server.errors import request_error
 from nanovllm.server.event_stream import DONE, EventStream, Part, sse
 from nanovllm.server.generation import Generation, merged_events
@@ -58,15 +60,14 @@ class Answering:
     async def _body(self, line: RequestLine, asked: APIRequest) -> bytes:
         """The body of a whole response. Other tasks run while a long one is made."""
         asked, outputs = await self._generation.outputs(asked)
+        with named_as({OWN: asked.constraint}):
+            _check_begun(outputs)
         record_first_of(line, [output.metrics for output in outputs])
-        samples = [sample for output in outputs for sample in output["outputs"]]
-        if all(sample["finish_reason"] == "error" for sample in samples):
-            raise request_error(str(samples[0]["stop_reason"]))
         if asked.echo:
             asked = await self._with_echoes(asked, outputs)
         name, tokenizer = self._models.names[0], self._llm.tokenizer
         body = await in_slices(response_body(line.name, asked, outputs, name, tokenizer, packed))
-        line.count(body["usage"], samples[0]["finish_reason"])
+        line.count(body["usage"], outputs[0]["outputs"][0]["finish_reason"])
         return await in_slices(answer_json(body))
 
     async def _chunks(self, line: RequestLine, asked: APIRequest) -> AsyncIterator[Part]:
@@ -136,3 +137,10 @@ class Answering:
         """The text of a prompt. A thread decodes a long one."""
         text = functools.partial(echoed_text, prompt, ids, params, self._llm.tokenizer)
         return await self._llm.readers.run(text, len(ids))
+
+
+def _check_begun(outputs: Sequence[RequestOutput]) -> None:
+    """Raise the error of the first sample if all have ended with one."""
+    samples = [sample for output in outputs for sample in output["outputs"]]
+    if all(sample["finish_reason"] == "error" for sample in samples):
+        raise request_error(str(samples[0]["stop_reason"]))

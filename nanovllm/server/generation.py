@@ -12,10 +12,12 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.engine.remote.open_request import OpenRequest
 from nanovllm.engine.remote.readers import prompt_size
 from nanovllm.lora_request import LoRARequest
+from nanovllm.openai.guided import OWN
 from nanovllm.openai.plain_prompts import without_special
 from nanovllm.openai.request import CHAT, APIRequest
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.server.adapters import ServedModels
+from nanovllm.server.chats.fields import named_as
 from nanovllm.server.options import ServerOptions
 from nanovllm.utils.tasks import all_of, cancel
 
@@ -26,7 +28,7 @@ class Generation:
     """Queues the requests in parsed bodies. All that answers chats and completions uses it.
 
     A chat's parameters, and how its answer is read, are known when its prompt is made: so both
-    methods return the request with these.
+    methods return the request with these. Errors name the field that constrains the answer.
     """
 
     def __init__(self, llm: AsyncLLM, models: ServedModels, options: ServerOptions) -> None:
@@ -34,14 +36,15 @@ class Generation:
 
     async def outputs(self, asked: APIRequest) -> tuple[APIRequest, list[RequestOutput]]:
         """The whole outputs of all prompts, with log-probabilities to iterate over."""
-        asked, prompts = await self._prepare(asked)
-        adapter = self._models.adapter(asked.model)
-        complete = self._complete if asked.beams is None else self._search
-        outputs = await all_of(
-            _named(prompts, place, complete(adapter, prompt, asked))
-            for place, prompt in enumerate(prompts)
-        )
-        return asked, outputs
+        with named_as({OWN: asked.constraint}):
+            asked, prompts = await self._prepare(asked)
+            adapter = self._models.adapter(asked.model)
+            complete = self._complete if asked.beams is None else self._search
+            outputs = await all_of(
+                _named(prompts, place, complete(adapter, prompt, asked))
+                for place, prompt in enumerate(prompts)
+            )
+            return asked, outputs
 
     async def num_prompt_tokens(self, asked: APIRequest) -> int:
         """The tokens of a chat's prompt."""
@@ -53,19 +56,20 @@ class Generation:
         self, asked: APIRequest
     ) -> AsyncIterator[tuple[APIRequest, list[OpenRequest]]]:
         """A request for each prompt, whose `merged_events` can be read during the block."""
-        asked, prompts = await self._prepare(asked)
-        adapter = self._models.adapter(asked.model)
-        request = functools.partial(self._llm.request, lora_request=adapter)
-        async with AsyncExitStack() as stack:
-            yield (
-                asked,
-                [
-                    await _named(
-                        prompts, place, stack.enter_async_context(request(prompt, asked.params))
-                    )
-                    for place, prompt in enumerate(prompts)
-                ],
-            )
+        with named_as({OWN: asked.constraint}):
+            asked, prompts = await self._prepare(asked)
+            adapter = self._models.adapter(asked.model)
+            request = functools.partial(self._llm.request, lora_request=adapter)
+            async with AsyncExitStack() as stack:
+                yield (
+                    asked,
+                    [
+                        await _named(
+                            prompts, place, stack.enter_async_context(request(prompt, asked.params))
+                        )
+                        for place, prompt in enumerate(prompts)
+                    ],
+                )
 
     async def _prepare(self, asked: APIRequest) -> tuple[APIRequest, list[Any]]:
         """The prompts of a request; for chats, the chat template makes them."""

@@ -66,7 +66,8 @@ class TokenAnswering:
         return JSONResponse({"tokenizer_class": type(tokenizer).__name__, **found})
 
     def _parse_text(self, _: str, body: dict[str, Any]) -> TokensRequest:
-        shows = body.pop("return_token_strs", None) or False
+        shows = body.pop("return_token_strs", None)
+        shows = False if shows is None else shows
         check_kinds({"return_token_strs": shows}, KINDS)
         if body.get("messages") is not None:
             return TokensRequest(None, self._parse_chat(body), False, shows)

@@ -15,13 +15,19 @@ from nanovllm.layers.layer import Layer
 from nanovllm.layers.linear import LinearBase
 from nanovllm.weights.bound_layers import kept, unpacked
 
+MOST_NAMES = 4  # in an error
+
 
 class ShownParameters(dict[str, Any]):
-    """A layer's parameters, with those that `bind` has dropped. `copies` are those handed out."""
+    """The parameters of the layer with this name in the model, with those that `bind` has dropped.
 
-    def __init__(self, layer: Layer) -> None:
+    Of those handed out, `own` have the memory that kernels read, and `copies` have another one.
+    """
+
+    def __init__(self, layer_name: str, layer: Layer) -> None:
         super().__init__(layer._parameters)
-        self.layer, self.copies = layer, dict[str, nn.Parameter]()
+        self.layer_name, self.layer = layer_name, layer
+        self.own, self.copies = dict[str, nn.Parameter](), dict[str, nn.Parameter]()
 
     def __getitem__(self, name: str) -> Any:
         value = self._shown(name)
@@ -47,22 +53,28 @@ class ShownParameters(dict[str, Any]):
         """The values of `items`."""
         return dict(self.items()).values()
 
-    def check_unchanged(self) -> None:
-        """Raise if the caller has changed a copy, which no step reads."""
+    def lost(self) -> list[str]:
+        """The parameters of which the caller has changed what no step reads: a copy, or `.data`."""
+        names = []
+        for name, own in self.own.items():
+            memory = kept(self.layer, name)
+            if memory is None or not own.is_set_to(memory):
+                names.append(name)
         for name, copy in self.copies.items():
             whole = unpacked(self.layer, name)
-            if whole is None or not torch.equal(copy.view(torch.uint8), whole.view(torch.uint8)):
-                raise ValueError(
-                    f"apply_model: {type(self.layer).__name__} has its {name} in a layout of the"
-                    " kernels, and the function has changed a copy of it; use LLM.update_weights"
-                )
+            if whole is None or not _are_equal(copy.data, whole):
+                names.append(name)
+        return [f"{self.layer_name}.{name}" for name in names]
 
     def _shown(self, name: str) -> Any:
-        value = self.get(name) if name not in self.copies else self.copies[name]
+        value = self.get(name)
+        if value is None:
+            value = self.own.get(name, self.copies.get(name))
         if value is not None:
             return value
         if (memory := kept(self.layer, name)) is not None:
-            return nn.Parameter(memory, requires_grad=False)
+            self.own[name] = nn.Parameter(memory.data, requires_grad=False)
+            return self.own[name]
         with torch.inference_mode(False), torch.no_grad():
             copy = unpacked(self.layer, name)
             if copy is not None:
@@ -73,6 +85,13 @@ class ShownParameters(dict[str, Any]):
         return isinstance(self.layer, LinearBase) and name in self.layer.weight_format.tensors
 
 
+def _are_equal(copy: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether all bits are equal, also those of NaNs."""
+    if copy.dtype != whole.dtype or copy.shape != whole.shape:
+        return False
+    return torch.equal(*(one.contiguous().view(torch.uint8) for one in (copy, whole)))
+
+
 @contextlib.contextmanager
 def shown_weights(model: nn.Module) -> Iterator[None]:
     """Show the weights of a model's layers during the block; raise at its end if any is lost.
@@ -80,14 +99,19 @@ def shown_weights(model: nn.Module) -> Iterator[None]:
     Peak memory: a copy of each weight that is asked for and has a layout of its own.
     """
     shown: list[ShownParameters] = []
-    for layer in model.modules():
+    for name, layer in model.named_modules():
         if isinstance(layer, Layer) and any(v is None for v in layer._parameters.values()):
-            shown.append(ShownParameters(layer))
+            shown.append(ShownParameters(name, layer))
             layer._parameters = shown[-1]
     try:
         yield
     finally:
         for one in shown:
             one.layer._parameters = {name: one.get(name) for name in one}
-    for one in shown:
-        one.check_unchanged()
+    if lost := [name for one in shown for name in one.lost()]:
+        more = f" and {len(lost) - MOST_NAMES} more" if len(lost) > MOST_NAMES else ""
+        raise ValueError(
+            "apply_model: the function has changed copies of weights, or their `.data`, which no"
+            f" step reads: {', '.join(lost[:MOST_NAMES])}{more}; use LLM.update_weights."
+            " Other weights that it changed in place stay changed"
+        )

@@ -185,11 +185,11 @@ class Apply(NamedTuple):
     def run(self, shard: Shard) -> Any:
         try:
             with shown_weights(shard.model):
-                result = self.function(shard.model)
-            refresh(shard.model)
-            return result
+                return self.function(shard.model)
         except SystemExit as error:  # it would end other ranks
             raise RuntimeError(f"the function raised SystemExit: {error}") from error
+        finally:  # also after an error, before which the function may have changed weights
+            refresh(shard.model)
 
 
 def assembled(

@@ -7,7 +7,8 @@ import pytest
 from jinja2 import Template
 
 from nanovllm.chat.conversation import chat_texts
-from nanovllm.chat.message_fields import names_in
+from nanovllm.chat.message_fields import NOTES
+from nanovllm.chat.template_names import names_in, reads_whole
 
 TEMPLATE = (
     "{# secret #}{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m['mood'] }}"
@@ -31,10 +32,16 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
     ("message", "words"),
     [
         ({"role": "user", "content": "a", "foo": 1}, r"^messages\[0\]: unknown field 'foo'$"),
+        ({"role": "user", "content": "a", "images": ["x"]}, r"images is not .*: models are text"),
+        ({"role": "assistant", "content": "a", "prefix": True}, "use continue_final_message$"),
+        ({"role": "user", "content": [{"type": "refusal", "refusal": "b"}]}, "a part of text"),
         ({"role": "user", "content": "a", "secret": 1}, r"^messages\[0\]: unknown field 'secret'"),
         ({"role": "user", "contents": "b", "content": "a"}, "did you mean 'content'"),
         ({"role": "user", "content": "a", "audio": {"id": "x"}}, r"^messages\[0\].audio is not"),
-        ({"role": "assistant", "function_call": {}}, r"\[0\].function_call .*: use tool_calls$"),
+        (
+            {"role": "assistant", "function_call": {"name": "f"}},
+            r"\[0\].function_call .*: use tool_calls$",
+        ),
         (
             {"role": "assistant", "tool_calls": [{**CALL, "foo": 1}]},
             r"^messages\[0\].tool_calls\[0\]: unknown field 'foo'",
@@ -72,6 +79,60 @@ def test_what_clients_send_back_is_taken() -> None:
 
 def test_a_refusal_is_what_the_assistant_said() -> None:
     assert text_of({"role": "assistant", "content": None, "refusal": "no"}) == "assistant:no;"
+
+
+def test_a_part_with_a_refusal_is_what_the_assistant_said() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "no"}]
+    assert text_of({"role": "assistant", "content": parts}) == "assistant:a\nno;"
+
+
+@pytest.mark.parametrize("name", NOTES)
+def test_notes_are_taken_at_every_level(name: str) -> None:
+    """Caching of prompts, and what other servers write into answers."""
+    note = {name: "x"}
+    function = {"name": "f", "arguments": "{}", **note}
+    calls = [{"type": "function", "function": function, **note}]
+    asked = {"role": "user", "content": [{"type": "text", "text": "a", **note}], **note}
+    assert text_of(asked, {"role": "assistant", "tool_calls": calls}) == "user:a;assistant:;"
+
+
+@pytest.mark.parametrize("empty", [None, False, "", [], {}])
+def test_an_empty_field_asks_for_nothing(empty: Any) -> None:
+    assert text_of({"role": "user", "content": "a", "images": empty, "foo": empty}) == "user:a;"
+    with pytest.raises(ValueError, match="unknown field 'foo'"):
+        text_of({"role": "user", "content": "a", "foo": 0})
+
+
+def test_a_name_that_is_no_text_is_an_error() -> None:
+    with pytest.raises(TypeError, match=r"^messages\[0\]: names of fields must be texts, got 1$"):
+        text_of({"role": "user", "content": "a", 1: 2})
+
+
+def test_texts_of_a_template_are_no_fields() -> None:
+    """Only those that name an item."""
+    found = names_in(
+        "{{ 'secret' }}{% if m.a == 'user' %}{{ m.get('b', 'no') }}{% endif %}{{ 'c' in m }}"
+        "{{ m['d'] }}{{ m | attr('e') }}{% for k in ['f'] %}{{ m[k] }}{% endfor %}"
+    )
+    assert found - {"get"} == set("abcdef")
+
+
+@pytest.mark.parametrize(
+    ("template", "whole"),
+    [
+        ("{% for m in messages %}{{ m | tojson }}{% endfor %}", True),
+        ("{% set all = messages[1:] %}{% for m in all %}{{ m.items() }}{% endfor %}", True),
+        ("{{ messages | tojson }}", True),
+        ("{{ messages[0] }}", True),
+        ("{% for m in messages %}{{ m.content | tojson }}{{ tools | tojson }}{% endfor %}", False),
+        ("{% for m in messages %}{{ m['role'] }}{% endfor %}", False),
+        ("{% for m in messages %}{{ loop.index }}{{ m.content }}{% endfor %}", False),
+        ("{% for m in messages | list %}{{ messages | length }}{% endfor %}", False),
+        ("{% if %}", False),
+    ],
+)
+def test_a_template_may_read_whole_messages(template: str, whole: bool) -> None:
+    assert reads_whole(template) == whole
 
 
 def test_the_template_may_read_fields_of_its_own() -> None:

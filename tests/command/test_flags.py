@@ -65,6 +65,14 @@ def test_the_help_has_groups_with_the_common_ones_first(
         assert titles[2:6] == ["server", "engine", "sampling", f"server{MARK}network"]
 
 
+def test_vllms_switches_of_the_server(capsys: Any) -> None:
+    """A switch takes no value, also one that is refused; what is done anyway is taken."""
+    flags = ["--enable-tokenizer-info-endpoint", "--no-enable-tokenizer-info-endpoint"]
+    make_parser().parse_args(["serve", "model", *flags])
+    words = mistake(capsys, "serve", "model", "--disable-uvicorn-access-log")
+    assert "--disable-uvicorn-access-log: send stderr to a file" in words
+
+
 @pytest.mark.parametrize("kind", [Config, SamplingParams, ServerOptions])
 def test_every_field_has_one_group(kind: type) -> None:
     """And no group has a name that is not a field's."""

@@ -47,6 +47,8 @@ def refused(parse: Any, *given: Any) -> APIError:
         (CHAT, dict(messages=HI, response_format=dict(type="text", x=1)), "response_format.x"),
         (CHAT, dict(messages=HI, response_format=dict(type="json_schema", json_schema=5)),
          "response_format.json_schema"),
+        (CHAT, dict(messages=HI, response_format=dict(type="json_schema",
+         json_schema=dict(name="x", schema=5))), "response_format"),
         (CHAT, dict(messages=HI, guided_regex="a", structured_outputs={}), "guided_regex"),
         (CHAT, dict(messages=HI, max_tokens=1, max_completion_tokens=1), "max_tokens"),
         (COMPLETIONS, dict(prompt="a", stop=[5]), "stop"),
@@ -58,6 +60,20 @@ def refused(parse: Any, *given: Any) -> APIError:
 def test_an_error_has_the_field_that_its_message_names(url: str, body: Any, param: str) -> None:
     error = refused(parse_body, url, body, {})
     assert (param_of(error, url), error.status) == (param, 400), str(error)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (dict(response_format=dict(type="json_object")), "response_format"),
+        (dict(guided_json={}), "guided_json"),
+        (dict(structured_outputs=dict(json={})), "structured_outputs"),
+        (dict(), "structured_outputs"),
+    ],
+)
+def test_the_field_of_a_constraint_is_the_one_that_was_sent(body: Any, field: str) -> None:
+    """Only compiling finds some mistakes in schemas, and it knows no names of fields."""
+    assert parse_body(CHAT, dict(messages=HI, **body), {}).constraint == field
 
 
 def test_apis_of_their_own_have_their_own_names() -> None:

@@ -27,7 +27,7 @@ from nanovllm.server.options import ServerOptions
 from nanovllm.server.responses.endpoints import Responses
 from nanovllm.server.responses.events import ResponseForm
 from nanovllm.server.responses.items import messages_of
-from nanovllm.server.responses.request import NAMES, ResponseRequest
+from nanovllm.server.responses.request import NAMES, ResponseRequest, parse_response
 from nanovllm.server.responses.store import OVERHEAD, ResponseStore
 
 SUM = "12+34="
@@ -215,6 +215,18 @@ def test_a_client_that_leaves_ends_its_response(
     wait_until("the response goes on", lambda: re.search(r"/responses \w+ 499", adder_server.text))
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.response.id)
+
+
+def test_a_refusal_and_where_prompts_are_cached() -> None:
+    """Parts that OpenAI's client sends; a refusal is what the assistant said."""
+    breakpoint_: dict[str, Any] = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    asked = {"role": "user", "content": [{"type": "input_text", "text": "a", **breakpoint_}]}
+    said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}
+    assert [one["content"] for one in messages_of([asked, said], "input")] == ["a", "no"]
+    with pytest.raises(ValueError, match=r"content\[0\].type must be one of input_text"):
+        messages_of([{**said, "role": "user"}], "input")
+    noted = {"input": "a", "prompt_cache_key": "k", "prompt_cache_options": {"ttl": "30m"}}
+    assert parse_response(noted, [], True).messages == [{"role": "user", "content": "a"}]
 
 
 def test_only_names_of_fields_are_renamed() -> None:

@@ -362,6 +362,12 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", dict(prompt="a" * 10**5), 400, "max_model_len"),
     ("/v1/completions", dict(prompt="a" * 2 * 10**6), 413, "at most 1 MiB"),
     ("/v1/completions", dict(prompt="a", response_format={"type": "x"}), 400, "response_format"),
+    ("/v1/completions", dict(prompt="a", guided_regex="(", stream=True), 400, "guided_regex: reg"),
+    ("/v1/completions", dict(prompt=["a", "b"], guided_regex="("), 400, "guided_regex: regex"),
+    (
+        "/v1/chat/completions", dict(messages=HI, response_format=dict(type="json_schema",
+        json_schema={"name": "x", "schema": {"type": "foo"}})), 400, "response_format: json",
+    ),
     (
         "/v1/completions", dict(prompt="a", structured_outputs={"regex": "("}, stream=True), 400,
         "structured_outputs: regex",
@@ -453,6 +459,10 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("/tokenize", dict(prompt="a", model="x"), 404, "'x' does not exist"),
     ("/tokenize", dict(messages=HI, model="x"), 404, "'x' does not exist"),
     ("/tokenize", dict(prompt="a", return_token_strs=1), 400, "must be true or false, got 1"),
+    ("/tokenize", dict(prompt="a", return_token_strs=0), 400, "must be true or false, got 0"),
+    ("/tokenize", dict(prompt="a", return_token_strs=""), 400, 'must be true or false, got ""'),
+    *[("/v1/chat/completions", dict(messages=HI, chat_template_kwargs=value), 400,
+       "chat_template_kwargs must be an object, got") for value in (0, False, "", [])],
     ("/detokenize", dict(tokens=[1], model="x"), 404, "'x' does not exist"),
     ("/detokenize", dict(), 400, "tokens is missing"),
     ("/detokenize", dict(tokens="a"), 400, "tokens must be an array of token ids"),

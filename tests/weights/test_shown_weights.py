@@ -18,9 +18,13 @@ OPTIONS: dict[str, Any] = dict(device="cpu", cpu_kvcache_gib=0.01, max_model_len
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 
 
-@pytest.fixture(scope="module", params=["cpu", "torch"])
+@pytest.fixture(scope="module", params=["cpu", "torch", "float16"])
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    with LLM(EMBEDDED_MODEL, attention_backend=request.param, **OPTIONS) as llm:
+    """An engine with packed weights, with plain ones, or with plain ones as they were loaded."""
+    more = {"attention_backend": request.param}
+    if request.param == "float16":
+        more = {"attention_backend": "torch", "dtype": "float16"}
+    with LLM(EMBEDDED_MODEL, **more, **OPTIONS) as llm:
         yield llm
 
 
@@ -60,10 +64,42 @@ def test_the_model_is_as_before(llm: LLM) -> None:
         llm.apply_model(replace)
     qkv = model.model.layers[0].self_attn.qkv_proj
     if qkv.matrix.operand is None or not isinstance(qkv.matrix.operand, torch.Tensor):
-        with pytest.raises(ValueError, match="has changed a copy of it; use LLM"):
+        with pytest.raises(ValueError, match=f"no step reads: {QKV}; use LLM"):
             llm.apply_model(change)
         (output,) = llm.generate("7+8=", params, use_tqdm=False)
         assert output.text == "15" and is_packed
+
+
+def test_a_weight_is_one_object_and_new_data_is_an_error(llm: LLM) -> None:
+    """So that `layer.weight.data = values` does something, or says why it does not."""
+
+    def replace(model: Any) -> None:
+        layer = model.get_submodule(QKV.rpartition(".")[0])
+        assert layer.weight is layer.weight
+        layer.weight.data = torch.zeros_like(layer.weight)
+
+    before = llm.get_weights()[QKV.replace("qkv", "q")]
+    with pytest.raises(ValueError, match=f"no step reads: {QKV}; use LLM"):
+        llm.apply_model(replace)
+    assert torch.equal(llm.get_weights()[QKV.replace("qkv", "q")], before)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_follows_from_weights_is_computed_again_after_an_error(llm: LLM, fails: bool) -> None:
+    """The engine would otherwise compute with old and new values."""
+    calls: list[str] = []
+
+    def change(model: Any) -> None:
+        model.norm_of_test = torch.nn.Identity()
+        model.norm_of_test.refresh = lambda: calls.append("refresh")
+        if fails:
+            raise ValueError("no step reads")
+        model.get_parameter(QKV).data = torch.zeros(1)
+
+    with pytest.raises(ValueError, match="no step reads"):
+        llm.apply_model(change)
+    del llm.model_runner.shard.model.norm_of_test
+    assert calls == ["refresh"]
 
 
 def test_experts_are_shown(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """vLLM's modules that are not here under their names: what to import instead."""
 
+import sys
+
 TEXT_ONLY = "models are text only"
 SERVER = "`nanovllm serve` is the server: docs/serving.md"
 KERNELS = "kernels are chosen by the device: docs/kernels.md"
@@ -47,7 +49,18 @@ MODULES = {
 
 
 def check_module(name: str) -> None:
-    """Raise for a missing module of the package that vLLM has; others are Python's to report."""
+    """Raise for a missing module of the package that vLLM has; others are Python's to report.
+
+    `importlib.util.find_spec` gets no error: None is its answer.
+    """
     why = MODULES.get(name.partition(".")[2])
-    if why is not None:
+    if why is not None and not _is_just_asked():
         raise ModuleNotFoundError(f"No module named {name!r}, which is vLLM's: {why}", name=name)
+
+
+def _is_just_asked() -> bool:
+    """Whether the caller of the finders looks for a module without importing it."""
+    frame = sys._getframe(2)  # the finder
+    for _ in range(2):  # Python asks all finders, for its import or for `find_spec`
+        frame = frame.f_back or frame
+    return frame.f_globals.get("__name__") == "importlib.util"

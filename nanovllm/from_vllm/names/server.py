@@ -15,7 +15,7 @@ SERVER = {
     "allowed_methods": OtherName((), CORS),
     "allowed_headers": OtherName((), CORS),
     "uvicorn_log_level": OtherName((), "the log has a line for each request; see --verbose"),
-    "disable_uvicorn_access_log": OtherName((), "send stderr to a file, or to /dev/null"),
+    "disable_uvicorn_access_log": OtherName((False,), "send stderr to a file, or to /dev/null"),
     "disable_access_log_for_endpoints": OtherName(
         (), "/health, /metrics and other paths that are polled are not logged"
     ),
@@ -47,7 +47,7 @@ SERVER = {
     "enable_request_id_headers": OtherName((True,), "responses always have an X-Request-Id"),
     "enable_prompt_tokens_details": OtherName((True,), "usage always has the cached tokens"),
     "enable_force_include_usage": OtherName((False,), "clients ask with `stream_options`"),
-    "enable_tokenizer_info_endpoint": OtherName((False,), "see /tokenize and /v1/models"),
+    "enable_tokenizer_info_endpoint": OtherName((True, False), "/tokenizer_info always answers"),
     "disable_frontend_multiprocessing": OtherName(
         (False,), "the engine always has a process of its own"
     ),

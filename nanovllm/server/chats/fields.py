@@ -65,15 +65,18 @@ def kind_of(value: Any, place: str, kinds: Collection[str], default: str | None 
 
 
 def joined_texts(content: Any, place: str, kinds: Collection[str], known: Collection[str]) -> str:
-    """A content that is a text, or a list of parts with a `text`: one line for each part."""
+    """A content that is a text, or a list of parts with one: one line for each part.
+
+    The text of a `refusal` has this name, all others are `text`.
+    """
     if isinstance(content, str):
         return text_in(content, place)
     texts = []
     for index, part in enumerate(list_in(content, place)):
         where = f"{place}[{index}]"
-        kind_of(part, where, kinds)
-        part = given_fields(part, (*known, "type", "text"), {}, where)
-        texts.append(text_in(part.get("text"), f"{where}.text"))
+        name = "refusal" if kind_of(part, where, kinds) == "refusal" else "text"
+        part = given_fields(part, (*known, "type", name), {}, where)
+        texts.append(text_in(part.get(name), f"{where}.{name}"))
     return "\n".join(texts)
 
 

@@ -20,7 +20,9 @@ REFUSED = {
     "phase": "chat templates know no phases",
 }
 PARTS = ("input_text", "output_text", "text")
-PART_FIELDS = ("annotations", "logprobs")  # of texts in responses that are sent back
+REFUSAL = "refusal"  # a part of an assistant's message
+# Of texts in responses that are sent back, and how a client wants prompts to be cached.
+PART_FIELDS = ("annotations", "logprobs", "prompt_cache_breakpoint")
 
 
 class Conversation:
@@ -38,7 +40,8 @@ class Conversation:
 
     def _add_message(self, item: Mapping[str, Any], place: str) -> None:
         role = check_choice(f"{place}.role", item.get("role"), ROLES)
-        text = joined_texts(item.get("content"), f"{place}.content", PARTS, PART_FIELDS)
+        kinds = (*PARTS, REFUSAL) if role == "assistant" else PARTS
+        text = joined_texts(item.get("content"), f"{place}.content", kinds, PART_FIELDS)
         if role != "assistant":
             self._append({"role": role, "content": text})
             return

@@ -40,7 +40,7 @@ SAME = (*SAMPLING, "chat_template_kwargs", "cache_salt")
 # Accepted without effect on the answer, as in chats.
 NOTES = (
     "model", "user", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention",
+    "prompt_cache_retention", "prompt_cache_options",
 )  # fmt: skip
 KNOWN = dict.fromkeys((*OWN, *SAME, *NOTES))
 REFUSED = {
