@@ -140,10 +140,11 @@ def gpu_table(results: Results) -> str:
     return markdown("| workload | nanovllm | of the roofline | peer | its figure | ratio |", rows)
 
 
-LLAMA_CPP = "llama.cpp BF16"
+LLAMA_CPP = "llama.cpp"
 LLAMA_CPP_WORKLOADS = {
-    f"qwen3-0.6b, decode, {requests}, 4 cores": f"Qwen3-0.6B, decode, {requests}"
-    for requests in ("1 request", "16 requests", "64 requests")
+    f"qwen3-0.6b, {formats}, {measure}, 2 cores with AMX": f"{formats}, {measure}"
+    for formats in ("bf16, BF16", "int8, Q8_0", "int4, Q4_0")
+    for measure in ("1 request", "16 requests")
 }
 VLLM_CPU = "nanovllm / vLLM CPU"
 VLLM_CPU_WORKLOADS = {
@@ -156,8 +157,8 @@ VLLM_CPU_WORKLOADS = {
 def cpu_table(results: Results) -> str:
     """Whole runs on a CPU: ours, llama.cpp's and vLLM's CPU build's."""
     rows = [
-        [f"{label}, 4 cores", results.get(what).text, LLAMA_CPP, results.get(what, LLAMA_CPP).text,
-         f"{results.ratio(what, LLAMA_CPP):.2f}"]
+        [f"Qwen3-0.6B, {label}", results.get(what).text, LLAMA_CPP,
+         results.get(what, LLAMA_CPP).text, f"{results.ratio(what, LLAMA_CPP):.2f}"]
         for what, label in LLAMA_CPP_WORKLOADS.items()
     ]  # fmt: skip
     for what, label in VLLM_CPU_WORKLOADS.items():
@@ -339,7 +340,7 @@ def speed_figure(results: Results) -> str:
     nano_vllm = compared(NANO_VLLM[0], GPU_WORKLOADS[NANO_VLLM[0]], NANO_VLLM[1])
     section("NVIDIA H200, against nano-vllm", [nano_vllm])
     cpp = [compared(what, name, LLAMA_CPP) for what, name in LLAMA_CPP_WORKLOADS.items()]
-    section("CPU, 4 cores, against llama.cpp (BF16)", cpp)
+    section("CPU, 2 cores with AMX, Qwen3-0.6B, against llama.cpp", cpp)
     cpu = [(label, results.get(what, VLLM_CPU).value, "")
            for what, label in VLLM_CPU_WORKLOADS.items()]  # fmt: skip
     section("CPU, against vLLM's CPU build", cpu)
