@@ -310,7 +310,7 @@ class Drawing:
 
 def speed_figure(results: Results) -> str:
     """How many times as fast as each peer, by workload."""
-    unit = 150  # a ratio of 1, in pixels
+    unit = 110  # a ratio of 1, in pixels
     drawing = Drawing(
         "How many times as fast as other engines",
         "The line is the other engine's speed. At the right: nanovllm and the other engine.",
