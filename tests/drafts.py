@@ -14,7 +14,8 @@ from nanovllm.drafting.host_drafting import HostDrafting
 from nanovllm.drafting.pace import Pace
 from nanovllm.drafting.paced_drafting import PacedDrafting
 from nanovllm.drafting.table_drafting import TableDrafting
-from nanovllm.engine.run.prefill_graphs import prefill_graphs
+from nanovllm.engine.run.padded import PrefillSize
+from nanovllm.engine.run.prefill_graphs import ShortPrefill, prefill_graphs
 from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.schedule.sequence import Sequence
 from nanovllm.kernels.plain.guess_ngrams import guess_ngrams
@@ -109,6 +110,20 @@ def use_graphs(llm: LLM) -> None:
     shard = llm.model_runner.shard
     shard.graphs = shard.decode_graphs(llm.config.max_num_running)
     shard.short_prefills = prefill_graphs(shard, llm.config.max_num_running)
+
+
+def sizes_of_short_prefills(llm: LLM) -> list[PrefillSize]:
+    """A list that will hold the sizes in which short prefills run; they must run in some."""
+    graphs, sizes = llm.model_runner.shard.short_prefills, list[PrefillSize]()
+    assert graphs is not None
+    run = graphs.run
+
+    def recording(size: PrefillSize) -> ShortPrefill:
+        sizes.append(size)
+        return run(size)
+
+    graphs.run = recording  # type: ignore[method-assign]
+    return sizes
 
 
 class TableAdversary(Guesser):

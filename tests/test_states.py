@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafts import Adversary, speculate, use_graphs
+from drafts import Adversary, sizes_of_short_prefills, speculate, use_graphs
 from families import SAMPLES, spaces
 from families.describe import write
 from reference import (
@@ -30,8 +30,6 @@ from reference import (
 )
 
 from nanovllm import SamplingParams
-from nanovllm.engine.run.padded import PrefillSize
-from nanovllm.engine.run.prefill_graphs import ShortPrefill
 
 pytestmark = pytest.mark.usefixtures("one_thread", "crowded")
 
@@ -58,15 +56,7 @@ def test_padded_prefills_leave_the_same_states(chunk: int, case: Case) -> None:
         pytest.skip("prefills of models without attention are no graphs")
     with make_llm(case.path, attention_backend="torch", max_num_batched_tokens=chunk) as llm:
         use_graphs(llm)
-        graphs = llm.model_runner.shard.short_prefills
-        assert graphs is not None
-        run, sizes = graphs.run, []
-
-        def recording(size: PrefillSize) -> ShortPrefill:
-            sizes.append(size)
-            return run(size)
-
-        graphs.run = recording  # type: ignore[method-assign]
+        sizes = sizes_of_short_prefills(llm)
         for _ in range(2):  # then from checkpoints
             assert_same(generate(llm, case), case.expected)
         assert sizes

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import make_model
+from drafts import sizes_of_short_prefills
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.run.padded import PrefillSize
@@ -18,7 +19,6 @@ from nanovllm.engine.run.prefill_graphs import (
     TOKENS,
     PaddedArrays,
     PrefillGraphs,
-    ShortPrefill,
     lengths_of,
     prefill_graphs,
     sizes_up_to,
@@ -43,16 +43,8 @@ def make_llm(path: Path, **options: Any) -> LLM:
 def use_graphs(llm: LLM) -> list[PrefillSize]:
     """Make short prefills run in padded sizes; return a list that will hold the sizes."""
     shard = llm.model_runner.shard
-    shard.short_prefills = graphs = prefill_graphs(shard, llm.config.max_num_running)
-    assert graphs is not None
-    run, sizes = graphs.run, []
-
-    def recording(size: PrefillSize) -> ShortPrefill:
-        sizes.append(size)
-        return run(size)
-
-    graphs.run = recording  # type: ignore[method-assign]
-    return sizes
+    shard.short_prefills = prefill_graphs(shard, llm.config.max_num_running)
+    return sizes_of_short_prefills(llm)
 
 
 def token_ids(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
