@@ -33,10 +33,12 @@ def norm_row(  # type: ignore[no-untyped-def]
 @triton.jit
 def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, eps, x_stride, residual_stride,
-    N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program normalises one row."""
     row = tl.program_id(0).to(tl.int64)
+    await_inputs(EARLY)
+    let_next_begin(EARLY)
     norm = norm_row(x_ptr, residual_ptr, weight_ptr, sum_ptr, eps, row, x_stride, residual_stride,
                     N, BLOCK, ADD)  # fmt: skip
     n = tl.arange(0, BLOCK)
@@ -54,6 +56,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     _rms_norm_kernel[(num_rows,)](
         x, x, weight, out, out, eps, x.stride(0), 0,
         N=size, BLOCK=next_power_of_2(size), ADD=False, num_warps=num_warps_of(size),
+        **early(x.device),
     )  # fmt: skip
     return out
 
@@ -69,6 +72,7 @@ def add_rms_norm(
     _rms_norm_kernel[(num_rows,)](
         x, residual, weight, out, total, eps, x.stride(0), residual.stride(0),
         N=size, BLOCK=next_power_of_2(size), ADD=True, num_warps=num_warps_of(size),
+        **early(x.device),
     )  # fmt: skip
     return out, total
 

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv
+from nanovllm.kernels.triton.common import await_inputs, early, let_next_begin
 
 BLOCK = 1024
 
@@ -36,8 +37,10 @@ def activate(x_ptr, out_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-unty
 
 @triton.jit
 def _silu_and_mul_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, out_ptr, x_stride, size, BLOCK: tl.constexpr,
+    x_ptr, out_ptr, x_stride, size, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_inputs(EARLY)
+    let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     activate(x_ptr + row * x_stride, out_ptr + row * size, size, BLOCK)
 
@@ -48,6 +51,6 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     assert x.stride(1) == 1
     out = x.new_empty(num_rows, size)
     _silu_and_mul_kernel[(num_rows, cdiv(size, BLOCK))](
-        x, out, x.stride(0), size, BLOCK=BLOCK, num_warps=8
+        x, out, x.stride(0), size, BLOCK=BLOCK, num_warps=8, **early(x.device)
     )
     return out
