@@ -23,9 +23,19 @@ def rows_at_a_time(vocab_size: int) -> int:
     return max(1, MAX_LOGITS // vocab_size)
 
 
+def log_probabilities(logits: torch.Tensor) -> torch.Tensor:
+    """The log-probabilities of logits [B, V], in float32.
+
+    Where rows do not begin at multiples of 16 bytes, PyTorch's sums depend on a row's place.
+    """
+    size = logits.shape[1]
+    values = F.pad(logits.float(), (0, -size % 4), value=-torch.inf) if size % 4 else logits.float()
+    return values.log_softmax(dim=1)[:, :size]
+
+
 def warm_up_logprobs(logits: torch.Tensor) -> None:
     """Use the most device memory that reports on logits [B, V] need: all tokens are sorted."""
-    logprobs = logits.float().log_softmax(dim=1)
+    logprobs = log_probabilities(logits)
     likely_columns(logprobs, logits.new_zeros(len(logits), dtype=torch.long), logits.shape[1])
 
 
@@ -46,7 +56,7 @@ def drawn_columns(computed: Computed, inputs: DrawInputs, kernels: Kernels) -> t
 
             process(values, wanted, computed, inputs, kernels)
         if report.mode.endswith("logprobs"):
-            values = values.log_softmax(dim=1)
+            values = log_probabilities(values)
         columns.append(download_columns(likely_columns(values, chosen, number)))
     return tuple(columns)
 
@@ -69,7 +79,7 @@ def prompt_columns(
         if is_first:
             chosen = upload(arrays["reported_ids"][part], logits.device)
             number = int(arrays["reported_numbers"][part].max())
-            logprobs = logits.float().log_softmax(dim=1)
+            logprobs = log_probabilities(logits)
             if "reported_as_logits" in arrays:
                 as_logits = upload(arrays["reported_as_logits"][part], logits.device)
                 logprobs = torch.where(as_logits[:, None] > 0, logits.float(), logprobs)
