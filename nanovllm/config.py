@@ -161,6 +161,12 @@ class Config:
         TRUE_OR_FALSE,
     )
     enforce_eager: bool = option(False, "do not use CUDA graphs", TRUE_OR_FALSE)
+    batch_invariant: bool = option(
+        False,
+        "bit for bit the same tokens and log-probabilities of a request, whatever else runs:"
+        " docs/exactness.md",
+        TRUE_OR_FALSE,
+    )
     kvcache_block_size: int | None = option(
         None,
         "tokens in a KV block",

@@ -28,6 +28,7 @@ class EngineOptions(TypedDict, total=False):
     tensor_parallel_size: int
     enable_expert_parallel: bool
     enforce_eager: bool
+    batch_invariant: bool
     kvcache_block_size: int | None
     num_kvcache_blocks: int | None
     kv_cache_dtype: Any

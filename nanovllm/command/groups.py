@@ -31,7 +31,8 @@ GROUPS: dict[type, dict[str, tuple[str, ...]]] = {
         "steps": (
             "max_num_batched_tokens", "scheduling", "scheduling_policy",
             "long_prefill_token_threshold", "overlap",
-            "enforce_eager", "attention_backend", "speculative_config", "enable_expert_parallel",
+            "enforce_eager", "batch_invariant", "attention_backend", "speculative_config",
+            "enable_expert_parallel",
         ),
         "chats": ("tool_parser", "reasoning_parser"),
         "adapters": ("enable_lora", "lora_modules", "max_loras", "max_lora_rank", "max_cpu_loras"),

@@ -37,6 +37,7 @@ class AttentionSpec:
     is_quantized: bool = False  # whether other layers need kernels for codes of weights
     has_states: bool = False  # whether other layers need kernels for states
     value_width: int | None = None  # of latent rows, which are keys and values
+    one_order: bool = False  # whether a row's sums may not depend on the other rows
 
     @property
     def heads(self) -> Heads:

@@ -284,6 +284,14 @@ def few_rows(
         few.add(bf16(rows, inner), *layer(hidden, inner), x, bf16(hidden), EPS)
 
 
+def chain(size_out: int, size_in: int, rows: int, dtype: torch.dtype) -> None:
+    from nanovllm.kernels.triton.ordered.linear import OrderedWeight, ordered_linear
+
+    weight, x = torch.empty(size_out, size_in, dtype=dtype), torch.empty(rows, size_in, dtype=dtype)
+    for bias in (None, torch.empty(size_out, dtype=dtype)):
+        ordered_linear(x, OrderedWeight(weight), bias)
+
+
 of_zeros = partial(Format, seed=None)
 FORMATS = {
     "int8": of_zeros(),
@@ -709,6 +717,8 @@ CALLS: dict[str, Callable[[], object]] = {
         )
         for rows in some
     },
+    "ordered chain, one output": partial(chain, 1, 2048, 100, torch.bfloat16),
+    "ordered chain, float32": partial(chain, 160, 200, 7, torch.float32),
     **{
         f"few_rows, Gemma-3-4B, {rows} rows": partial(
             few_rows, 2560, 2048, 10240, 4096, rows, gate="gelu"

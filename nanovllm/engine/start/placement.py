@@ -111,6 +111,7 @@ def attention_specs(
         AttentionSpec(
             device, dtype, *heads, config.kvcache_block_size, not config.enforce_eager, kv_dtype,
             needs, config.enable_lora, model_config.quantization is not None, has_states, values,
+            config.batch_invariant,
         )
         for heads, needs, values in dict.fromkeys(kinds or [(UNUSED_HEADS, frozenset[str](), None)])
     ]  # fmt: skip

@@ -1,5 +1,7 @@
 """The kernels in Triton: which module has which operation."""
 
+from typing import Any
+
 from nanovllm.kernels.table import Kernels, nothing
 
 TRITON_PLACES = {
@@ -45,11 +47,28 @@ TRITON_PLACES = {
 }
 
 
-def triton_kernels() -> Kernels:
+# Instead of these, if sums have one order. Kernels that fuse few rows have another one.
+ORDERED_PLACES = {
+    "arrange_plain": "triton.ordered.linear",
+    "plain_of": "triton.ordered.linear",
+    "arranged_linear": "triton.ordered.linear:ordered_linear",
+    "experts": "triton.ordered.experts",
+    "router": "triton.ordered.experts:router_for",
+    "lora_down": "triton.ordered.experts",
+}
+
+
+def triton_kernels(one_order: bool = False) -> Kernels:
     """The Triton kernels. An ImportError where Triton is not installed."""
     from nanovllm.kernels.triton.step.write_table import write_table  # callers keep it
 
+    places = TRITON_PLACES
+    absent = ["arrange_plain", "plain_of"]
+    if one_order:
+        places = TRITON_PLACES | ORDERED_PLACES
+        absent = ["few_rows", "rounding"]
+    others: dict[str, Any] = dict.fromkeys(absent, nothing)
     return Kernels(
-        "Triton", TRITON_PLACES, graph_safe=True, reads_plain=True, reads_stacks=True,
-        write_table=write_table, arrange_plain=nothing, plain_of=nothing,
+        "Triton", places, graph_safe=True, reads_plain=True, reads_stacks=True,
+        write_table=write_table, **others,
     )  # fmt: skip

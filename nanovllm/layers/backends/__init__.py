@@ -23,5 +23,7 @@ def choose_backend(name: str, *specs: AttentionSpec) -> Backend:
 
 
 def _plain(*specs: AttentionSpec) -> Backend:
+    if specs[0].one_order:
+        raise ValueError("batch_invariant=True needs the kernels of 'triton' or 'cpu', not 'torch'")
     has_scores = any(spec.needs for spec in specs)
     return Backend(TorchBackend(specs[0].block_size, has_scores), PLAIN)

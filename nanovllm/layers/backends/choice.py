@@ -167,6 +167,8 @@ def _check_flash_attn(spec: AttentionSpec, refusal: str) -> None:
         raise ValueError(f"{refusal} needs dtype 'float16' or 'bfloat16', got {dtype!r}; {instead}")
     if spec.kv_dtype != spec.dtype:
         raise ValueError(f"{refusal} needs kv_cache_dtype='auto', it cannot read 'fp8'; {instead}")
+    if spec.one_order:
+        raise ValueError(f"{refusal} cannot keep batch_invariant=True; {instead}")
     if "sinks" in spec.needs:
         raise ValueError(f"{refusal} cannot compute attention with sinks; {instead}")
     if spec.value_width is not None:
@@ -256,7 +258,7 @@ def _triton_kernels(specs: Specs) -> Kernels:
 
     if specs[0].device.type == "cuda" and INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set: kernels would be interpreted on the CPU")
-    return _try_kernels(triton_kernels(), specs)
+    return _try_kernels(triton_kernels(specs[0].one_order), specs)
 
 
 def _triton_kernels_or_plain(specs: Specs) -> Kernels:

@@ -135,8 +135,9 @@ def multiply(
     expert_ids: torch.Tensor,
     shares: torch.Tensor,
     num_experts: int,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The outputs [N, hidden] of all pairs, times their shares, in float32.
+    """The outputs [N, hidden] of all pairs, times their shares, rounded to `dtype`.
 
     Those of other ranks' experts are not written.
     """
@@ -144,6 +145,6 @@ def multiply(
     groups = group(expert_ids, num_here, num_experts)
     inner = x.new_empty(num_pairs, size)
     multiply_pairs(x, gate_up, inner, groups, expert_ids.shape[1], is_gated=True)
-    out = x.new_empty(num_pairs, hidden, dtype=torch.float32)
+    out = x.new_empty(num_pairs, hidden, dtype=dtype)
     multiply_pairs(inner, down, out, groups, 1, shares=shares)
     return out

@@ -210,9 +210,9 @@ def experts(
         ids = expert_ids.contiguous()
         dense = x, gate_up, down, ids, shares.contiguous(), num_experts
         if many_pairs.takes(x, down, ids.numel(), num_experts):
-            return _add_up(x, many_pairs.multiply(*dense), ids, len(down))
+            return add_up(x, many_pairs.multiply(*dense), ids, len(down))
         if expert_rows.takes(x):
-            return _add_up(x, expert_rows.multiply(*dense), ids, len(down))
+            return add_up(x, expert_rows.multiply(*dense), ids, len(down))
     return adapted_experts(x, gate_up, down, expert_ids, shares, num_experts, None, activation)
 
 
@@ -243,10 +243,10 @@ def adapted_experts(
     parts = grouped_linear(inner, down, groups, shares, torch.float32)
     if additions:
         additions.add_outputs(inner, parts, shares.flatten())
-    return _add_up(x, parts, expert_ids, num_here)
+    return add_up(x, parts, expert_ids, num_here)
 
 
-def _add_up(
+def add_up(
     x: torch.Tensor, parts: torch.Tensor, expert_ids: torch.Tensor, num_here: int
 ) -> torch.Tensor:
     """For each row of x, the sum of its pairs' parts, for experts of this rank."""

@@ -178,6 +178,7 @@ class Router:
     routing: Routing
     bias: torch.Tensor | None = None
     correction: torch.Tensor | None = None
+    one_order: bool = False  # whether the order of sums may not depend on the number of rows
 
     @classmethod
     def of(
@@ -196,7 +197,7 @@ class Router:
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose experts for rows x [T, hidden]. cuBLAS multiplies many rows in float32."""
-        if len(x) > FEW_FLOAT32 and self.weight.dtype == torch.float32:
+        if len(x) > FEW_FLOAT32 and self.weight.dtype == torch.float32 and not self.one_order:
             outputs = F.linear(x.float(), self.weight, self.bias)
             return choose_experts(outputs, self.routing, self.correction)
         ids = torch.empty(len(x), self.routing.per_token, dtype=torch.long, device=x.device)
@@ -234,6 +235,7 @@ class Router:
         most_experts = MOST_EXPERTS_OF_MANY if is_plain else MOST_OF_SIGMOIDS
         many = num_rows > FEW_ROWS * processors and num_experts <= most_experts
         rows = MANY_ROWS if many else 1 if num_rows == 1 else FEW_ROWS
+        rows = FEW_ROWS if self.one_order else rows
         tiles = cdiv(num_rows, rows)
         block_e = max(16, next_power_of_2(num_experts))
         tile_bytes = (rows + block_e) * self.weight.itemsize
@@ -241,7 +243,8 @@ class Router:
         if rows == 1:
             block_h = max(LEAST_INPUTS, min(MOST_INPUTS, MOST_PRODUCTS // block_e))
         assert groups is None or tiles <= MOST_TILES
-        splits = 1 if tiles > MOST_TILES else _splits(tiles, hidden // block_h, processors)
+        alone = tiles > MOST_TILES or self.one_order
+        splits = 1 if alone else _splits(tiles, hidden // block_h, processors)
         if rows == 1:
             splits = min(SPLITS_OF_ONE, next_power_of_2(cdiv(hidden, 2 * block_h)))
         shares = torch.empty(ids.shape, dtype=torch.float32, device=x.device)

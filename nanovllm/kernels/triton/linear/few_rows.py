@@ -210,10 +210,10 @@ class FewRows:
             return shared_tiles.launch(rows, weight, zeros)
         if held_weights.can_hold(num_rows, weight):
             return held_weights.launch(rows, weight)
-        return _launch_tiles(rows, weight)
+        return launch_tiles(rows, weight)
 
 
-def _launch_tiles(rows: RowOperands, weight: torch.Tensor) -> torch.Tensor:
+def launch_tiles(rows: RowOperands, weight: torch.Tensor) -> torch.Tensor:
     """Launch the kernel for any weight. Returns the sums of squares, if there are addends."""
     x, (num_rows, size_out) = rows.x, rows.out.shape
     processors = num_multiprocessors(x.device)

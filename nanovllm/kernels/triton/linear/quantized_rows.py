@@ -107,7 +107,7 @@ def _quantized_rows_kernel(  # type: ignore[no-untyped-def]
     GATED: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, INNER: tl.constexpr, RUNS: tl.constexpr,
     COPIED: tl.constexpr, COPIED_X: tl.constexpr, COPIED_SCALES: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr,
+    STAGES: tl.constexpr, SCALES_EACH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute a part of K for one tile of outputs. Neighbouring programs use the same codes."""
     first_t = tl.program_id(0) * BLOCK_T
@@ -124,7 +124,7 @@ def _quantized_rows_kernel(  # type: ignore[no-untyped-def]
     WORDS: tl.constexpr = INNER // 4  # noqa: N806
     ROW_WORDS: tl.constexpr = PADDED // (4 * (1 + FOUR))  # noqa: N806
     # If each product is scaled separately, tensor cores do not wait for an accumulator.
-    EACH: tl.constexpr = GROUP > 0 or BLOCK_T <= 64  # noqa: N806
+    EACH: tl.constexpr = GROUP > 0 or BLOCK_T <= 64 or SCALES_EACH  # noqa: N806
     await_inputs(EARLY)
     # Loads for the end of the kernel start before those of the codes, which take longest.
     if P:
@@ -233,7 +233,8 @@ def launch(
         PADDED=weight.padded_in, SPLIT=tiles.splits,
         BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs, RUNS=tiles.runs,
         COPIED=copied, COPIED_X=copied_x, COPIED_SCALES=copied_scales,
-        num_warps=tiles.warps, STAGES=tiles.stages, **weight.constants,
+        num_warps=tiles.warps, STAGES=tiles.stages, SCALES_EACH=tiles.scales_each,
+        **weight.constants,
         **constants,
     )  # fmt: skip
     return squares

@@ -34,6 +34,7 @@ class RowTiles:
     warps: int = 4
     copies_x: bool = False  # the tensor memory accelerator copies x, as it does codes
     runs: int = 1  # runs of `inner` inputs in a tile; an even number for codes of 4 bits
+    scales_each: bool = False  # scale each product of `inner` inputs, for any number of rows
 
 
 def most_rows(weight: ArrangedMatrix, dtype: torch.dtype) -> int:

@@ -1,0 +1,144 @@
+"""Count the requests whose answers depend on what else the engine computes.
+
+    python benchmarks/neighbours.py [--shape qwen3-0.6b | --model DIR] [--layers 4] [--requests 64]
+        [--tokens 32] [--only "batches of 16" ...] [--options '{"batch_invariant": true}']
+
+Each request is computed alone, and then in other company: in batches in another order, in chunks,
+after preemption, on hits of the prefix cache, with drafts, and so on. A request counts as equal if
+its tokens and their log-probabilities are the same, bit for bit. Weights are random, so that the
+smallest difference changes tokens. A quarter of the requests is sampled, the rest is greedy.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.bench.shapes import write_shape
+
+Prompts = list[list[int]]
+Answer = tuple[tuple[int, ...], tuple[float, ...]]
+LENGTHS = (1, 15, 16, 17, 63, 64, 65, 255, 256, 257)  # around the ends of tiles and blocks
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+# How requests are computed: options of the engine, how many run together, other changes.
+WAYS: dict[str, dict[str, Any]] = {
+    "alone again": dict(size=1),
+    "batches of 2": dict(size=2),
+    "batches of 16": dict(size=16),
+    "all together": dict(),
+    "among 192 others": dict(others=192),
+    "chunks of 64": dict(options=dict(max_num_batched_tokens=64)),
+    "chunks of 1,000": dict(options=dict(max_num_batched_tokens=1000)),
+    "preemption": dict(small_pool=True),
+    "prefix hits": dict(warm=True),
+    "n-gram drafts": dict(options=dict(speculative_config=NGRAM)),
+    "mixed steps": dict(options=dict(scheduling="mixed", max_num_batched_tokens=512)),
+    "fair steps": dict(options=dict(scheduling="fair", max_num_batched_tokens=512)),
+    "without graphs": dict(options=dict(enforce_eager=True)),
+    "after sleep": dict(options=dict(enable_sleep_mode=True), sleeps=True),
+}
+
+
+def requests_of(count: int, longest: int, tokens: int) -> tuple[Prompts, list[SamplingParams]]:
+    """Prompts of many lengths, some of which share a beginning; repeated words allow drafts."""
+    chosen = random.Random(0)
+    shared = [chosen.randrange(100, 20_000) for _ in range(longest)]
+    prompts = []
+    for index in range(count):
+        length = min(longest, chosen.choice([*LENGTHS, chosen.randint(2, longest)]))
+        own = [chosen.randrange(100, 20_000) for _ in range(length)]
+        prompts.append(shared[: length // 2] + own[length // 2 :] if index % 3 else own)
+    params = [
+        SamplingParams(
+            temperature=0.8 if index % 4 == 3 else 0, seed=index, max_tokens=tokens,
+            ignore_eos=True, logprobs=1,
+        )
+        for index in range(count)
+    ]  # fmt: skip
+    return prompts, params
+
+
+def answers(llm: LLM, prompts: Prompts, params: list[SamplingParams], size: int) -> list[Answer]:
+    """The answers to all requests, `size` at a time."""
+    found = []
+    for start in range(0, len(prompts), size):
+        part = slice(start, start + size)
+        for output in llm.generate(prompts[part], params[part], use_tqdm=False):
+            sample = output.outputs[0]
+            entries = zip(sample.token_ids, sample.logprobs or (), strict=True)
+            logprobs = tuple(entry[token].logprob for token, entry in entries)
+            found.append((tuple(sample.token_ids), logprobs))
+    return found
+
+
+def compute(
+    model: str, way: dict[str, Any], given: dict[str, Any], prompts: Prompts,
+    params: list[SamplingParams],
+) -> list[Answer]:  # fmt: skip
+    """The answers in one way, in the order of the requests."""
+    order = list(range(len(prompts)))
+    random.Random(1).shuffle(order)
+    shuffled = [prompts[i] for i in order], [params[i] for i in order]
+    options = {"max_model_len": 4096} | given | way.get("options", {})
+    if way.get("small_pool"):  # for a quarter of all tokens, and for the longest request
+        block = options.setdefault("kvcache_block_size", 64)
+        lengths = [len(prompt) + params[0].max_tokens for prompt in prompts]
+        options["num_kvcache_blocks"] = max(max(lengths), sum(lengths) // 4) // block + 2
+        options["max_model_len"] = max(lengths)
+    if others := way.get("others", 0):
+        more, their_params = requests_of(others, max(map(len, prompts)), params[0].max_tokens)
+        for rows, each in zip((more, their_params), shuffled, strict=True):
+            each[:0] = rows  # type: ignore[index]
+    with LLM(model, load_format="dummy", **options) as llm:
+        if way.get("warm"):
+            answers(llm, *shuffled, len(order))
+        if way.get("sleeps"):
+            llm.sleep(1)
+            llm.wake_up()
+        found = answers(llm, *shuffled, way.get("size", len(shuffled[0])))[others:]
+    return [answer for _, answer in sorted(zip(order, found, strict=True))]
+
+
+def main() -> None:
+    """Print a line for each way."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", default="qwen3-0.6b")
+    parser.add_argument("--model", help="a directory with config.json, instead of a shape")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--longest", type=int, default=700, help="tokens of the longest prompt")
+    parser.add_argument("--tokens", type=int, default=32, help="of an answer")
+    parser.add_argument("--only", nargs="*", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--options", type=json.loads, default={"batch_invariant": True})
+    args = parser.parse_args()
+    prompts, params = requests_of(args.requests, args.longest, args.tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model or write_shape(args.shape, Path(folder))
+        if args.layers:
+            path = Path(model, "config.json")
+            shape = json.loads(path.read_text(encoding="utf-8")) | {
+                "num_hidden_layers": args.layers
+            }
+            model = folder
+            Path(folder, "config.json").write_text(json.dumps(shape), encoding="utf-8")
+        expected = compute(
+            model, dict(size=1), dict(args.options, enable_prefix_caching=False), prompts, params
+        )
+        for name in args.only:
+            start = time.perf_counter()
+            found = compute(model, WAYS[name], args.options, prompts, params)
+            equal = sum(one == other for one, other in zip(expected, found, strict=True))
+            tokens = sum(one[0] == other[0] for one, other in zip(expected, found, strict=True))
+            print(
+                f"{name:18} equal: {equal} of {len(prompts)}; equal tokens: {tokens};"
+                f" {time.perf_counter() - start:.0f} s",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

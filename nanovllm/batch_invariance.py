@@ -1,0 +1,37 @@
+"""What `batch_invariant=True` can hold: errors name the rest, before weights are loaded."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from nanovllm.layers.cache_spec import State, TokenCache
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+    from nanovllm.models.config import ModelConfig
+
+
+def check_invariance(config: "Config", model_config: "ModelConfig") -> None:
+    """Raise a ValueError if some kernel's rows would depend on the other rows of a step."""
+    on_gpu = config.device.startswith("cuda") or (
+        config.device == "auto" and torch.cuda.is_available()
+    )
+    if on_gpu and (reason := _not_on_a_gpu(config, model_config)):
+        raise ValueError(f"batch_invariant=True does not yet hold on a GPU {reason}")
+
+
+def _not_on_a_gpu(config: "Config", model_config: "ModelConfig") -> str | None:
+    """Which kernels for GPUs have no order of sums that holds for all steps, if some have none."""
+    caches = [cache for layer in model_config.layers for cache in layer.cache.each]
+    if config.tensor_parallel_size > 1:
+        return f"with tensor_parallel_size={config.tensor_parallel_size}"
+    quantization = model_config.quantization
+    if quantization is not None and quantization.method in ("gguf", "mxfp4"):
+        return f"with weights in {quantization.method}"
+    if config.enable_lora and any(layer.experts for layer in model_config.layers):
+        return "with adapters beside experts"
+    if any(isinstance(cache, State) for cache in caches):
+        return "with recurrent or convolution states"
+    if any(isinstance(cache, TokenCache) and cache.value_width is not None for cache in caches):
+        return "with latent attention"
+    return None
