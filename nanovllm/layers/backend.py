@@ -59,6 +59,7 @@ class AttentionBackend:
     heads: Heads | None = None  # the heads that plans are for; None: for any heads
     computes = frozenset({"soft_cap", "sinks"})  # of what layers may need
     clears_rows = False  # whether a prefill writes zeros to rows after the last sequence's
+    reads_cache = False  # whether a prefill reads the step's own keys from the cache, too
     packs_few_queries = False  # whether a prefill's sequences with a few queries are fast
     few_rows: str | None = None  # what computes few rows without graphs: a module of `layers`
     prefill_attention: Callable[..., torch.Tensor]

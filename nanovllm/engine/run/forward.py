@@ -16,6 +16,7 @@ class Forward:
 
     def __init__(self, model: CausalLM, backends: list[AttentionBackend]) -> None:
         self.model, self.backends = model, backends
+        self.reads_cache = any(backend.reads_cache for backend in backends)
 
     def __call__(
         self,

@@ -110,10 +110,10 @@ class Prefills:
             input_ids = self.table.fill_pending(input_ids, *upload_ahead(self.device, *pending))
         groups = slots.view(-1, len(input_ids)) if len(slots) else slots[None]
         tables: list[torch.Tensor | None] = [None] * len(groups)
-        if width:
+        if width or self.forward.reads_cache:
             (table_rows,) = upload_ahead(self.device, prefill.table_rows)
             tables = [
-                table[:, :width].index_select(0, table_rows)
+                table[:, : width or None].index_select(0, table_rows)
                 for table in self.table.block_tables[: len(groups)]
             ]
         context = Context(
