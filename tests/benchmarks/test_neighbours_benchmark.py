@@ -1,0 +1,77 @@
+"""`batch_invariant=True`: answers are the same bits in each way that neighbours.py computes them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.neighbours import WAYS, compute, requests_of
+
+SMALL = dict(
+    architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_act="silu", hidden_size=64,
+    intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=32, vocab_size=21_001, tie_word_embeddings=True, max_position_embeddings=4096,
+    rms_norm_eps=1e-6, rope_theta=1_000_000, attention_bias=False, torch_dtype="bfloat16",
+)  # fmt: skip
+LARGER = SMALL | dict(
+    hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8,
+    head_dim=128,
+)  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "long inputs of few outputs": dict(intermediate_size=12_288),
+    "biases": dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2"),
+    "windows": dict(
+        architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=100
+    ),
+    "soft caps and norms after parts": dict(
+        architectures=["Gemma2ForCausalLM"], model_type="gemma2", head_dim=256, sliding_window=100,
+        query_pre_attn_scalar=256, attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
+        hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh",
+    ),
+    "experts": dict(
+        architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", num_experts=32,
+        num_experts_per_tok=4, moe_intermediate_size=256, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[],
+    ),
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dense, FP8 KV": dict(kv_cache_dtype="fp8"),
+    "dense, FP8 weights": dict(quantization="fp8"),
+    "dense, int8 weights": dict(quantization="int8"),
+    "dense, int4 weights": dict(quantization="int4"),
+    "dense, float16": dict(dtype="float16"),
+    "dense, room for adapters": dict(enable_lora=True),
+    "experts, FP8 weights": dict(quantization="fp8"),
+    "experts, int4 weights": dict(quantization="int4"),
+}
+
+
+def check(folder: Path, config: dict[str, Any], options: dict[str, Any], *sizes: int) -> None:
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    prompts, params = requests_of(*sizes)
+    options = {"batch_invariant": True} | options
+    alone = dict(options, enable_prefix_caching=False)
+    expected = compute(str(folder), dict(size=1), alone, prompts, params)
+    assert len({tokens for tokens, _ in expected}) > len(prompts) // 2
+    for name, way in WAYS.items():
+        found = compute(str(folder), way, options, prompts, params)
+        different = [
+            i for i, pair in enumerate(zip(expected, found, strict=True)) if len({*pair}) > 1
+        ]
+        assert not different, f"{name}: {len(different)} of {len(prompts)} answers differ"
+
+
+@pytest.mark.usefixtures("compiler", "one_thread")
+def test_answers_on_a_cpu_are_the_same_in_any_company(tmp_path: Path) -> None:
+    options = dict(device="cpu", dtype="bfloat16", cpu_kvcache_gib=0.02, max_model_len=256)
+    check(tmp_path, SMALL, options, 8, 80, 6)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", [*MODELS, *OPTIONS])
+def test_answers_on_a_gpu_are_the_same_in_any_company(name: str, tmp_path: Path) -> None:
+    model, _, _ = name.partition(", ")
+    options = dict(num_kvcache_blocks=2000, max_num_seqs=256) | OPTIONS.get(name, {})
+    check(tmp_path, LARGER | MODELS[model], options, 40, 700, 24)
