@@ -13,7 +13,7 @@ import argparse
 import json
 import random
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,18 @@ WAYS: dict[str, dict[str, Any]] = {
     "chunks of 64": dict(options=dict(max_num_batched_tokens=64)),
     "chunks of 1,000": dict(options=dict(max_num_batched_tokens=1000)),
     "preemption": dict(small_pool=True),
-    "prefix hits": dict(warm=True),
+    "prefix hits": dict(),
     "n-gram drafts": dict(options=dict(speculative_config=NGRAM)),
     "mixed steps": dict(options=dict(scheduling="mixed", max_num_batched_tokens=512)),
     "fair steps": dict(options=dict(scheduling="fair", max_num_batched_tokens=512)),
     "without graphs": dict(options=dict(enforce_eager=True)),
     "after sleep": dict(options=dict(enable_sleep_mode=True), sleeps=True),
+    "all of it": dict(
+        small_pool=True,
+        options=dict(
+            max_num_batched_tokens=96, scheduling="mixed", speculative_config=NGRAM, seed=5
+        ),
+    ),
 }
 
 
@@ -75,32 +81,41 @@ def answers(llm: LLM, prompts: Prompts, params: list[SamplingParams], size: int)
     return found
 
 
-def compute(
-    model: str, way: dict[str, Any], given: dict[str, Any], prompts: Prompts,
-    params: list[SamplingParams],
-) -> list[Answer]:  # fmt: skip
-    """The answers in one way, in the order of the requests."""
-    order = list(range(len(prompts)))
-    random.Random(1).shuffle(order)
-    shuffled = [prompts[i] for i in order], [params[i] for i in order]
+def options_of(way: dict[str, Any], given: dict[str, Any], prompts: Prompts, tokens: int) -> str:
+    """The options of a way's engine, as JSON."""
     options = {"max_model_len": 4096} | given | way.get("options", {})
     if way.get("small_pool"):  # for a quarter of all tokens, and for the longest request
         block = options.setdefault("kvcache_block_size", 64)
-        lengths = [len(prompt) + params[0].max_tokens for prompt in prompts]
+        lengths = [len(prompt) + tokens for prompt in prompts]
         options["num_kvcache_blocks"] = max(max(lengths), sum(lengths) // 4) // block + 2
         options["max_model_len"] = max(lengths)
-    if others := way.get("others", 0):
-        more, their_params = requests_of(others, max(map(len, prompts)), params[0].max_tokens)
-        for rows, each in zip((more, their_params), shuffled, strict=True):
-            each[:0] = rows  # type: ignore[index]
-    with LLM(model, load_format="dummy", **options) as llm:
-        if way.get("warm"):
-            answers(llm, *shuffled, len(order))
-        if way.get("sleeps"):
-            llm.sleep(1)
-            llm.wake_up()
-        found = answers(llm, *shuffled, way.get("size", len(shuffled[0])))[others:]
-    return [answer for _, answer in sorted(zip(order, found, strict=True))]
+    return json.dumps(options)
+
+
+def compute(
+    model: str, ways: dict[str, dict[str, Any]], given: dict[str, Any], prompts: Prompts,
+    params: list[SamplingParams],
+) -> Iterator[tuple[str, list[Answer]]]:  # fmt: skip
+    """The answers in each way, in the order of the requests. Ways share engines."""
+    tokens = params[0].max_tokens
+    assert tokens is not None
+    order = list(range(len(prompts)))
+    random.Random(1).shuffle(order)
+    shuffled = [prompts[i] for i in order], [params[i] for i in order]
+    by_options: dict[str, list[str]] = {}
+    for name, way in ways.items():
+        by_options.setdefault(options_of(way, given, prompts, tokens), []).append(name)
+    for options, names in by_options.items():
+        with LLM(model, load_format="dummy", **json.loads(options)) as llm:
+            for name in names:
+                way = ways[name]
+                more = requests_of(way.get("others", 0), max(map(len, prompts)), tokens)
+                company = [*more[0], *shuffled[0]], [*more[1], *shuffled[1]]
+                if way.get("sleeps"):
+                    llm.sleep(1)
+                    llm.wake_up()
+                found = answers(llm, *company, way.get("size", len(company[0])))[len(more[0]) :]
+                yield name, [answer for _, answer in sorted(zip(order, found, strict=True))]
 
 
 def main() -> None:
@@ -125,18 +140,14 @@ def main() -> None:
             }
             model = folder
             Path(folder, "config.json").write_text(json.dumps(shape), encoding="utf-8")
-        expected = compute(
-            model, dict(size=1), dict(args.options, enable_prefix_caching=False), prompts, params
-        )
-        for name in args.only:
-            start = time.perf_counter()
-            found = compute(model, WAYS[name], args.options, prompts, params)
+        alone = dict(args.options, enable_prefix_caching=False)
+        ((_, expected),) = compute(model, {"alone": dict(size=1)}, alone, prompts, params)
+        ways = {name: WAYS[name] for name in args.only}
+        for name, found in compute(model, ways, args.options, prompts, params):
             equal = sum(one == other for one, other in zip(expected, found, strict=True))
             tokens = sum(one[0] == other[0] for one, other in zip(expected, found, strict=True))
             print(
-                f"{name:18} equal: {equal} of {len(prompts)}; equal tokens: {tokens};"
-                f" {time.perf_counter() - start:.0f} s",
-                flush=True,
+                f"{name:20} equal: {equal} of {len(prompts)}, in their tokens: {tokens}", flush=True
             )
 
 
