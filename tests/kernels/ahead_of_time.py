@@ -439,6 +439,28 @@ def prefill_attention(
     prefill_attention(q, k, v, layer(heads, block_size, window, codes, soft_cap, sinks), plan)
 
 
+def ordered_decode(
+    heads: Heads, block_size: int, eager: bool = False, queries: int = 1, **options: Any
+) -> None:
+    from nanovllm.kernels.triton.attention.ordered_decode import ordered_decode
+    from nanovllm.kernels.triton.attention.ordered_plan import plan_ordered_decode
+
+    q, lens, tables = bf16(ROWS, heads[0], heads[2]), int32(ROWS), int32(ROWS // queries, BLOCKS)
+    plan = plan_ordered_decode(lens, tables, heads, block_size, not eager, queries)
+    ordered_decode(q, layer(heads, block_size, **options), plan)
+
+
+def ordered_prefill(heads: Heads, block_size: int, tokens: int = TOKENS, **options: Any) -> None:
+    """With block size 0, no part of a sequence is in the cache."""
+    from nanovllm.kernels.triton.attention.ordered_prefill import ordered_prefill
+    from nanovllm.kernels.triton.attention.prefill_plan import plan_prefill
+
+    q, (_, k, v) = bf16(tokens, heads[0], heads[2]), projected(heads, tokens)
+    tables, ends = int32(ROWS, BLOCKS) if block_size else None, int32(ROWS + 1)
+    plan = plan_prefill(ends, ends, tables, tokens)
+    ordered_prefill(q, k, v, layer(heads, block_size, **options), plan)
+
+
 def latent_layer(width: int, values: int, block_size: int, dtype: torch.dtype) -> KVLayer:
     cache = torch.empty(BLOCKS, block_size, 1, width, dtype=dtype)
     return KVLayer(cache, cache, 0.125, value_width=values)
@@ -841,6 +863,33 @@ CALLS: dict[str, Callable[[], object]] = {
         prefill_attention, GPT_OSS, 64, tokens=8 * TOKENS, sequences=2, sinks=True
     ),
     **{
+        f"ordered_decode, {name}": partial(ordered_decode, heads, **options)
+        for name, heads, options in (
+            ("Qwen3-0.6B", QWEN3_SMALL, {"block_size": 64}),
+            ("Qwen3-8B", QWEN3_8B, {"block_size": 64}),
+            ("Qwen3-8B, eager", QWEN3_8B, {"block_size": 64, "eager": True}),
+            ("Qwen3-8B, 5 queries", QWEN3_8B, {"block_size": 64, "queries": 5}),
+            ("Qwen3-8B, codes", QWEN3_8B, {"block_size": 64, "codes": True}),
+            ("Mistral's window, block size 16", QWEN3_8B, {"block_size": 16, "window": 4096}),
+            ("head_dim 80", HEADS["head_dim 80"], {"block_size": 16}),
+            ("Gemma 2's cap", (16, 8, 256), {"block_size": 64, "soft_cap": 50.0}),
+            ("gpt-oss, codes", GPT_OSS, {"block_size": 64, "codes": True, "sinks": True}),
+        )
+    },
+    **{
+        f"ordered_prefill, {name}": partial(ordered_prefill, heads, **options)
+        for name, heads, options in (
+            ("Qwen3-0.6B", QWEN3_SMALL, {"block_size": 64}),
+            ("Qwen3-8B, block size 0", QWEN3_8B, {"block_size": 0}),
+            ("many tokens, block size 0", QWEN3_8B, {"block_size": 0, "tokens": 8 * TOKENS}),
+            ("Qwen3-8B, codes", QWEN3_8B, {"block_size": 64, "codes": True}),
+            ("Mistral's window, block size 16", QWEN3_8B, {"block_size": 16, "window": 4096}),
+            ("head_dim 80", HEADS["head_dim 80"], {"block_size": 16}),
+            ("Gemma 2's cap", (16, 8, 256), {"block_size": 64, "soft_cap": 50.0}),
+            ("gpt-oss, codes", GPT_OSS, {"block_size": 64, "codes": True, "sinks": True}),
+        )
+    },
+    **{
         f"latent_decode, DeepSeek, {heads} heads": partial(latent_decode, heads)
         for heads in (16, 32, 128)
     },
@@ -962,6 +1011,9 @@ SPILLS = {
     **{f"prefill_attention, {name}, codes": 224 for name in (*HEADS, "Mistral's window")},
     "prefill_attention, head_dim 256, codes": 512,
     "prefill_attention, Gemma 2's cap": 256,
+    # The sums of a chunk, and those of the chunks before it.
+    "ordered_decode, head_dim 80": 16,
+    "ordered_prefill": 288,
     "experts, int4": 160,
     "mx_experts, float32": 448,  # tensor cores do not multiply them
     "lora, 64 rows": 16,  # on an RTX 50

@@ -136,7 +136,7 @@ def caches_reached(ir: str) -> set[str]:
 # Block size 0 means no cache.
 CACHED = (
     "store_kvcache", "norm_rope_store", "decode_attention", "prefill_attention", "latent_decode",
-    "latent_prefill",
+    "latent_prefill", "ordered_decode", "ordered_prefill",
 )  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def test_offsets_in_the_cache_have_64_bits(name: str, capability: int, compiled:
     if name.startswith("latent"):
         reached = {"k_ptr"}
     if "codes" in name:
-        reached = {"k_codes_ptr", "v_codes_ptr"} if "prefill" in name else reached
+        reached = {"k_codes_ptr", "v_codes_ptr"} if name.startswith("prefill") else reached
         reached |= {"k_scales_ptr", "v_scales_ptr"}
     assert caches_reached(ir) == reached, ir
 
@@ -477,6 +477,20 @@ def test_weights_of_experts_are_copied_by_the_accelerator(name: str, compiled: C
     for line in found:
         ptx = (Path(line["folder"]) / "_expert_rows_kernel.ptx").read_text()
         assert "cp.async.bulk.tensor.2d" in ptx and "wgmma.mma_async" in ptx
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    [(name, capability) for name, capability in PAIRS if name.startswith("ordered_")],
+)
+def test_the_compiler_fuses_nothing_where_sums_have_one_order(
+    name: str, capability: int, compiled: Compiled
+) -> None:
+    """An instruction without a kind of rounding may become a part of another one."""
+    kernel = compiled[name, capability][-1]
+    ptx = (Path(kernel["folder"]) / f"{kernel['kernel']}.ptx").read_text()
+    assert "fma.rn.f32" in ptx and "mul.rn.f32" in ptx
+    assert not re.search(r"\b(mul|add|sub|fma)(\.ftz)?\.f32", ptx)
 
 
 QUANTIZED = [name for name in CASES if name.startswith("quantized_rows") and "float32" not in name]

@@ -77,6 +77,19 @@ def test_a_type_without_kernels_on_the_cpu_is_a_warning(caplog: pytest.LogCaptur
     assert caplog.messages == []
 
 
+def test_one_order_of_sums_has_a_backend_of_its_own(kernel_device: str) -> None:
+    """It is tried as the other ones are; codes are always read from the cache."""
+    from nanovllm.layers.backends.triton_ordered import OrderedTritonBackend
+
+    options = dict(device=kernel_device, one_order=True, block_size=16)
+    plain = choice.attention_class("triton", one_order=True)(spec(**options))
+    codes = choice._build_attention("triton", spec(**options, kv_dtype=CODES, head_dim=32))
+    assert isinstance(plain, OrderedTritonBackend) and not plain.reads_cache
+    assert isinstance(codes, OrderedTritonBackend) and codes.reads_cache
+    assert not isinstance(choice._build_attention("triton", spec(**options | {"one_order": False})),
+                          OrderedTritonBackend)  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["triton", "flash_attn"])
 def test_backends_for_cuda_are_refused_elsewhere(
     name: str, monkeypatch: pytest.MonkeyPatch

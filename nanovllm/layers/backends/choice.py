@@ -33,6 +33,7 @@ CLASSES = {
     "flash_attn": "flash_attn.FlashAttnBackend",
 }
 LATENT_CLASSES = {"triton": "triton_latents.TritonLatentBackend"}  # of latent rows, if others
+ORDERED_CLASSES = {"triton": "triton_ordered.OrderedTritonBackend"}  # with one order of sums
 
 
 def fastest_first(device: torch.device) -> tuple[str, ...]:
@@ -73,9 +74,11 @@ def build_backend(name: str, *specs: AttentionSpec) -> Backend:
     return tried(name, build, specs[0].device)
 
 
-def attention_class(name: str, of_latents: bool = False) -> type[AttentionBackend]:
+def attention_class(
+    name: str, of_latents: bool = False, one_order: bool = False
+) -> type[AttentionBackend]:
     """The class of a backend, imported now."""
-    places = CLASSES | LATENT_CLASSES if of_latents else CLASSES
+    places = CLASSES | (LATENT_CLASSES if of_latents else ORDERED_CLASSES if one_order else {})
     module, _, class_name = places[name].partition(".")
     found: type[AttentionBackend] = getattr(import_module(f"{__package__}.{module}"), class_name)
     return found
@@ -83,7 +86,7 @@ def attention_class(name: str, of_latents: bool = False) -> type[AttentionBacken
 
 def _build_attention(name: str, spec: AttentionSpec) -> AttentionBackend:
     """Build a backend, and prefill and decode one token with it."""
-    kind = attention_class(name, spec.value_width is not None)
+    kind = attention_class(name, spec.value_width is not None, spec.one_order)
     backend: AttentionBackend = kind(spec)  # type: ignore[arg-type]
     _try_attention(backend, spec)
     return backend
@@ -227,7 +230,8 @@ def _try_attention(backend: AttentionBackend, spec: AttentionSpec) -> None:
     prefill = Context(
         True, slots, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=1, max_seqlen_k=1
     )
-    for context in (prefill, dataclasses.replace(prefill, block_tables=tables)):
+    prefills = [prefill, dataclasses.replace(prefill, block_tables=tables)]
+    for context in prefills[backend.reads_cache :]:
         backend.plan(context)
         backend.prefill(q, k, k, kv, context)
     decode = Context(False, slots, context_lens=lens, block_tables=tables)
