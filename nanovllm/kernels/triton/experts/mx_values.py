@@ -33,9 +33,58 @@ def load_mx_values(  # type: ignore[no-untyped-def]
 
     n and other_n are the upper and the lower output of each lane, of OUTPUTS.
     """
-    upper = _of_lanes(codes_ptr, scales_ptr, run * OUTPUTS + n, like, IS_WIDE)
-    lower = _of_lanes(codes_ptr, scales_ptr, run * OUTPUTS + other_n, like, IS_WIDE)
-    TILES: tl.constexpr = n.shape[0] // 32  # noqa: N806
+    held = load_mx_words(codes_ptr, scales_ptr, n, other_n, run, None, OUTPUTS)
+    return mx_values(held, like, IS_WIDE)
+
+
+@triton.jit
+def load_mx_words(  # type: ignore[no-untyped-def]
+    codes_ptr, scales_ptr, n, other_n, run, exists, OUTPUTS: tl.constexpr
+):  # fmt: skip
+    """What `mx_values` needs for the weights of a run; zeros if it does not exist."""
+    upper, upper_scales = _words_of(codes_ptr, scales_ptr, run * OUTPUTS + n, exists)
+    lower, lower_scales = _words_of(codes_ptr, scales_ptr, run * OUTPUTS + other_n, exists)
+    return upper, upper_scales, lower, lower_scales
+
+
+@triton.jit
+def hold_mx_words(  # type: ignore[no-untyped-def]
+    codes_ptr, scales_ptr, n, other_n, first, end, OUTPUTS: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """A tuple of what `load_mx_words` loads for COUNT runs from `first` on; none exist from `end`.
+
+    All loads are in flight at the same time.
+    """
+    held = ()
+    for i in tl.static_range(COUNT):
+        run = first + i
+        held += (  # type: ignore[assignment]
+            load_mx_words(codes_ptr, scales_ptr, n, other_n, run, run < end, OUTPUTS),
+        )
+    return held
+
+
+@triton.jit
+def _words_of(codes_ptr, scales_ptr, row, exists):  # type: ignore[no-untyped-def]
+    """The words [lanes, 4] of one output of each lane, and its scales [lanes]."""
+    g = tl.arange(0, 4)
+    slot = row * 4 + tl.arange(0, row.shape[0]) % 4
+    at = codes_ptr + slot[:, None] * 4 + g[None, :]
+    if exists is None:
+        words, scales = tl.load(at), tl.load(scales_ptr + row)
+    else:
+        words = tl.load(at, mask=exists, other=0)
+        scales = tl.load(scales_ptr + row, mask=exists, other=0)
+    return words, scales
+
+
+@triton.jit
+def mx_values(held, like, IS_WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The weights [outputs, 128] of loaded words, of the type of `like`."""
+    upper, upper_scales, lower, lower_scales = held
+    TILES: tl.constexpr = upper.shape[0] // 32  # noqa: N806
+    upper = _of_lanes(upper, upper_scales, like, IS_WIDE)
+    lower = _of_lanes(lower, lower_scales, like, IS_WIDE)
     # Tile, r, q, g, h, the two bits of c, upper or lower.
     values = tl.reshape(tl.join(upper, lower), (TILES, 8, 4, 4, 2, 2, 2, 2))
     values = tl.permute(values, (0, 7, 1, 3, 6, 5, 2, 4))
@@ -43,14 +92,10 @@ def load_mx_values(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _of_lanes(  # type: ignore[no-untyped-def]
-    codes_ptr, scales_ptr, row, like, IS_WIDE: tl.constexpr
-):  # fmt: skip
+def _of_lanes(words, scales, like, IS_WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The values of one output of each lane: [lanes, 4, 2, 2, 2], by g, h and the bits of c."""
     g = tl.arange(0, 4)
-    slot = row * 4 + tl.arange(0, row.shape[0]) % 4
-    words = tl.load(codes_ptr + slot[:, None] * 4 + g[None, :])
-    exponents = (tl.load(scales_ptr + row)[:, None] >> (g * 8)[None, :]) & 255
+    exponents = (scales[:, None] >> (g * 8)[None, :]) & 255
     if INTERPRETED or like.dtype != tl.bfloat16:
         scale = _power(exponents, IS_WIDE)
         a, b = _number(words, scale, 0, IS_WIDE), _number(words >> 16, scale, 0, IS_WIDE)
