@@ -14,12 +14,11 @@ from nanovllm.kernels.triton.common import INTERPRETED
 # twice. Adding -0 keeps the sign of zero.
 _BODY = """{ .reg .b32 t, u, z, w;
     mov.b32 z, 0x80008000; mov.b32 w, 0x7e807e80;
-    and.b32 t, $8, 0x81c081c0; SCALE mov.b32 {$0, $1}, t;
-    shl.b32 t, $8, 3; and.b32 t, t, 0x81c081c0; SCALE mov.b32 {$2, $3}, t;
-    shl.b32 t, $8, 6; and.b32 t, t, 0x81c081c0; SCALE mov.b32 {$4, $5}, t;
-    shr.b32 t, $8, 6; and.b32 t, t, 0x01800180;
-    shr.b32 u, $8, 5; lop3.b32 t, u, 0x00400040, t, 0xea;
-    shl.b32 u, $8, 5; lop3.b32 t, u, z, t, 0xea; SCALE mov.b32 {$6, $7}, t; }"""
+    shl.b32 t, $8, 6; and.b32 t, t, 0x81c081c0; SCALE mov.b32 {$0, $1}, t;
+    shl.b32 t, $8, 2; and.b32 t, t, 0x81c081c0; SCALE mov.b32 {$2, $3}, t;
+    shf.r.wrap.b32 t, $8, $8, 4; and.b32 t, t, 0x81c081c0; SCALE mov.b32 {$4, $5}, t;
+    and.b32 t, $8, 0x81808180; shr.b32 u, $8, 8;
+    lop3.b32 t, u, 0x00400040, t, 0xea; SCALE mov.b32 {$6, $7}, t; }"""
 _ONCE = "fma.rn.bf16x2 t, t, $9, z;"
 NARROW = tl.constexpr(_BODY.replace("SCALE", _ONCE))
 WIDE = tl.constexpr(_BODY.replace("SCALE", f"fma.rn.bf16x2 t, t, w, z; {_ONCE}"))  # w: 2^126
@@ -98,10 +97,11 @@ def _of_lanes(words, scales, like, IS_WIDE: tl.constexpr):  # type: ignore[no-un
     exponents = (scales[:, None] >> (g * 8)[None, :]) & 255
     if INTERPRETED or like.dtype != tl.bfloat16:
         scale = _power(exponents, IS_WIDE)
-        a, b = _number(words, scale, 0, IS_WIDE), _number(words >> 16, scale, 0, IS_WIDE)
-        c, d = _number(words, scale, 1, IS_WIDE), _number(words >> 16, scale, 1, IS_WIDE)
-        e, f = _number(words, scale, 2, IS_WIDE), _number(words >> 16, scale, 2, IS_WIDE)
-        i, j = _number(words, scale, 3, IS_WIDE), _number(words >> 16, scale, 3, IS_WIDE)
+        turned = (words << 16) | ((words >> 16) & 0xFFFF)  # each half has signs of the other
+        a, b = _number(words, scale, 0, IS_WIDE), _number(turned, scale, 0, IS_WIDE)
+        c, d = _number(words, scale, 1, IS_WIDE), _number(turned, scale, 1, IS_WIDE)
+        e, f = _number(words, scale, 2, IS_WIDE), _number(turned, scale, 2, IS_WIDE)
+        i, j = _number(words, scale, 3, IS_WIDE), _number(turned, scale, 3, IS_WIDE)
     else:
         if IS_WIDE:  # the smallest power is less than all normal numbers
             scale = tl.where(exponents == 0, 0x00400040, exponents * 0x00800080)
@@ -127,11 +127,16 @@ def _power(exponents, IS_WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _number(half, scale, C: tl.constexpr, IS_WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _number(word, scale, C: tl.constexpr, IS_WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The number of the code c in the lower half of a word, in float32."""
-    bits = half << (3 * C)
-    if C == 3:
-        bits = ((half >> 6) & 0x0180) | ((half >> 5) & 0x0040) | ((half << 5) & 0x8000)
+    if C == 0:
+        bits = word << 6
+    elif C == 1:
+        bits = word << 2
+    elif C == 2:
+        bits = word >> 4
+    else:
+        bits = (word & 0x8180) | ((word >> 8) & 0x0040)
     bits = ((bits & 0x8000) << 16) | ((bits & 0x01C0) << 16)
     number = bits.to(tl.float32, bitcast=True)
     if IS_WIDE:
