@@ -98,6 +98,25 @@ def test_experts_are_those_of_their_values(kernel_device: str, shape: Shape) -> 
     assert float((out - expected).abs().max()) <= error * float(expected.abs().max())
 
 
+@pytest.mark.parametrize(
+    ("shape", "runs"),
+    [(SHAPES[2], 2), (SHAPES[2], 6), (Shape(10, 2, 6, 288, 160, bf16, below=1), 2)],
+    ids=str,
+)
+def test_registers_may_hold_codes(
+    kernel_device: str, shape: Shape, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few pairs and of grouped ones, with runs that do not exist in the last part."""
+    from nanovllm.kernels.triton.experts import mx_experts, mx_few
+
+    for module in (mx_experts, mx_few):
+        monkeypatch.setattr(module, "HELD_RUNS", runs)
+        monkeypatch.setattr(module, "HELD_RUNS_OF_ONE", max(1, runs - 1))
+    monkeypatch.setattr(mx_few, "MOST_EARLY_PAIRS", mx_few.MOST_PAIRS)
+    assert mx_experts.tiles_for(16, True, bf16, True).held == runs
+    test_experts_are_those_of_their_values(kernel_device, shape)
+
+
 class Additions:
     """Other numbers for each pair's gates and outputs, as adapters would add them."""
 

@@ -14,10 +14,12 @@ import triton.language as tl
 from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.operands.expert_biases import ExpertBiases
 from nanovllm.kernels.operands.low_rank import PairAdditions
+from nanovllm.kernels.triton.common import await_inputs, early, let_next_begin
 from nanovllm.kernels.triton.experts.clamped_gate import clamped_gate
 from nanovllm.kernels.triton.experts.experts import Stack, grouped_linear
 from nanovllm.kernels.triton.experts.grouping import group, tile_pairs
 from nanovllm.kernels.triton.experts.mx_experts import mx_linear, mx_parts, rows_of_tile
+from nanovllm.kernels.triton.experts.mx_few import begins_early
 from nanovllm.kernels.triton.experts.mx_stack import MxStack
 from nanovllm.kernels.triton.linear.silu_and_mul import BLOCK
 
@@ -45,8 +47,11 @@ def _clamped_gate_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _add_up_kernel(  # type: ignore[no-untyped-def]
     x_ptr, bias_ptr, out_ptr, ids_ptr, shares_ptr, num_here, per_row, size, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK outputs of a row: its pairs' parts, and biases times the pairs' shares."""
+    await_inputs(EARLY)
+    let_next_begin(EARLY)
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
@@ -113,6 +118,7 @@ def _add_up(
     """For each row of x, the sum of its pairs' parts and biases, for experts of this rank."""
     (num_rows, per_row), hidden, out = expert_ids.shape, x.shape[1], torch.empty_like(x)
     _add_up_kernel[(num_rows, cdiv(hidden, BLOCK))](
-        parts, bias, out, expert_ids, shares, num_here, per_row, hidden, BLOCK=BLOCK, num_warps=8
-    )
+        parts, bias, out, expert_ids, shares, num_here, per_row, hidden, BLOCK=BLOCK, num_warps=8,
+        **(early(x.device) if begins_early(expert_ids.numel()) else {"EARLY": False}),
+    )  # fmt: skip
     return out

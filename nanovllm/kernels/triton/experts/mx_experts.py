@@ -18,17 +18,25 @@ import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.operands.expert_biases import ExpertBiases
-from nanovllm.kernels.triton.common import can_copy_tiles, dot
+from nanovllm.kernels.triton.common import (
+    await_inputs,
+    can_copy_tiles,
+    dot,
+    early,
+    let_next_begin,
+)
 from nanovllm.kernels.triton.experts.clamped_gate import Gate, clamped_gate
 from nanovllm.kernels.triton.experts.grouping import TiledPairs, tile_pairs
 from nanovllm.kernels.triton.experts.many_pairs import tile_of
-from nanovllm.kernels.triton.experts.mx_few import few_parts, takes_few
+from nanovllm.kernels.triton.experts.mx_few import begins_early, few_parts, takes_few
 from nanovllm.kernels.triton.experts.mx_stack import RUN, MxStack
-from nanovllm.kernels.triton.experts.mx_values import load_mx_values
+from nanovllm.kernels.triton.experts.mx_values import hold_mx_words, load_mx_values, mx_values
 from nanovllm.kernels.triton.linear.block_values import lanes
 
 TOGETHER = 8  # tiles of pairs for which neighbouring programs read the same weights
 LEAST, MOST = 16, 128  # pairs of a tile
+# Runs whose codes registers hold, for tiles of LEAST pairs: with a gate and without; 0: none.
+HELD_RUNS, HELD_RUNS_OF_ONE = 0, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +46,7 @@ class MxTiles:
     outputs: int
     stages: int
     warps: int
+    held: int = 0  # runs whose codes registers hold, instead of stages
 
 
 @triton.jit
@@ -46,13 +55,18 @@ def _mx_experts_kernel(  # type: ignore[no-untyped-def]
     num_tiles_ptr, alpha, limit,
     N: tl.constexpr, K: tl.constexpr, RUN: tl.constexpr, IS_WIDE: tl.constexpr,
     PER_ROW: tl.constexpr, GATED: tl.constexpr, TOGETHER: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HOLD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of one tile's pairs; surplus programs do nothing.
+
+    Registers hold the codes of HOLD runs at a time, if it is not 0.
 
     GATED: rows of x are tokens, and results are in the order of experts. Else rows of x are in that
     order, and results in the order of pairs.
     """
+    await_inputs(EARLY)
+    let_next_begin(EARLY)
     columns: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program, num_tiles = tl.program_id(0), tl.load(num_tiles_ptr)
     if program < num_tiles * columns:
@@ -73,18 +87,38 @@ def _mx_experts_kernel(  # type: ignore[no-untyped-def]
         scales_ptr += matrix
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         up = acc
-        for run in tl.range(0, RUNS, num_stages=STAGES):
-            if K % RUN:
-                x = tl.load(x_at + run * RUN, mask=(k < K - run * RUN)[None, :], other=0.0)
-            else:
-                x = tl.load(x_at + run * RUN)
-            values = load_mx_values(codes_ptr, scales_ptr, n, other_n, run, x, OUTPUTS, IS_WIDE)
-            acc = dot(values, tl.trans(x), acc)
-            if GATED:
-                values = load_mx_values(
-                    codes_ptr, scales_ptr, N + n, N + other_n, run, x, OUTPUTS, IS_WIDE
-                )
-                up = dot(values, tl.trans(x), up)
+        if HOLD:
+            for first in tl.range(0, RUNS, HOLD, num_stages=1):
+                held = hold_mx_words(
+                    codes_ptr, scales_ptr, n, other_n, first, RUNS, OUTPUTS, HOLD
+                )  # fmt: skip
+                if GATED:
+                    ups = hold_mx_words(
+                        codes_ptr, scales_ptr, N + n, N + other_n, first, RUNS, OUTPUTS, HOLD
+                    )  # fmt: skip
+                rows = ()
+                for i in tl.static_range(HOLD):
+                    first_k = (first + i) * RUN
+                    rows += (  # type: ignore[assignment]
+                        tl.load(x_at + first_k, mask=(k < K - first_k)[None, :], other=0.0),
+                    )
+                for i in tl.static_range(HOLD):
+                    acc = dot(mx_values(held[i], rows[i], IS_WIDE), tl.trans(rows[i]), acc)
+                    if GATED:
+                        up = dot(mx_values(ups[i], rows[i], IS_WIDE), tl.trans(rows[i]), up)
+        else:
+            for run in tl.range(0, RUNS, num_stages=STAGES):
+                if K % RUN:
+                    x = tl.load(x_at + run * RUN, mask=(k < K - run * RUN)[None, :], other=0.0)
+                else:
+                    x = tl.load(x_at + run * RUN)
+                values = load_mx_values(codes_ptr, scales_ptr, n, other_n, run, x, OUTPUTS, IS_WIDE)
+                acc = dot(values, tl.trans(x), acc)
+                if GATED:
+                    values = load_mx_values(
+                        codes_ptr, scales_ptr, N + n, N + other_n, run, x, OUTPUTS, IS_WIDE
+                    )
+                    up = dot(values, tl.trans(x), up)
         out_n = first_n + tl.arange(0, BLOCK_N)
         inside = out_n < N
         if bias_ptr is not None:
@@ -155,12 +189,15 @@ def rows_of_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
     return max(LEAST, min(most, next_power_of_2(mean + mean // 2)))
 
 
-def tiles_for(rows: int, copies_tiles: bool, dtype: torch.dtype) -> MxTiles:
+def tiles_for(rows: int, copies_tiles: bool, dtype: torch.dtype, gated: bool = False) -> MxTiles:
     """The other sizes of tiles with this number of pairs: on Hopper GPUs, and on others."""
     if dtype.itemsize > 2:
         return MxTiles(16, 2, 4)
     if rows < 64:
-        return MxTiles(64, 4 if copies_tiles else 3, 4)
+        held = HELD_RUNS if gated else HELD_RUNS_OF_ONE
+        return MxTiles(
+            64, 4 if copies_tiles else 3, 4, held if rows == LEAST and copies_tiles else 0
+        )
     if rows < MOST or not copies_tiles:
         return MxTiles(64, 3 if copies_tiles else 2, 4 if rows < MOST else 8)
     return MxTiles(128, 3, 8)
@@ -177,12 +214,13 @@ def multiply(
 ) -> None:
     """One product, of tokens with a gate, or of pairs in the order of experts."""
     size_in, size_out = x.shape[1], out.shape[1]
-    tiles = tiles_for(pairs.rows, can_copy_tiles(x.device), x.dtype)
+    tiles = tiles_for(pairs.rows, can_copy_tiles(x.device), x.dtype, gate is not None)
     alpha, limit, per_row = gate or (0.0, 0.0, 0)
     _mx_experts_kernel[(len(pairs.tiles) * cdiv(size_out, tiles.outputs),)](
         x, weight.codes, weight.scales, bias, shares, out, pairs.order, pairs.tiles,
         pairs.num_tiles, alpha, limit,
         N=size_out, K=size_in, RUN=RUN, IS_WIDE=weight.is_wide, PER_ROW=per_row,
         GATED=gate is not None, TOGETHER=TOGETHER, BLOCK_M=pairs.rows, BLOCK_N=tiles.outputs,
-        STAGES=tiles.stages, num_warps=tiles.warps,
+        STAGES=tiles.stages, HOLD=tiles.held, num_warps=tiles.warps,
+        **(early(x.device) if begins_early(len(pairs.order)) else {"EARLY": False}),
     )  # fmt: skip

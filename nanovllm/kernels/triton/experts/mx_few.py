@@ -13,15 +13,26 @@ import triton.language as tl
 
 from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.operands.expert_biases import ExpertBiases
-from nanovllm.kernels.triton.common import can_copy_tiles, dot, leave_parts, sum_parts
+from nanovllm.kernels.triton.common import (
+    await_inputs,
+    can_copy_tiles,
+    dot,
+    early,
+    leave_parts,
+    let_next_begin,
+    sum_parts,
+)
 from nanovllm.kernels.triton.experts.clamped_gate import Gate, clamped_gate
 from nanovllm.kernels.triton.experts.mx_stack import RUN, MxStack
-from nanovllm.kernels.triton.experts.mx_values import load_mx_values
+from nanovllm.kernels.triton.experts.mx_values import hold_mx_words, load_mx_values, mx_values
 from nanovllm.kernels.triton.linear.block_values import lanes
 
 MOST_PAIRS = 16
 OUTPUTS = 64  # of a program
 COLUMNS = 16  # of a tensor core's right matrix, of which the first one is the pair's row
+# The most runs of a program whose codes registers hold, with a gate and without; 0: none.
+HELD_RUNS, HELD_RUNS_OF_ONE = 0, 0
+MOST_EARLY_PAIRS = 0  # the most pairs whose kernels begin while the kernel before them ends
 
 
 @triton.jit
@@ -30,40 +41,65 @@ def _mx_few_kernel(  # type: ignore[no-untyped-def]
     num_here, size, alpha, limit,
     N: tl.constexpr, K: tl.constexpr, RUN: tl.constexpr, IS_WIDE: tl.constexpr,
     PER_ROW: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A part of the inputs for BLOCK_N outputs of a pair. Pairs of other ranks are left out.
 
     GATED: PER_ROW pairs share a row of x, the token. Else each pair has a row. `size` is the number
-    of outputs of all pairs.
+    of outputs of all pairs. If HOLD, registers hold the codes of all inputs of a program.
     """
     pair, split = tl.program_id(1), tl.program_id(2)
+    if GATED:  # the kernel before this one chooses the experts
+        await_inputs(EARLY)
+        let_next_begin(EARLY)
     expert = tl.load(ids_ptr + pair)
-    if (expert >= 0) & (expert < num_here):
-        k = tl.arange(0, RUN)
-        is_first = tl.arange(0, COLUMNS) == 0
-        x_ptr += (pair // PER_ROW if GATED else pair) * K
-        first_n = tl.program_id(0) * BLOCK_N
-        n, other_n = lanes(first_n, N, BLOCK_N)
-        RUNS: tl.constexpr = (K + RUN - 1) // RUN  # noqa: N806
-        SHARE: tl.constexpr = (RUNS + SPLIT - 1) // SPLIT  # noqa: N806
-        ROWS: tl.constexpr = N * (1 + GATED)  # of the matrix  # noqa: N806
-        matrix = expert.to(tl.int64) * (RUNS * ROWS)
-        codes_ptr += matrix * 16
-        scales_ptr += matrix
+    is_here = (expert >= 0) & (expert < num_here)
+    k = tl.arange(0, RUN)
+    is_first = tl.arange(0, COLUMNS) == 0
+    x_ptr += (pair // PER_ROW if GATED else pair) * K
+    first_n = tl.program_id(0) * BLOCK_N
+    n, other_n = lanes(first_n, N, BLOCK_N)
+    RUNS: tl.constexpr = (K + RUN - 1) // RUN  # noqa: N806
+    SHARE: tl.constexpr = (RUNS + SPLIT - 1) // SPLIT  # noqa: N806
+    ROWS: tl.constexpr = N * (1 + GATED)  # of the matrix  # noqa: N806
+    matrix = expert.to(tl.int64) * (RUNS * ROWS)
+    codes_ptr += matrix * 16
+    scales_ptr += matrix
+    if HOLD:
+        first, end = split * SHARE, tl.where(is_here, RUNS, 0)
+        held = hold_mx_words(codes_ptr, scales_ptr, n, other_n, first, end, ROWS, SHARE)
+        if GATED:
+            ups = hold_mx_words(codes_ptr, scales_ptr, N + n, N + other_n, first, end, ROWS, SHARE)
+    if not GATED:
+        await_inputs(EARLY)
+        let_next_begin(EARLY)
+    if is_here:
         acc = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
         up = acc
-        for run in range(split * SHARE, tl.minimum((split + 1) * SHARE, RUNS)):
-            inside = (k < K - run * RUN)[None, :] & is_first[:, None]
-            x = tl.load(tl.broadcast_to(x_ptr + run * RUN + k[None, :], [COLUMNS, RUN]),
-                        mask=inside, other=0.0)  # fmt: skip
-            values = load_mx_values(codes_ptr, scales_ptr, n, other_n, run, x, ROWS, IS_WIDE)
-            acc = dot(values, tl.trans(x), acc)
-            if GATED:
-                values = load_mx_values(
-                    codes_ptr, scales_ptr, N + n, N + other_n, run, x, ROWS, IS_WIDE
+        x_at = tl.broadcast_to(x_ptr + k[None, :], [COLUMNS, RUN])
+        if HOLD:
+            rows = ()
+            for i in tl.static_range(SHARE):
+                first_k = (split * SHARE + i) * RUN
+                inside = (k < K - first_k)[None, :] & is_first[:, None]
+                rows += (  # type: ignore[assignment]
+                    tl.load(x_at + first_k, mask=inside, other=0.0),
                 )
-                up = dot(values, tl.trans(x), up)
+            for i in tl.static_range(SHARE):
+                acc = dot(mx_values(held[i], rows[i], IS_WIDE), tl.trans(rows[i]), acc)
+                if GATED:
+                    up = dot(mx_values(ups[i], rows[i], IS_WIDE), tl.trans(rows[i]), up)
+        else:
+            for run in range(split * SHARE, tl.minimum((split + 1) * SHARE, RUNS)):
+                inside = (k < K - run * RUN)[None, :] & is_first[:, None]
+                x = tl.load(x_at + run * RUN, mask=inside, other=0.0)
+                values = load_mx_values(codes_ptr, scales_ptr, n, other_n, run, x, ROWS, IS_WIDE)
+                acc = dot(values, tl.trans(x), acc)
+                if GATED:
+                    values = load_mx_values(
+                        codes_ptr, scales_ptr, N + n, N + other_n, run, x, ROWS, IS_WIDE
+                    )
+                    up = dot(values, tl.trans(x), up)
         acc = tl.sum(tl.where(is_first[None, :], acc, 0.0), axis=1)
         up = tl.sum(tl.where(is_first[None, :], up, 0.0), axis=1) if GATED else acc
         out_n = first_n + tl.arange(0, BLOCK_N)
@@ -89,6 +125,11 @@ def _mx_few_kernel(  # type: ignore[no-untyped-def]
 def takes_few(x: torch.Tensor, num_pairs: int) -> bool:
     """Whether this is faster than to group the pairs: on Hopper GPUs, where it was measured."""
     return 0 < num_pairs <= MOST_PAIRS and x.dtype.itemsize == 2 and can_copy_tiles(x.device)
+
+
+def begins_early(num_pairs: int) -> bool:
+    """Whether the kernels of a layer's pairs begin while the kernel before them ends."""
+    return num_pairs <= MOST_EARLY_PAIRS
 
 
 def few_parts(
@@ -121,7 +162,8 @@ def _multiply(
     """One product: of tokens with a gate, or of pairs."""
     (num_pairs, size_out), size_in = out.shape, x.shape[1]
     columns = cdiv(size_out, OUTPUTS)
-    splits = max(1, min(4, MOST_PAIRS // num_pairs, cdiv(size_in, RUN)))
+    runs, held = cdiv(size_in, RUN), HELD_RUNS if gate else HELD_RUNS_OF_ONE
+    splits = cdiv(runs, held) if held else max(1, min(4, MOST_PAIRS // num_pairs, runs))
     parts = out  # not used
     if splits > 1:
         parts = x.new_empty(splits, 1 + (gate is not None), *out.shape, dtype=torch.float32)
@@ -131,6 +173,8 @@ def _multiply(
         x, weight.codes, weight.scales, bias, shares, out, expert_ids, parts, weight.arrivals,
         weight.shape[0], out.numel(), alpha, limit,
         N=size_out, K=size_in, RUN=RUN, IS_WIDE=weight.is_wide, PER_ROW=per_row,
-        GATED=gate is not None, COLUMNS=COLUMNS, BLOCK_N=OUTPUTS, SPLIT=splits, num_warps=4,
+        GATED=gate is not None, COLUMNS=COLUMNS, BLOCK_N=OUTPUTS, SPLIT=splits, HOLD=held > 0,
+        num_warps=4,
         num_stages=1,  # programs hide the time of loads better than a pipeline of a few runs does
+        **(early(x.device) if begins_early(num_pairs) else {"EARLY": False}),
     )  # fmt: skip

@@ -28,10 +28,11 @@ class MxStack:
     the codes with h = 0, and the upper half those with h = 1. In a half, the sign and the other
     three bits of the code c are, from the highest on, the bits
 
-        15 8 7 6 for c = 0, 12 5 4 3 for c = 1, 9 2 1 0 for c = 2, and 10 14 13 11 for c = 3
+        9 2 1 0 for c = 0, 13 6 5 4 for c = 1, 3 12 11 10 for c = 2, and 15 8 7 14 for c = 3
 
-    so that those of c = 0 are where bfloat16 has its sign, the end of its exponent and the start of
-    its mantissa, and a shift moves those of c = 1 and of c = 2 there. Such a number is the value
+    except that the halves have each other's sign for c = 2. So one shift moves the bits of c = 0 or
+    c = 1, and one rotation those of c = 2, to where bfloat16 has its sign, the end of its exponent
+    and the start of its mantissa; of c = 3, only one bit is elsewhere. Such a number is the value
     times 2^-126, also if it is less than one. A scale is a byte e that stands for 2^(e - 127). If
     the stack `is_wide`, scales are these bytes; else they are exponents of 2^(e - 1) in bfloat16,
     which has no larger ones.
@@ -70,8 +71,8 @@ def _words(pairs: torch.Tensor) -> torch.Tensor:
     """The words [R, N, 16] of blocks [N, R * GROUPS, 16] that have value i next to value i + 16."""
     values = torch.cat([pairs & 15, pairs >> 4], dim=-1).int()
     c0, c1, c2, c3 = values.view(len(values), -1, GROUPS, 4, 4, 2).unbind(3)  # n, r, g, q, h
-    halves = _near(c0) << 6 | _near(c1) << 3 | _near(c2)
-    halves |= (c3 & 6) << 12 | (c3 & 1) << 11 | (c3 & 8) << 7
+    halves = _near(c0) | _near(c1) << 4 | (c2 & 7) << 10 | c2.flip(-1) & 8
+    halves |= (c3 & 6) << 6 | (c3 & 1) << 14 | (c3 & 8) << 12
     words = halves[..., 0] | halves[..., 1] << 16
     return words.permute(1, 0, 3, 2).flatten(2)
 
