@@ -43,7 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "all of it": dict(
         small_pool=True,
         options=dict(
-            max_num_batched_tokens=96, scheduling="mixed", speculative_config=NGRAM, seed=5
+            max_num_batched_tokens=96, scheduling="mixed", speculative_config=NGRAM
         ),
     ),
 }

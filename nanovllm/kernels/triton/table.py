@@ -54,6 +54,7 @@ ORDERED_PLACES = {
     "arranged_linear": "triton.ordered.linear:ordered_linear",
     "experts": "triton.ordered.experts",
     "router": "triton.ordered.experts:router_for",
+    "norm_rope_store": "triton.ordered.heads",
     "lora_down": "triton.ordered.experts",
 }
 
