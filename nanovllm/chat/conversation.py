@@ -1,5 +1,6 @@
 """Conversations: checked, and turned into prompts by the tokenizer's chat template."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from nanovllm.chat.harmony.history import (
 )
 from nanovllm.chat.message_fields import CALL, FUNCTION, MESSAGE, PART, check_fields
 from nanovllm.chat.template_fields import reads, template_keywords
+from nanovllm.chat.unseen import check_calls_seen, check_results_seen
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import (
     as_list,
@@ -64,10 +66,14 @@ def chat_texts(
             harmony_messages(_place(index, conversations), one)
             for index, one in enumerate(conversations)
         ]
-    return [
-        _apply_template(tokenizer, _place(index, conversations), conversation, template_options)
-        for index, conversation in enumerate(conversations)
-    ]
+    texts = []
+    for index, conversation in enumerate(conversations):
+        place = _place(index, conversations)
+        apply = functools.partial(_apply_template, tokenizer, place, options=template_options)
+        texts.append(apply(conversation))
+        if not _mentions(template, "tool"):
+            check_results_seen(place, conversation, texts[-1], apply)
+    return texts
 
 
 def own_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,6 +140,7 @@ def _for_template(name: str, message: Mapping[str, Any], template: str) -> Mappi
         raise TypeError(f"{name}.content must be a text or parts of text, got {shorten(content)}")
     message = {**message, "content": content}
     if message.get("tool_calls"):
+        check_calls_seen(name, template)
         calls = as_list(f"{name}.tool_calls", message["tool_calls"], "a list of calls")
         parsed = [
             _call(f"{name}.tool_calls[{index}]", call, template) for index, call in enumerate(calls)
