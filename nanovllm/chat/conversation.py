@@ -11,7 +11,7 @@ from nanovllm.chat.harmony.history import (
     shows_harmony,
 )
 from nanovllm.chat.message_fields import CALL, FUNCTION, MESSAGE, PART, check_fields
-from nanovllm.chat.template_fields import reads, template_keywords
+from nanovllm.chat.template_fields import check_template_options, reads, template_keywords
 from nanovllm.chat.unseen import check_calls_seen, check_results_seen
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import (
@@ -47,16 +47,15 @@ def chat_texts(
     `keywords` also go to the template. A keyword that the template does not mention is a TypeError,
     but the keyword `chat_template_kwargs` is a dict that may have any names.
     """
-    check_bool("add_generation_prompt", add_generation_prompt)
     given = dict(keywords)
-    more = given.pop("chat_template_kwargs", None)
-    more = {} if more is None else more
-    if not isinstance(more, Mapping):
-        raise TypeError(f"chat_template_kwargs must be a dict, got {shorten(more)}")
+    more = check_template_options(given.pop("chat_template_kwargs", None))
     options = dict(tools=tools, add_generation_prompt=add_generation_prompt)
     _check_template(tokenizer, {**more, **given})
     given = template_keywords(template, given)
     template_options = {**options, **more, **given}
+    prompts = check_bool("add_generation_prompt", template_options["add_generation_prompt"])
+    if prompts and template_options.get("continue_final_message"):
+        raise ValueError("continue_final_message needs add_generation_prompt to be False")
     _check_keywords(template, given)
     conversations = _check_conversations(messages, template)
     if shows_harmony(template):
