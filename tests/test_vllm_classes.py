@@ -31,6 +31,7 @@ from nanovllm import (
 )
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.engine.remote.async_engine import params_of
 from nanovllm.from_vllm.refusals import refuse_others
 from nanovllm.outputs import StreamEvent, TokenLogprob
 from nanovllm.sampling_params import RequestOutputKind
@@ -89,6 +90,18 @@ def test_priorities_decide_who_runs_first() -> None:
     assert params.priority == 0
     waits = [output.metrics.queue_time for output in outputs]
     assert sorted(waits) == [waits[1], waits[2], waits[0]]
+
+
+def test_two_priorities_are_an_error(llm: LLM) -> None:
+    """That of the parameters was ignored; 0, the default, is none."""
+    params, words = SamplingParams(priority=3), "^priority=5: the SamplingParams have priority=3"
+    with pytest.raises(ValueError, match=words):
+        llm.generate(["a", "b"], params, use_tqdm=False, priority=[3, 5])
+    with pytest.raises(ValueError, match=words):
+        llm.llm_engine.add_request("a", "a", params, priority=5)
+    with pytest.raises(ValueError, match=words):
+        params_of(params, 5)
+    assert params_of(params, 3).priority == params_of(None, 3).priority == 3
 
 
 def test_requests_keep_their_parameters_when_the_callers_change(llm: LLM) -> None:

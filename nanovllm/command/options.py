@@ -27,6 +27,22 @@ class UsageError(Exception):
     """A mistake in the command line."""
 
 
+class Once(argparse.Action):
+    """An option that may be given once, as the last of several inputs would be the only one."""
+
+    def __call__(
+        self,
+        _: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        __: str | None = None,
+    ) -> None:
+        """Set the value."""
+        if getattr(namespace, self.dest) is not None:
+            raise argparse.ArgumentError(self, "may be given once")
+        setattr(namespace, self.dest, values)
+
+
 def user_path(text: str) -> str:
     """A path with the user's home for `~`, which shells do not replace in quotes or after `=`."""
     return os.path.expanduser(text)  # noqa: PTH111 - a Path would turn "" into "."
