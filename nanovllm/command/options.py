@@ -112,6 +112,8 @@ def sampling_options(args: argparse.Namespace, **defaults: Any) -> dict[str, Any
     options = defaults | given_options(args, SamplingParams)
     with usage_errors(SamplingParams):
         SamplingParams(**options)
+    if options.get("priority") and getattr(args, "scheduling_policy", None) == "fcfs":
+        raise UsageError("--priority and --scheduling-policy fcfs exclude each other")
     return options
 
 

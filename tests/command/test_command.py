@@ -158,6 +158,8 @@ def test_the_help_says_that_an_adapter_is_a_name_and_a_path(
         ("generate x --temp 1", 2, "unrecognized arguments: --temp 1"),
         ("generate x --lines", 2, "exclude each other"),
         ("generate -f a -f b", 2, "argument -f/--file: may be given once"),
+        ("serve --scheduling-policy fcfs --priority 2", 2, "--scheduling-policy fcfs exclude each"),
+        ("chat --policy fcfs --priority=-1", 2, "--priority and --scheduling-policy fcfs exclude"),
         ("chat --n 2", 2, "--n must be 1 in a chat, got 2"),
         ("generate x --logit-bias 5=1,6=2,5=3", 2, "token 5 occurs twice in '5=1,6=2,5=3'"),
         ("chat --chat-template-kwargs 5", 2, "must be a JSON object, got 5"),
