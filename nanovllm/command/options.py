@@ -20,7 +20,8 @@ from nanovllm.utils.json_text import parse_json
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-THINKING = """--chat-template-kwargs '{"enable_thinking": false}'"""  # as a shell takes it
+FLAG = "--chat-template-kwargs"
+THINKING = """'{"enable_thinking": false}'"""  # as a shell takes it
 
 
 class UsageError(Exception):
@@ -73,20 +74,27 @@ def add_template_options(parser: argparse.ArgumentParser) -> None:
     """Add options for a conversation's system message and for its chat template."""
     parser.add_argument("--system", metavar="TEXT", help="the system message (default: none)")
     parser.add_argument(
-        "--chat-template-kwargs", metavar="JSON",
+        FLAG, metavar="JSON",
         help="the template's own options, such as '{\"enable_thinking\": false}'",
     )  # fmt: skip
 
 
 def template_options(args: argparse.Namespace) -> dict[str, Any]:
     """The chat template's own options: any JSON object."""
-    text, example = args.chat_template_kwargs, f"an example is {THINKING}"
+    text, example = args.chat_template_kwargs, f"an example is {FLAG} {THINKING}"
     try:
         value = {} if text is None else parse_json(text)
     except ValueError as error:
-        raise UsageError(f"--chat-template-kwargs is not valid JSON: {error}; {example}") from None
+        raise UsageError(f"{FLAG} is not valid JSON: {error}; {example}") from None
     if not isinstance(value, dict):
-        raise UsageError(f"--chat-template-kwargs must be a JSON object, got {text}; {example}")
+        raise UsageError(f"{FLAG} must be a JSON object, got {text}; {example}")
+    if value:
+        from nanovllm.chat.template_fields import check_template_options
+
+        try:
+            check_template_options(value)
+        except ValueError as error:
+            raise UsageError(str(error).replace("chat_template_kwargs", FLAG, 1)) from None
     return value
 
 

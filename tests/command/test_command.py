@@ -166,6 +166,7 @@ def test_the_help_says_that_an_adapter_is_a_name_and_a_path(
         ("generate x --chat --chat-template-kwargs {", 2, "is not valid JSON"),
         ("chat --chat-template-kwargs a=1", 2, """; an example is --chat-template-kwargs '{"""),
         ("""chat --chat-template-kwargs '{"a": 1, "a": 2}'""", 2, "'a' occurs twice"),
+        ("""chat --chat-template-kwargs '{"messages": 1}'""", 2, "kwargs must not have 'messages'"),
         ("generate x --system y", 2, "need --chat"),
         ("generate x --chat-template-kwargs {}", 2, "need --chat"),
         ("run-batch x", 2, "the following arguments are required: -o/--output"),
@@ -505,8 +506,9 @@ def test_a_chat_in_a_terminal(
 
 
 def test_a_template_error_does_not_end_the_chat() -> None:
-    """The template's option clashes with an argument of its call. /quit ends the chat."""
-    argv = ("chat", "--chat-template-kwargs", '{"messages": 1}', "--temperature", "0")
+    """/quit ends it."""
+    given = """{"chat_template": "{{ raise_exception('no') }}"}"""
+    argv = ("chat", "--chat-template-kwargs", given, "--temperature", "0")
     done = run(*argv, data=b"12+34=\n12+34=\n/quit\n12+34=\n")
     assert (done.returncode, done.stdout) == (0, b"")
     lines = done.stderr.decode().splitlines()
