@@ -55,7 +55,7 @@ def resolve_model(
 
 
 def local_directory(option: str, source: str, revision: str | None = None) -> Path | None:
-    """The local directory `source`, in which `~` is the user's home; None if it may be a hub id.
+    """The local directory `source`, in which `~` is the user's home; None if there is none.
 
     That of a GGUF file is made. `option` names the source in errors. A `revision` of a local
     directory is a ValueError.
@@ -71,8 +71,6 @@ def local_directory(option: str, source: str, revision: str | None = None) -> Pa
 
         path = gguf_directory(path, option)
     if not is_local:
-        if source.startswith(("/", ".", "~")):
-            raise FileNotFoundError(f"{option} directory {source!r} does not exist")
         return None
     if revision is not None:
         raise ValueError(
