@@ -9,6 +9,7 @@ from nanovllm.engine.run.draws import Draws
 from nanovllm.engine.run.forward import Forward
 from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.start.placement import Placement
+from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import CausalLM
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 class GraphedShard(Protocol):
     """A shard with a table. Its graphs are valid as long as the table and the caches are."""
 
+    model_config: ModelConfig
     placement: Placement
     caches: CachePools
     forward: Forward
@@ -32,7 +34,3 @@ class GraphedShard(Protocol):
     @property
     def model(self) -> CausalLM:
         """The part of the model that the rank has."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Columns of the logits."""

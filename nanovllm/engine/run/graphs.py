@@ -143,7 +143,7 @@ def decode_graphs(shard: GraphedShard, num_running: int) -> DecodeGraphs:
     placement, draws = shard.placement, shard.draws
     ranks, device = placement.ranks, placement.device
     sizes, num_rows = graph_sizes(num_running, shard.parts, placement)
-    columns = shard.vocab_size if ranks.rank == 0 else 0
+    columns = shard.model_config.vocab_size if ranks.rank == 0 else 0
     if ranks.peer_kernels:
         columns = shard.model.lm_head.rank_part.num_rows
     logits = torch.empty(num_rows, columns, dtype=placement.dtype, device=device)
@@ -157,7 +157,7 @@ def decode_graphs(shard: GraphedShard, num_running: int) -> DecodeGraphs:
         return draws.keep(computed, tokens)
 
     if shard.make_redraws and ranks.rank == 0 and not ranks.peer_kernels:
-        redraws = shard.make_redraws(draw, num_rows, shard.vocab_size, device)
+        redraws = shard.make_redraws(draw, num_rows, shard.model_config.vocab_size, device)
     step = GraphStep(shard.decodes, draws, ranks)
     return DecodeGraphs(step, sizes, logits, redraws)
 
