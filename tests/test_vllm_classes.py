@@ -457,3 +457,21 @@ def test_names_of_vllm_can_be_imported_or_say_what_to_use() -> None:
     assert not hasattr(nanovllm, "anything_else")
     with pytest.raises(ImportError, match="use StructuredOutputs: docs/structured"):
         _ = importlib.import_module("nanovllm.sampling_params").GuidedDecodingParams
+
+
+def test_classes_of_vllms_modules_are_found_or_explained() -> None:
+    outputs = importlib.import_module("nanovllm.outputs")
+    for kind in ("Pooling", "Embedding", "Scoring"):
+        for name in (f"{kind}Output", f"{kind}RequestOutput"):
+            assert getattr(outputs, name) is getattr(nanovllm, name)
+    for module, name, words in (
+        ("outputs", "ClassificationOutput", "no model classifies"),
+        ("config", "VllmConfig", "see llm.config"),
+        ("config", "CompilationConfig", "options are keywords of LLM"),
+        ("config", "PoolerConfig", "are options of LLM.embed"),
+    ):
+        found = rf"^cannot import name '{name}' from 'nanovllm.{module}': .*{words}"
+        with pytest.raises(ImportError, match=found):
+            exec(f"from nanovllm.{module} import {name}")
+    for module in ("config", "outputs", "sampling_params"):
+        assert not hasattr(importlib.import_module(f"nanovllm.{module}"), "anything_else")
