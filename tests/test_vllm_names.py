@@ -8,8 +8,8 @@ import pytest
 
 from nanovllm import PoolingParams, SamplingParams
 from nanovllm.config import Config
+from nanovllm.from_vllm.names.fields import GENERATION
 from nanovllm.from_vllm.names.options import ENGINE, POOLING, SAMPLING
-from nanovllm.openai.vllm_fields import GENERATION
 from nanovllm.utils.other_names import OtherName, Values
 
 MAKERS: dict[str, tuple[Any, dict[str, OtherName]]] = {
