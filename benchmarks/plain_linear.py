@@ -9,16 +9,13 @@ integers: the floor for one row. Reported are the medians of the rounds in micro
 weights a second, and how many times as fast as oneDNN ours is: the median of the rounds' ratios.
 """
 
-import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from quantized_linear import SHAPES, sizes
+from linear_turns import Call, linear_parser, measure
 
 from nanovllm.kernels.cpu import processor
 from nanovllm.kernels.cpu.tiled_linear import arrange_plain, tiled_linear
@@ -26,8 +23,6 @@ from nanovllm.kernels.plain.packed_linear import pack, packed_linear
 
 MANY_ROWS = 128  # with more, a layer is computed a few times a turn: weights are a small part
 PAUSE = 0.02  # seconds, in which the threads of the product before go to sleep
-
-Call = Callable[[torch.Tensor], Any]
 
 
 def make_calls(
@@ -48,22 +43,6 @@ def make_calls(
     }
 
 
-def measure(calls: dict[str, list[Call]], x: torch.Tensor, rounds: int) -> dict[str, list[float]]:
-    """Microseconds of a layer in each round; the first round warms up."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for index in range(-1, rounds):
-        for name, all_ in calls.items():
-            some = all_ if len(x) < MANY_ROWS else all_[:4]
-            time.sleep(PAUSE)
-            some[0](x)
-            start = time.perf_counter()
-            for call in some:
-                call(x)
-            if index >= 0:
-                times[name].append(1e6 * (time.perf_counter() - start) / len(some))
-    return times
-
-
 def report(
     shape: str, num_rows: int, num_bytes: int, times: dict[str, list[float]]
 ) -> dict[str, Any]:
@@ -82,15 +61,8 @@ def report(
 @torch.inference_mode()
 def main() -> None:
     """Print a line for each shape and number of rows, and one of JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--shapes", type=sizes, default=sizes(SHAPES), metavar="NxK,...")
-    parser.add_argument("--rows", default="1,2,4,8,16,32,64,512", metavar="N,...",
-                        type=lambda text: [int(n) for n in text.split(",")])  # fmt: skip
+    parser = linear_parser(__doc__, "1,2,4,8,16,32,64,512", 5, "product")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--megabytes", type=int, default=400, metavar="N",
-                        help="of each product's weights")  # fmt: skip
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -102,7 +74,8 @@ def main() -> None:
         calls = make_calls(size_out, size_in, dtype, args.megabytes << 20)
         for num_rows in args.rows:
             x = torch.randn(num_rows, size_in).to(dtype)
-            times = measure(calls, x, args.rounds)
+            most = None if num_rows < MANY_ROWS else 4
+            times = measure(calls, x, args.rounds, most, PAUSE)
             num_bytes = size_out * size_in * dtype.itemsize
             results.append(report(f"{size_out}x{size_in}", num_rows, num_bytes, times))
     print(json.dumps({"benchmark": "plain_linear", "threads": args.threads, "dtype": args.dtype,

@@ -8,23 +8,19 @@ bytes of the int8 codes as integers: the floor for one row. Reported are medians
 ratios of a round.
 """
 
-import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from linear_turns import Call, linear_parser, measure
 from torch.nn.functional import linear
 
 from nanovllm.kernels.cpu.tiled_linear import arrange, tiled_linear
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 from nanovllm.kernels.plain.packed_linear import can_pack, pack, packed_linear
 
-# Qwen3-0.6B: queries, keys and values; attention's output; both halves of the feed-forward; head.
-SHAPES = "4096x1024,1024x2048,6144x1024,1024x3072,151936x1024"
 FORMATS: dict[str, tuple[int, int | None, bool]] = {  # bits, inputs of a group, zero points
     "int8": (8, None, False),
     "e4m3": (8, None, False),
@@ -34,8 +30,6 @@ FORMATS: dict[str, tuple[int, int | None, bool]] = {  # bits, inputs of a group,
 }
 BASE, READ = "bf16", "read"
 MANY_ROWS = 64  # with more, a layer is computed a few times a turn: weights are a small part
-
-Call = Callable[[torch.Tensor], Any]
 
 
 def quantized(name: str, size_out: int, size_in: int) -> QuantizedMatrix:
@@ -73,20 +67,6 @@ def make_calls(size_out: int, size_in: int, num_bytes: int) -> dict[str, list[Ca
     return calls
 
 
-def measure(calls: dict[str, list[Call]], x: torch.Tensor, rounds: int) -> dict[str, list[float]]:
-    """Microseconds of a layer in each round; the first round warms up."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for index in range(-1, rounds):
-        for name, all_ in calls.items():
-            some = all_ if len(x) < MANY_ROWS else all_[:3]
-            start = time.perf_counter()
-            for call in some:
-                call(x)
-            if index >= 0:
-                times[name].append(1e6 * (time.perf_counter() - start) / len(some))
-    return times
-
-
 def report(shape: str, num_rows: int, times: dict[str, list[float]]) -> dict[str, Any]:
     """Print a line for each format, and return what is in it."""
     figures: dict[str, Any] = {}
@@ -98,22 +78,10 @@ def report(shape: str, num_rows: int, times: dict[str, list[float]]) -> dict[str
     return {"shape": shape, "rows": num_rows, "formats": figures}
 
 
-def sizes(text: str) -> list[tuple[int, int]]:
-    """Parse shapes, NxK, with commas between them."""
-    return [(int(out), int(in_)) for out, _, in_ in (s.partition("x") for s in text.split(","))]
-
-
 @torch.inference_mode()
 def main() -> None:
     """Print a line for each shape, number of rows and format, and one of JSON."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--shapes", type=sizes, default=sizes(SHAPES), metavar="NxK,...")
-    parser.add_argument("--rows", default="1,16,512", metavar="N,...",
-                        type=lambda text: [int(n) for n in text.split(",")])  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=15, metavar="N")
-    parser.add_argument("--megabytes", type=int, default=400, metavar="N",
-                        help="of each format's weights")  # fmt: skip
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N")
+    parser = linear_parser(__doc__, "1,16,512", 15, "format")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -123,7 +91,7 @@ def main() -> None:
         calls = make_calls(size_out, size_in, args.megabytes << 20)
         for num_rows in args.rows:
             x = torch.randn(num_rows, size_in, dtype=torch.bfloat16)
-            times = measure(calls, x, args.rounds)
+            times = measure(calls, x, args.rounds, None if num_rows < MANY_ROWS else 3)
             results.append(report(f"{size_out}x{size_in}", num_rows, times))
     print(json.dumps({"benchmark": "quantized_linear", "threads": args.threads, "points": results}))
 

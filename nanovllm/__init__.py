@@ -31,9 +31,9 @@ __all__ = [
 _MODULES = {"LLM": "llm", "SamplingParams": "sampling_params"}  # `exports` has all others
 
 if "NANOVLLM_LOG" in _environ:
-    from nanovllm.utils import log as _log
+    from nanovllm.utils.log import log_by_environment as _log_by_environment
 
-    _log.log_by_environment(_environ["NANOVLLM_LOG"])
+    _log_by_environment(_environ["NANOVLLM_LOG"])
 
 
 class _LastFinder:

@@ -61,10 +61,10 @@ class AsyncLLM(AsyncEngine):
         """Complete a prompt, and yield the new part whenever the caller asks for more.
 
         A slow caller gets several tokens in an event. Leaving the loop, or cancelling the task,
-        aborts the request. `request_id` names it for `abort`, and `priority` replaces that in the
-        parameters. `lora_request` is an adapter, which is read while the engine's steps go on. A
-        bad prompt or adapter raises at the first event. Parameters with an `output_kind` ask for
-        outputs in vLLM's form instead of events.
+        aborts the request. `request_id` names it for `abort`. `priority` is a field of the
+        parameters too; give one of them. `lora_request` is an adapter, which is read while the
+        engine's steps go on. A bad prompt or adapter raises at the first event. Parameters with an
+        `output_kind` ask for outputs in vLLM's form instead of events.
         """
         asked: Any = dict(request_id=request_id, priority=priority, lora_request=lora_request)
         if getattr(sampling_params, "output_kind", None) is not None:

@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.utils import names_beside
 from nanovllm.utils.option import (
     DIRECTORY,
     NOTHING,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from nanovllm.speculative_config import SpeculativeConfig
 else:  # the class is loaded when the option is given, as a dict of this type
     SpeculativeConfig = Mapping[str, Any]
+    __getattr__ = names_beside("config")
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 # The defaults of `max_num_batched_tokens` and `max_num_seqs`. On a CPU, larger steps take so long

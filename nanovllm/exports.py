@@ -58,7 +58,10 @@ MODULES = {
         for what in ("", "Request")
     },
 }  # fmt: skip
-BESIDE_PARAMS = ("BeamSearchParams", "RequestOutputKind", "StructuredOutputsParams")
+BESIDE = {  # classes that vLLM has in a module, which is here without them
+    "sampling_params": ("BeamSearchParams", "RequestOutputKind", "StructuredOutputsParams"),
+    "outputs": tuple(name for name, module in MODULES.items() if module == "vectors.outputs"),
+}
 
 
 def add_names(modules: dict[str, str], name: str) -> None:
@@ -68,10 +71,10 @@ def add_names(modules: dict[str, str], name: str) -> None:
         raise missing("nanovllm", name)
 
 
-def beside_params(name: str) -> object:
-    """A class that vLLM has in the module of `SamplingParams`; raises if it is another name."""
-    if name not in BESIDE_PARAMS:
-        raise missing("nanovllm.sampling_params", name)
+def name_beside(module: str, name: str) -> object:
+    """A class that vLLM has in this module of the package; raises if it is another name."""
+    if name not in BESIDE.get(module, ()):
+        raise missing(f"nanovllm.{module}", name)
     return getattr(importlib.import_module(f"nanovllm.{MODULES[name]}"), name)
 
 

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
+from nanovllm.utils import names_beside
+
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
 else:
@@ -10,6 +12,8 @@ else:
     def dataclass_transform(**_: Any) -> Any:
         """Does nothing: it tells type checkers that a record takes its fields by name."""
         return lambda kind: kind
+
+    __getattr__ = names_beside("outputs")
 
 
 FinishReason = Literal["stop", "length", "abort", "error"]

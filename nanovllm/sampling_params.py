@@ -2,11 +2,11 @@
 
 import copy
 import dataclasses
-import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.utils import names_beside
 from nanovllm.utils.checks import check_int, shorten
 from nanovllm.utils.option import (
     NOTHING,
@@ -27,12 +27,7 @@ if TYPE_CHECKING:
 else:
     # The class is loaded when a request has such outputs, as a dict of this type.
     StructuredOutputs = Mapping[str, Any]
-
-    def __getattr__(name):
-        """The classes that vLLM has here."""
-        if name.startswith("__"):  # Python asks for some at each import
-            raise AttributeError(name)
-        return importlib.import_module("nanovllm.exports").beside_params(name)
+    __getattr__ = names_beside("sampling_params")
 
 
 MAX_SAMPLES = 16_384  # each takes some kilobytes before anything is computed

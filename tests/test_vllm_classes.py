@@ -31,6 +31,7 @@ from nanovllm import (
 )
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.engine.remote.async_engine import params_of
 from nanovllm.from_vllm.refusals import refuse_others
 from nanovllm.outputs import StreamEvent, TokenLogprob
 from nanovllm.sampling_params import RequestOutputKind
@@ -89,6 +90,18 @@ def test_priorities_decide_who_runs_first() -> None:
     assert params.priority == 0
     waits = [output.metrics.queue_time for output in outputs]
     assert sorted(waits) == [waits[1], waits[2], waits[0]]
+
+
+def test_two_priorities_are_an_error(llm: LLM) -> None:
+    """That of the parameters was ignored; 0, the default, is none."""
+    params, words = SamplingParams(priority=3), "^priority=5: the SamplingParams have priority=3"
+    with pytest.raises(ValueError, match=words):
+        llm.generate(["a", "b"], params, use_tqdm=False, priority=[3, 5])
+    with pytest.raises(ValueError, match=words):
+        llm.llm_engine.add_request("a", "a", params, priority=5)
+    with pytest.raises(ValueError, match=words):
+        params_of(params, 5)
+    assert params_of(params, 3).priority == params_of(None, 3).priority == 3
 
 
 def test_requests_keep_their_parameters_when_the_callers_change(llm: LLM) -> None:
@@ -444,3 +457,21 @@ def test_names_of_vllm_can_be_imported_or_say_what_to_use() -> None:
     assert not hasattr(nanovllm, "anything_else")
     with pytest.raises(ImportError, match="use StructuredOutputs: docs/structured"):
         _ = importlib.import_module("nanovllm.sampling_params").GuidedDecodingParams
+
+
+def test_classes_of_vllms_modules_are_found_or_explained() -> None:
+    outputs = importlib.import_module("nanovllm.outputs")
+    for kind in ("Pooling", "Embedding", "Scoring"):
+        for name in (f"{kind}Output", f"{kind}RequestOutput"):
+            assert getattr(outputs, name) is getattr(nanovllm, name)
+    for module, name, words in (
+        ("outputs", "ClassificationOutput", "no model classifies"),
+        ("config", "VllmConfig", "see llm.config"),
+        ("config", "CompilationConfig", "options are keywords of LLM"),
+        ("config", "PoolerConfig", "are options of LLM.embed"),
+    ):
+        found = rf"^cannot import name '{name}' from 'nanovllm.{module}': .*{words}"
+        with pytest.raises(ImportError, match=found):
+            exec(f"from nanovllm.{module} import {name}")
+    for module in ("config", "outputs", "sampling_params"):
+        assert not hasattr(importlib.import_module(f"nanovllm.{module}"), "anything_else")

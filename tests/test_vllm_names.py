@@ -8,8 +8,8 @@ import pytest
 
 from nanovllm import PoolingParams, SamplingParams
 from nanovllm.config import Config
+from nanovllm.from_vllm.names.fields import GENERATION
 from nanovllm.from_vllm.names.options import ENGINE, POOLING, SAMPLING
-from nanovllm.openai.vllm_fields import GENERATION
 from nanovllm.utils.other_names import OtherName, Values
 
 MAKERS: dict[str, tuple[Any, dict[str, OtherName]]] = {
@@ -58,6 +58,16 @@ def test_a_name_has_one_reason_in_parameters_and_in_bodies() -> None:
         assert GENERATION[name] is SAMPLING[name]
     with pytest.raises(ValueError, match="see after_tokens of StructuredOutputs"):
         SamplingParams(thinking_token_budget=5)  # type: ignore[call-arg]
+
+
+def test_best_of_is_the_number_of_samples() -> None:
+    """1 was accepted with any n, and n itself was not."""
+    make = MAKERS["sampling"][0]
+    assert make(best_of=2, n=2) == make(n=2)
+    assert make(best_of=None, n=2) == make(n=2)
+    for given in (dict(best_of=1, n=2), dict(n=2, best_of=3), dict(best_of=True), dict(best_of=2)):
+        with pytest.raises(ValueError, match=r"^best_of=\w+: it must be n, as all samples"):
+            make(**given)
 
 
 def test_every_option_of_vllm_is_known() -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 from nanovllm.command.field_options import option_flag
 from nanovllm.config import DEVICE, DTYPE, KV_DTYPE, Config
+from nanovllm.from_vllm.names import fields
 from nanovllm.from_vllm.names.calls import CHAT, GENERATE, PROMPT, VECTOR_CALLS
 from nanovllm.from_vllm.names.options import COMMON, POOLING
 from nanovllm.from_vllm.names.options import ENGINE as ENGINE_NAMES
 from nanovllm.from_vllm.names.options import SAMPLING as SAMPLING_NAMES
 from nanovllm.from_vllm.names.server import SERVER as SERVER_NAMES
-from nanovllm.openai import vllm_fields
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.limits import Limits
 from nanovllm.server.options import ServerOptions
@@ -130,12 +130,12 @@ def from_vllm() -> str:
         "chat": CHAT,
         "prompt": PROMPT,
         "server": SERVER_NAMES,
-        "fields": vllm_fields.GENERATION,
-        "fields of chats": vllm_fields.OF_CHATS,
-        "fields of completions": vllm_fields.OF_COMPLETIONS,
-        "fields of vectors": vllm_fields.POOLED,
-        "fields of embeddings": vllm_fields.OF_EMBEDDINGS,
-        "fields of scores": vllm_fields.OF_SCORES,
+        "fields": fields.GENERATION,
+        "fields of chats": fields.OF_CHATS,
+        "fields of completions": fields.OF_COMPLETIONS,
+        "fields of vectors": fields.POOLED,
+        "fields of embeddings": fields.OF_EMBEDDINGS,
+        "fields of scores": fields.OF_SCORES,
     }
     for mark, names in tables.items():
         start, end = f"<!-- table: {mark} -->\n", "<!-- end -->"

@@ -1,6 +1,7 @@
 """AdapterPart: one rank's slots."""
 
 import contextlib
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from nanovllm.adapters.slot_memory import AdapterSlots
 from nanovllm.config import Config
 from nanovllm.engine.engine_config import most_kept
 from nanovllm.engine.run.device_table import UNMARKED, DeviceTable
-from nanovllm.engine.run.padded import PrefillSize
+from nanovllm.engine.run.padded import Fill, PrefillSize
 from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import MARKS, StepInputs
 from nanovllm.engine.run.step_part import StepPart
@@ -129,13 +130,11 @@ class PaddedMarks:
     def __init__(self, words: int, rows_of: Callable[[torch.Tensor], AdapterRows]) -> None:
         self.words, self._rows_of = words, rows_of
 
-    def fits(self, inputs: StepInputs) -> bool:  # noqa: ARG002
-        """Any step's slots fit."""
-        return True
+    def filler(self, inputs: StepInputs) -> Fill:
+        """What writes a step's slots, which always have room."""
+        return functools.partial(self._fill, inputs.arrays[MARKS])
 
-    def fill(self, words: Array, inputs: StepInputs) -> None:
-        """Write a step's slots."""
-        marks = inputs.arrays[MARKS]
+    def _fill(self, marks: Array, words: Array) -> None:
         words[: len(marks)] = marks
         words[len(marks) :] = UNMARKED
 

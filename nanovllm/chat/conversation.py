@@ -1,5 +1,6 @@
 """Conversations: checked, and turned into prompts by the tokenizer's chat template."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ from nanovllm.chat.harmony.history import (
     shows_harmony,
 )
 from nanovllm.chat.message_fields import CALL, FUNCTION, MESSAGE, PART, check_fields
-from nanovllm.chat.template_fields import reads, template_keywords
+from nanovllm.chat.template_fields import check_template_options, reads, template_keywords
+from nanovllm.chat.unseen import check_calls_seen, check_results_seen
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import (
     as_list,
@@ -45,16 +47,15 @@ def chat_texts(
     `keywords` also go to the template. A keyword that the template does not mention is a TypeError,
     but the keyword `chat_template_kwargs` is a dict that may have any names.
     """
-    check_bool("add_generation_prompt", add_generation_prompt)
     given = dict(keywords)
-    more = given.pop("chat_template_kwargs", None)
-    more = {} if more is None else more
-    if not isinstance(more, Mapping):
-        raise TypeError(f"chat_template_kwargs must be a dict, got {shorten(more)}")
+    more = check_template_options(given.pop("chat_template_kwargs", None))
     options = dict(tools=tools, add_generation_prompt=add_generation_prompt)
     _check_template(tokenizer, {**more, **given})
     given = template_keywords(template, given)
     template_options = {**options, **more, **given}
+    prompts = check_bool("add_generation_prompt", template_options["add_generation_prompt"])
+    if prompts and template_options.get("continue_final_message"):
+        raise ValueError("continue_final_message needs add_generation_prompt to be False")
     _check_keywords(template, given)
     conversations = _check_conversations(messages, template)
     if shows_harmony(template):
@@ -64,10 +65,14 @@ def chat_texts(
             harmony_messages(_place(index, conversations), one)
             for index, one in enumerate(conversations)
         ]
-    return [
-        _apply_template(tokenizer, _place(index, conversations), conversation, template_options)
-        for index, conversation in enumerate(conversations)
-    ]
+    texts = []
+    for index, conversation in enumerate(conversations):
+        place = _place(index, conversations)
+        apply = functools.partial(_apply_template, tokenizer, place, options=template_options)
+        texts.append(apply(conversation))
+        if not _mentions(template, "tool"):
+            check_results_seen(place, conversation, texts[-1], apply)
+    return texts
 
 
 def own_keywords(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,6 +139,7 @@ def _for_template(name: str, message: Mapping[str, Any], template: str) -> Mappi
         raise TypeError(f"{name}.content must be a text or parts of text, got {shorten(content)}")
     message = {**message, "content": content}
     if message.get("tool_calls"):
+        check_calls_seen(name, template)
         calls = as_list(f"{name}.tool_calls", message["tool_calls"], "a list of calls")
         parsed = [
             _call(f"{name}.tool_calls[{index}]", call, template) for index, call in enumerate(calls)

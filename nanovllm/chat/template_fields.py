@@ -17,6 +17,19 @@ FIELDS = ("reasoning_effort", "thinking", "documents")
 # How templates call what `{"type": "enabled"}` turns on.
 THINKING_NAMES = ("enable_thinking", "thinking")
 THINKING_TYPES = ("enabled", "disabled")
+# What a template gets from the chat, and arguments of transformers' `apply_chat_template` that no
+# template sees.
+RESERVED = {
+    **dict.fromkeys(
+        ("messages", "conversation", "conversations"), "the template gets the chat's messages"
+    ),
+    "tools": "give tools next to it",
+    **dict.fromkeys(
+        ("self", "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length",
+         "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+        "it is an argument of transformers' tokenizer, and no option of the template",
+    ),
+}  # fmt: skip
 
 
 @functools.lru_cache(16)
@@ -46,6 +59,17 @@ def reads(template: str, name: str) -> bool:
     if found is not None:
         return name in found
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
+
+
+def check_template_options(options: Any) -> Mapping[str, Any]:
+    """The options of a template in `chat_template_kwargs`, which may have all other names."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise TypeError(f"chat_template_kwargs must be a dict, got {shorten(options)}")
+    for name in (name for name in options if name in RESERVED):
+        raise ValueError(f"chat_template_kwargs must not have {name!r}: {RESERVED[name]}")
+    return options
 
 
 def unread_fields(template: str, keywords: Mapping[str, Any]) -> list[str]:

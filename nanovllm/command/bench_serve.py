@@ -93,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
     with usage_errors(ServerLoad):
         load, address = ServerLoad(**given_options(args, ServerLoad)), Address.parse(args.base_url)
     if args.plot is not None:
-        check_plot(args.plot)
+        with usage_errors():
+            check_plot(args.plot)
     dataset = None if args.dataset is None else read_dataset(args.dataset, load)
     keys = (args.api_key, *map(os.environ.get, KEY_VARIABLES))
     job = ServerBenchmark(

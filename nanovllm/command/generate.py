@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.command.answer_writer import AnswerWriter
 from nanovllm.command.options import (
+    Once,
     UsageError,
     add_engine_options,
     add_sampling_options,
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "prompts", nargs="*", metavar="PROMPT", help="a text to complete (default: stdin is one)"
     )
     parser.add_argument(
-        "-f", "--file", type=user_path, help="read the prompt from a file; - is stdin"
+        "-f", "--file", type=user_path, action=Once, help="read the prompt from a file; - is stdin"
     )
     parser.add_argument(
         "--lines",

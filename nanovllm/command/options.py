@@ -20,11 +20,28 @@ from nanovllm.utils.json_text import parse_json
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-THINKING = """--chat-template-kwargs '{"enable_thinking": false}'"""  # as a shell takes it
+FLAG = "--chat-template-kwargs"
+THINKING = """'{"enable_thinking": false}'"""  # as a shell takes it
 
 
 class UsageError(Exception):
     """A mistake in the command line."""
+
+
+class Once(argparse.Action):
+    """An option that may be given once, as the last of several inputs would be the only one."""
+
+    def __call__(
+        self,
+        _: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        __: str | None = None,
+    ) -> None:
+        """Set the value."""
+        if getattr(namespace, self.dest) is not None:
+            raise argparse.ArgumentError(self, "may be given once")
+        setattr(namespace, self.dest, values)
 
 
 def user_path(text: str) -> str:
@@ -57,20 +74,27 @@ def add_template_options(parser: argparse.ArgumentParser) -> None:
     """Add options for a conversation's system message and for its chat template."""
     parser.add_argument("--system", metavar="TEXT", help="the system message (default: none)")
     parser.add_argument(
-        "--chat-template-kwargs", metavar="JSON",
+        FLAG, metavar="JSON",
         help="the template's own options, such as '{\"enable_thinking\": false}'",
     )  # fmt: skip
 
 
 def template_options(args: argparse.Namespace) -> dict[str, Any]:
     """The chat template's own options: any JSON object."""
-    text, example = args.chat_template_kwargs, f"an example is {THINKING}"
+    text, example = args.chat_template_kwargs, f"an example is {FLAG} {THINKING}"
     try:
         value = {} if text is None else parse_json(text)
     except ValueError as error:
-        raise UsageError(f"--chat-template-kwargs is not valid JSON: {error}; {example}") from None
+        raise UsageError(f"{FLAG} is not valid JSON: {error}; {example}") from None
     if not isinstance(value, dict):
-        raise UsageError(f"--chat-template-kwargs must be a JSON object, got {text}; {example}")
+        raise UsageError(f"{FLAG} must be a JSON object, got {text}; {example}")
+    if value:
+        from nanovllm.chat.template_fields import check_template_options
+
+        try:
+            check_template_options(value)
+        except ValueError as error:
+            raise UsageError(str(error).replace("chat_template_kwargs", FLAG, 1)) from None
     return value
 
 
@@ -96,6 +120,8 @@ def sampling_options(args: argparse.Namespace, **defaults: Any) -> dict[str, Any
     options = defaults | given_options(args, SamplingParams)
     with usage_errors(SamplingParams):
         SamplingParams(**options)
+    if options.get("priority") and getattr(args, "scheduling_policy", None) == "fcfs":
+        raise UsageError("--priority and --scheduling-policy fcfs exclude each other")
     return options
 
 

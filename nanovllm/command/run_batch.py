@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from nanovllm.command import interrupts
 from nanovllm.command.options import (
+    Once,
     UsageError,
     add_engine_options,
     add_sampling_options,
@@ -47,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-i",
         "--input-file",
         dest="input",
+        action=Once,
         type=user_path,
         metavar="INPUT",
         help="the same as INPUT",

@@ -43,7 +43,7 @@ def time_graphs(shard: Shard) -> dict[Size, float]:
     some = torch.arange(layout.num_rows * period, device=shard.device)
     length = max(0, min(period + MOST_LOOKUP, most_tokens - period))
     where = torch.arange(length + 1, device=shard.device) % period
-    texts = (some * 7919 % shard.vocab_size).view(layout.num_rows, period)[:, where]
+    texts = (some * 7919 % shard.model_config.vocab_size).view(layout.num_rows, period)[:, where]
     state.tokens.copy_(texts[:, -1])
     state.drafts.history[:, : length + 1] = texts[:, : layout.longest]
     state.drafts.counts.fill_(1)

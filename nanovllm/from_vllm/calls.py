@@ -1,10 +1,10 @@
 """Keywords of vLLM's `LLM.generate` that ours does not name: token ids and priorities."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.engine.requests.generation import params_list
+from nanovllm.engine.requests.given_priority import with_priority
 from nanovllm.from_vllm.names.calls import GENERATE
 from nanovllm.prompts import prompt_list
 from nanovllm.utils.checks import NOT_LISTS, as_list, check_int, shorten
@@ -36,7 +36,7 @@ def generate_inputs(prompts: Any, params: Any, given: dict[str, Any]) -> tuple[l
         )
     numbers = [check_int("priority", number, -(2**63), 2**63 - 1) for number in numbers]
     pairs = zip(params_list(params, len(items)), numbers, strict=True)
-    return items, [dataclasses.replace(one, priority=number) for one, number in pairs]
+    return items, [with_priority(one, number) for one, number in pairs]
 
 
 def _merged(prompts: Any, token_ids: Any) -> list[Any]:

@@ -1,10 +1,10 @@
 """vLLM's `LLMEngine`: requests with names of the caller's, and outputs at every step."""
 
-import dataclasses
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+from nanovllm.engine.requests.given_priority import with_priority
 from nanovllm.engine.requests.stream import Stream
 from nanovllm.from_vllm.outputs import Progress, model_config_of
 from nanovllm.from_vllm.refusals import MakesEngines, made_by, refuse_others
@@ -73,9 +73,7 @@ class LLMEngine:
         self.llm.check_open()
         params = SamplingParams() if params is None else params
         if isinstance(params, SamplingParams):
-            params = params.clone() if priority is None else dataclasses.replace(
-                params, priority=priority
-            )  # fmt: skip
+            params = with_priority(params, priority)
         accepted = self.llm.intake.accept(prompt, params, lora_request=lora_request)
         self._open.add(self.llm.enqueue(accepted, streams=True), request_id, params)
         return request_id

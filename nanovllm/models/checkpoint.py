@@ -55,7 +55,7 @@ def resolve_model(
 
 
 def local_directory(option: str, source: str, revision: str | None = None) -> Path | None:
-    """The local directory `source`, in which `~` is the user's home; None if it may be a hub id.
+    """The local directory `source`, in which `~` is the user's home; None if there is none.
 
     That of a GGUF file is made. `option` names the source in errors. A `revision` of a local
     directory is a ValueError.
@@ -63,16 +63,13 @@ def local_directory(option: str, source: str, revision: str | None = None) -> Pa
     try:
         path = Path(source).expanduser()
         is_file = (path.exists() or path.is_symlink()) and not path.is_dir()
-        is_local = is_file or path.is_dir()
     except (RuntimeError, ValueError) as error:  # an unknown ~user, or a NUL in the path
         raise FileNotFoundError(f"{option} directory {source!r} cannot exist: {error}") from None
     if is_file:
         from nanovllm.models.gguf.directory import gguf_directory
 
         path = gguf_directory(path, option)
-    if not is_local:
-        if source.startswith(("/", ".", "~")):
-            raise FileNotFoundError(f"{option} directory {source!r} does not exist")
+    elif not path.is_dir():
         return None
     if revision is not None:
         raise ValueError(

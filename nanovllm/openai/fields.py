@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from nanovllm.beam_search_params import BeamSearchParams
+from nanovllm.from_vllm.names.fields import CHATS, COMPLETION
 from nanovllm.from_vllm.names.options import SAMPLING as VLLM_NAMES
 from nanovllm.openai.field_kinds import (
     AS_OBJECT,
@@ -27,7 +28,6 @@ from nanovllm.openai.field_kinds import (
     integer,
 )
 from nanovllm.openai.guided import GUIDED
-from nanovllm.openai.vllm_fields import CHATS, COMPLETION
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_name
 from nanovllm.utils.json_text import shorten_json

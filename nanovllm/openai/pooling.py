@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from nanovllm.from_vllm.names.fields import EMBEDDING
 from nanovllm.openai.field_kinds import Kind, check_kinds, choice
 from nanovllm.openai.fields import given_fields
 from nanovllm.openai.vectors import (
@@ -17,7 +18,6 @@ from nanovllm.openai.vectors import (
     usage,
     vector_request,
 )
-from nanovllm.openai.vllm_fields import EMBEDDING
 from nanovllm.vectors.outputs import PooledOutput
 
 if TYPE_CHECKING:

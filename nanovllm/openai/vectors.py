@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nanovllm.from_vllm.names.fields import EMBEDDING, SCORING
 from nanovllm.openai.field_kinds import (
     AS_TEXT,
     ID,
@@ -25,7 +26,6 @@ from nanovllm.openai.field_kinds import (
 )
 from nanovllm.openai.fields import given_fields
 from nanovllm.openai.request import prompts_of
-from nanovllm.openai.vllm_fields import EMBEDDING, SCORING
 from nanovllm.utils.json_text import shorten_json
 from nanovllm.vectors.outputs import EmbeddingRequestOutput, ScoringRequestOutput
 

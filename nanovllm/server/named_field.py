@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 PLACE = r"[A-Za-z_]\w*(?:\[\d+\]|\.\w+)*"
 UNKNOWN = re.compile(rf"(?:({PLACE}): )?unknown (?:field|keyword) ['\"]([\w.-]+)['\"]")
+REFUSED = re.compile(rf"({PLACE}) is not supported: ")  # a field of another API
 NAMED = re.compile(rf"(?:give one of )?({PLACE})(?=[\s,:=(]|$)")
 
 
@@ -26,6 +27,8 @@ def named_field(message: str, fields: Fields) -> str | None:
     """The field of a body that the message begins with, such as `tools[0].type`."""
     if (unknown := UNKNOWN.match(message)) is not None:
         return ".".join(filter(None, unknown.groups()))
+    if (refused := REFUSED.match(message)) is not None:
+        return refused[1]
     if (named := NAMED.match(message)) is None:
         return None
     if message.startswith("prompt must"):

@@ -6,14 +6,26 @@ from typing import Any
 
 from nanovllm.utils.checks import did_you_mean, shorten
 
+NO_FIELDS: Mapping[str, Any] = {}
+
 
 @dataclass(frozen=True)
 class Values:
-    """Values that a rule describes: those that `fit`, such as the `example`."""
+    """Values that a rule describes: those that `fit`, such as the `example`.
+
+    If the field `same_as` is given too, its value is the only one.
+    """
 
     text: str
     fit: Callable[[Any], bool]
     example: Any
+    same_as: str | None = None
+
+    def has(self, value: Any, given: Mapping[str, Any]) -> bool:
+        """Whether the value is one of these next to the `given` fields."""
+        if self.same_as is not None and self.same_as in given:
+            return _is(value, given[self.same_as])
+        return self.fit(value)
 
 
 @dataclass(frozen=True)
@@ -28,17 +40,22 @@ class OtherName:
     why: str = ""
     ours: str | None = None
 
-    def check(self, name: str, value: Any) -> None:
-        """Raise a ValueError unless `value` is accepted."""
-        if not self.takes(value):
+    def check(self, name: str, value: Any, given: Mapping[str, Any] = NO_FIELDS) -> None:
+        """Raise a ValueError unless `value` is accepted next to the `given` fields."""
+        if not self.takes(value, given):
             raise ValueError(f"{name}={shorten(value)}: {self.why.replace('`', '')}")
 
-    def takes(self, value: Any) -> bool:
-        """Whether `value` is accepted: 1 is not True, and 1 is not 1.0."""
+    def takes(self, value: Any, given: Mapping[str, Any] = NO_FIELDS) -> bool:
+        """Whether `value` is accepted next to the `given` fields."""
         return any(
-            one.fit(value) if isinstance(one, Values) else type(value) is type(one) and value == one
+            one.has(value, given) if isinstance(one, Values) else _is(value, one)
             for one in self.accepts
         )
+
+
+def _is(value: Any, one: Any) -> bool:
+    """Whether a value is this one: 1 is not True, and 1 is not 1.0."""
+    return type(value) is type(one) and bool(value == one)
 
 
 def own_names(
@@ -58,7 +75,7 @@ def own_names(
             raise TypeError(f"unknown {what} {name!r}{hint or '; there are ' + ', '.join(fields)}")
         if field is None:
             assert other is not None
-            other.check(name, value)
+            other.check(name, value, given)
         elif field in own or (other is not None and field in given):
             raise TypeError(f"{name} is another name of {field}; give one of them")
         else:

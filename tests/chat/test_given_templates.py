@@ -1,14 +1,17 @@
 """Chat templates that a caller gives, and templates that know no tools."""
 
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from reference import make_llm
+from transformers import PreTrainedTokenizerBase
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.chat.chat_format import ChatFormat
+from nanovllm.chat.conversation import TEMPLATE_OPTIONS
 from nanovllm.chat.given_templates import check_templates, with_template_texts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,3 +88,36 @@ class Tokenizer:
 def test_keywords_without_a_template_are_the_same() -> None:
     given = {"enable_thinking": True, "chat_template_kwargs": {"a": 1}, "chat_template": None}
     assert check_templates(Tokenizer(), given) == with_template_texts(Tokenizer(), given) == given
+
+
+ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
+    *TEMPLATE_OPTIONS, "add_generation_prompt", "kwargs",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["messages", *sorted(ARGUMENTS)])
+def test_the_options_of_a_template_have_no_reserved_names(llm: LLM, name: str) -> None:
+    """transformers said that an argument has several values, or changed nothing."""
+    with pytest.raises(ValueError, match=rf"^chat_template_kwargs must not have '{name}': "):
+        prompt_of(llm, chat_template_kwargs={"a": 1, name: None})
+
+
+def test_the_generation_prompt_may_be_an_option_of_the_template(llm: LLM) -> None:
+    """As in vLLM. Its value is checked: a text was taken as true."""
+    template = PLAIN + "{{ add_generation_prompt }}"
+    given = {"chat_template": template, "add_generation_prompt": False}
+    assert prompt_of(llm, chat_template_kwargs=given) == "user:Hi;False"
+    given["add_generation_prompt"] = "no"
+    with pytest.raises(TypeError, match="add_generation_prompt must be True or False, got 'no'"):
+        prompt_of(llm, chat_template_kwargs=given)
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_a_message_is_continued_without_a_generation_prompt(llm: LLM, inner: bool) -> None:
+    given: dict[str, Any] = {"continue_final_message": True}
+    words = "^continue_final_message needs add_generation_prompt to be False$"
+    with pytest.raises(ValueError, match=words):
+        prompt_of(llm, **{"chat_template_kwargs": given} if inner else given)
+    given["add_generation_prompt"] = False
+    found = prompt_of(llm, **{"chat_template_kwargs": given} if inner else given)
+    assert found == "user:Hi"

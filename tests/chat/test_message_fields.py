@@ -12,16 +12,22 @@ from nanovllm.chat.template_names import names_in, reads_whole
 
 TEMPLATE = (
     "{# secret #}{% for m in messages %}{{ m.role }}:{{ m.content }}{{ m['mood'] }}"
-    "{% if m.tool_plan %}plan {{ m.tool_plan }}{% endif %};{% endfor %}"
+    "{% if m.tool_plan %}plan {{ m.tool_plan }}{% endif %}"
+    "{% for call in m.tool_calls or [] %} calls {{ call.function.name }}{% endfor %};{% endfor %}"
+)
+NO_CALLS = TEMPLATE.replace("tool_calls", "foo")
+KNOWN_ROLES = (
+    "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ m.role }}:{{ m.content }};"
+    "{% endif %}{% endfor %}"
 )
 
 
-def text_of(*messages: Any) -> str:
+def text_of(*messages: Any, template: str = TEMPLATE) -> str:
     def apply(conversation: Any, tokenize: bool, **options: Any) -> str:
-        return Template(TEMPLATE).render(messages=conversation, **options)
+        return Template(template).render(messages=conversation, **options)
 
-    tokenizer = SimpleNamespace(chat_template=TEMPLATE, apply_chat_template=apply)
-    (text,) = chat_texts(tokenizer, TEMPLATE, list(messages), None, True, {})
+    tokenizer = SimpleNamespace(chat_template=template, apply_chat_template=apply)
+    (text,) = chat_texts(tokenizer, template, list(messages), None, True, {})
     return text
 
 
@@ -74,7 +80,25 @@ def test_what_clients_send_back_is_taken() -> None:
     asked = {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}
     called = {"role": "assistant", "content": None, "tool_calls": calls, "foo": None}
     result = {"role": "tool", "content": "c", "tool_call_id": "c"}
-    assert text_of(asked, answer, called, result) == "user:a;assistant:b;assistant:;tool:c;"
+    wanted = "user:a;assistant:b;assistant: calls f;tool:c;"
+    assert text_of(asked, answer, called, result) == wanted
+
+
+def test_calls_and_results_that_the_template_drops_are_errors() -> None:
+    """They vanished without a word: the model answered as if it had called nothing."""
+    asked = {"role": "user", "content": "a"}
+    called = {"role": "assistant", "content": "b", "tool_calls": [CALL]}
+    result = {"role": "tool", "content": "c", "tool_call_id": "c"}
+    with pytest.raises(ValueError, match=r"^messages\[1\].tool_calls: the chat template reads no"):
+        text_of(asked, called, result, template=NO_CALLS)
+    assert text_of(asked, result, template=NO_CALLS) == "user:a;tool:c;", "it writes every role"
+    with pytest.raises(ValueError, match=r"^messages\[1\]: the chat template leaves out messages"):
+        text_of(asked, result, template=KNOWN_ROLES)
+    assert text_of(asked, {**called, "tool_calls": []}, template=KNOWN_ROLES) == (
+        "user:a;assistant:b;"
+    )
+    whole = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    assert '"f"' in text_of(asked, called, result, template=whole)
 
 
 def test_a_refusal_is_what_the_assistant_said() -> None:
@@ -93,7 +117,7 @@ def test_notes_are_taken_at_every_level(name: str) -> None:
     function = {"name": "f", "arguments": "{}", **note}
     calls = [{"type": "function", "function": function, **note}]
     asked = {"role": "user", "content": [{"type": "text", "text": "a", **note}], **note}
-    assert text_of(asked, {"role": "assistant", "tool_calls": calls}) == "user:a;assistant:;"
+    assert text_of(asked, {"role": "assistant", "tool_calls": calls}).endswith(" calls f;")
 
 
 @pytest.mark.parametrize("empty", [None, False, "", [], {}])

@@ -108,8 +108,10 @@ def test_an_answer_that_only_calls_tools_has_an_empty_content(
 ) -> None:
     calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
     answer = {"role": "assistant", "tool_calls": calls, **message}
-    (out,) = llm.chat([user("Hi"), answer, user("Ho")], GREEDY, use_tqdm=False)
-    assert out.prompt == "<|im_start|>user:Hi;assistant:;user:Ho;assistant:"
+    template = TEMPLATE + "{{ messages[1].tool_calls[0].function.name }}"
+    messages = [user("Hi"), answer, user("Ho")]
+    (out,) = llm.chat(messages, GREEDY, use_tqdm=False, chat_template=template)
+    assert out.prompt == "<|im_start|>user:Hi;assistant:;user:Ho;assistant:f"
 
 
 @pytest.mark.parametrize(

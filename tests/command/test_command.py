@@ -157,12 +157,16 @@ def test_the_help_says_that_an_adapter_is_a_name_and_a_path(
         ("generate x --max-num-seqs 0", 2, "--max-num-seqs must be >= 1, got 0"),
         ("generate x --temp 1", 2, "unrecognized arguments: --temp 1"),
         ("generate x --lines", 2, "exclude each other"),
+        ("generate -f a -f b", 2, "argument -f/--file: may be given once"),
+        ("serve --scheduling-policy fcfs --priority 2", 2, "--scheduling-policy fcfs exclude each"),
+        ("chat --policy fcfs --priority=-1", 2, "--priority and --scheduling-policy fcfs exclude"),
         ("chat --n 2", 2, "--n must be 1 in a chat, got 2"),
         ("generate x --logit-bias 5=1,6=2,5=3", 2, "token 5 occurs twice in '5=1,6=2,5=3'"),
         ("chat --chat-template-kwargs 5", 2, "must be a JSON object, got 5"),
         ("generate x --chat --chat-template-kwargs {", 2, "is not valid JSON"),
         ("chat --chat-template-kwargs a=1", 2, """; an example is --chat-template-kwargs '{"""),
         ("""chat --chat-template-kwargs '{"a": 1, "a": 2}'""", 2, "'a' occurs twice"),
+        ("""chat --chat-template-kwargs '{"messages": 1}'""", 2, "kwargs must not have 'messages'"),
         ("generate x --system y", 2, "need --chat"),
         ("generate x --chat-template-kwargs {}", 2, "need --chat"),
         ("run-batch x", 2, "the following arguments are required: -o/--output"),
@@ -172,6 +176,7 @@ def test_the_help_says_that_an_adapter_is_a_name_and_a_path(
         ("run-batch '' -o y", 2, "INPUT must be a file, or - for stdin, got ''"),
         ("run-batch -o y", 2, "INPUT is missing"),
         ("run-batch x -i z -o y", 2, "INPUT and -i exclude each other"),
+        ("run-batch -i x -i z -o y", 2, "argument -i/--input-file: may be given once"),
         ("run-batch --input-file '' --output-file y", 2, "INPUT must be a file, or - for stdin"),
         ("serve --served-model-name a b /m", 2, "/m; give the model before --served-model-name"),
         ("serve --generation-config vllm /m", 2, "--generation-config vllm: requests get what"),
@@ -501,8 +506,9 @@ def test_a_chat_in_a_terminal(
 
 
 def test_a_template_error_does_not_end_the_chat() -> None:
-    """The template's option clashes with an argument of its call. /quit ends the chat."""
-    argv = ("chat", "--chat-template-kwargs", '{"messages": 1}', "--temperature", "0")
+    """/quit ends it."""
+    given = """{"chat_template": "{{ raise_exception('no') }}"}"""
+    argv = ("chat", "--chat-template-kwargs", given, "--temperature", "0")
     done = run(*argv, data=b"12+34=\n12+34=\n/quit\n12+34=\n")
     assert (done.returncode, done.stdout) == (0, b"")
     lines = done.stderr.decode().splitlines()

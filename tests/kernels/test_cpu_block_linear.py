@@ -1,23 +1,19 @@
 """The CPU's products with weights in GGUF's blocks against their twin, and against float64."""
 
-import ctypes
 import mmap
-import platform
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from blocks import random_blocks
+from cpu_builds import AVX2, compiled_with
 
-from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.block_linear import (
     KINDS,
     arrange_blocks,
     block_linear,
     block_rows,
 )
-from nanovllm.kernels.cpu.compile import load
 from nanovllm.kernels.cpu.huge_pages import HUGE
 from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.operands.block_matrix import BlockMatrix
@@ -34,30 +30,13 @@ INPUT_ERROR = dict.fromkeys(KINDS, 2.0**-13) | dict.fromkeys(("Q4_0", "Q4_1", "Q
 INPUT_ERROR["Q3_K"] = 2.0**-12
 ROWS = (1, 2, 3, 4, 7, 12, 16, 17, 40)  # each number of rows that is computed together, and more
 HALF_UNIT = 2.0**-8  # the relative error of a number that is rounded to bfloat16
-# Without AVX-512 and VNNI; not optimized, so that it is compiled in a few seconds.
-OTHER_BUILD = ("-mno-avx512f", "-mno-avxvnni", "-O1")
 
 
 @pytest.fixture(scope="module", params=["native", pytest.param("AVX2", marks=pytest.mark.slow)])
 def build(request: pytest.FixtureRequest, compiler: None) -> Iterator[None]:
     """Compiled for this processor, and as for one that has AVX2 only."""
-    if request.param == "native":
+    with compiled_with(*(AVX2 if request.param == "AVX2" else ())):
         yield
-        return
-    if platform.machine() not in ("x86_64", "AMD64"):
-        pytest.skip("AVX2 is x86's")
-
-    def other(source: Path = library.SOURCE) -> ctypes.CDLL:
-        return load(source, (*library.DEFINITIONS, *OTHER_BUILD))
-
-    caches = (library.function, library.constant)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "library", other)
-        for cache in caches:
-            cache.cache_clear()
-        yield
-    for cache in caches:
-        cache.cache_clear()
 
 
 def values_of(weight: BlockMatrix) -> torch.Tensor:

@@ -1,22 +1,19 @@
 """The CPU's products with weights of 8 bits in bfloat16 models, against float64."""
 
-import ctypes
 import mmap
-import platform
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from cpu_builds import AVX2, compiled_with
 
 from nanovllm.formats import choice
 from nanovllm.formats.scheme import INT8
 from nanovllm.formats.stored import RankPart
-from nanovllm.kernels.cpu import library, processor
+from nanovllm.kernels.cpu import processor
 from nanovllm.kernels.cpu.arranged import arrange
 from nanovllm.kernels.cpu.byte_linear import TiledBytes, values_of
-from nanovllm.kernels.cpu.compile import load
 from nanovllm.kernels.cpu.huge_pages import HUGE
 from nanovllm.kernels.cpu.tiled_linear import TiledMatrix, plain_of, tiled_linear
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
@@ -27,30 +24,13 @@ pytestmark = [pytest.mark.usefixtures("compiler"), pytest.mark.usefixtures("one_
 HALF_UNIT = 2.0**-8  # the relative error of a number that is rounded to bfloat16
 INPUT_ERROR = 2.0**-13  # of the largest of 256 inputs
 SUM_ERROR = 2.0**-20  # of the sum of all products' sizes
-# Without AVX-512 and VNNI; not optimized, so that it is compiled in a few seconds.
-OTHER_BUILD = ("-mno-avx512f", "-mno-avxvnni", "-O1")
 
 
 @pytest.fixture(scope="module", params=["native", pytest.param("AVX2", marks=pytest.mark.slow)])
 def build(request: pytest.FixtureRequest, compiler: None) -> Iterator[None]:
     """Compiled for this processor, and as for one that has AVX2 only."""
-    if request.param == "native":
+    with compiled_with(*(AVX2 if request.param == "AVX2" else ())):
         yield
-        return
-    if platform.machine() not in ("x86_64", "AMD64"):
-        pytest.skip("AVX2 is x86's")
-
-    def other(source: Path = library.SOURCE) -> ctypes.CDLL:
-        return load(source, (*library.DEFINITIONS, *OTHER_BUILD))
-
-    caches = (library.function, library.constant)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "library", other)
-        for cache in caches:
-            cache.cache_clear()
-        yield
-    for cache in caches:
-        cache.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -1,17 +1,14 @@
 """The CPU's linear layers against their twins, and against float64."""
 
-import ctypes
-import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import PRODUCTS
+from cpu_builds import compiled_with
 
 from nanovllm.kernels.cpu import library
-from nanovllm.kernels.cpu.compile import load
 from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.cpu.tiled_linear import arrange, arrange_plain, tiled_linear
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
@@ -83,26 +80,12 @@ FORMATS = [
 )
 def build(request: pytest.FixtureRequest, compiler: None) -> Iterator[None]:
     """Compiled for this processor, and as for one with less."""
-    if request.param == "native":
-        yield
-        return
-    if platform.machine() not in ("x86_64", "AMD64"):
-        pytest.skip("they are x86's")
-
-    def other(source: Path = library.SOURCE) -> ctypes.CDLL:
-        return load(source, (*library.DEFINITIONS, *BUILDS[request.param]))
-
-    caches = (library.function, library.constant)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library, "library", other)
-        for cache in caches:
-            cache.cache_clear()
-        assert not library.constant("unit_size"), "the build has AMX"
+    with compiled_with(*BUILDS.get(request.param, ())):
+        if request.param != "native":
+            assert not library.constant("unit_size"), "the build has AMX"
         if request.param == "no AVX-512" and library.constant("lanes") > 8:
             pytest.fail("the build has AVX-512's vectors")
         yield
-    for cache in caches:
-        cache.cache_clear()
 
 
 def exact(

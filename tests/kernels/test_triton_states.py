@@ -201,8 +201,9 @@ def padded_step(step: StateStep, num_rows: int, device: str) -> StateStep:
     inputs = StepInputs(len(ends) - 1, 0, NO_CHANGES, prefill, arrays=arrays)
     padded = PaddedStates(PrefillSize(num_rows, len(ends) + 2))
     words = torch.full((padded.words,), 77)
-    assert padded.fits(inputs)
-    padded.fill(words.numpy(), inputs)
+    fill = padded.filler(inputs)
+    assert fill is not None
+    fill(words.numpy())
     return padded.read(words.to(device))
 
 
@@ -237,9 +238,9 @@ def test_steps_with_many_kept_states_do_not_fit() -> None:
     prefill = PrefillInputs(*[np.zeros(0, np.int64)] * 3, step.ends, *[np.zeros(0, np.int64)] * 4)
     arrays = {"states_starts": step.starts, "states_after": step.after.numpy()}
     inputs = StepInputs(1, 0, NO_CHANGES, prefill, arrays=arrays)
-    assert not PaddedStates(PrefillSize(192, 9)).fits(inputs)
+    assert PaddedStates(PrefillSize(192, 9)).filler(inputs) is None
     arrays["states_after"][20:118] = -1
-    assert PaddedStates(PrefillSize(192, 9)).fits(inputs)
+    assert PaddedStates(PrefillSize(192, 9)).filler(inputs) is not None
 
 
 def test_chunks_end_at_positions_kept_tokens_and_sequences() -> None:

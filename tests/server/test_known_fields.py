@@ -11,6 +11,7 @@ from nanovllm.chat.answers import PLAIN
 from nanovllm.chat.template_fields import reads, variables_of
 from nanovllm.command.parser import make_parser
 from nanovllm.engine.remote.readers import Readers
+from nanovllm.from_vllm.names.fields import EMBEDDING, SCORING
 from nanovllm.openai.chunks import ChunkWriter
 from nanovllm.openai.fields import CHAT, COMPLETIONS, KNOWN, OTHERS
 from nanovllm.openai.plain_prompts import without_special
@@ -21,7 +22,6 @@ from nanovllm.openai.vectors import (
     parse_rerank,
     parse_score,
 )
-from nanovllm.openai.vllm_fields import EMBEDDING, SCORING
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.generation import Generation
 from nanovllm.server.options import ServerOptions

@@ -15,7 +15,7 @@ from nanovllm.server.json_words import in_json_words
 from nanovllm.server.messages.request import chat_of
 from nanovllm.server.responses.body import error_event
 from nanovllm.server.responses.endpoints import RESPONSES
-from nanovllm.server.responses.request import parse_response
+from nanovllm.server.responses.request import REFUSED, parse_response
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -88,6 +88,12 @@ def test_apis_of_their_own_have_their_own_names() -> None:
     assert param_of(error, EMBEDDINGS) == "encoding_format"
     own = error_response(refused(chat_of, dict(max_tokens=1)), "/v1/messages")
     assert json.loads(bytes(own.body))["error"].keys() == {"type", "message"}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_field_of_another_api_is_named(name: str) -> None:
+    error = refused(parse_response, {"input": "a", name: 1}, [], True)
+    assert param_of(error, RESPONSES) == error_event(error)["param"] == name
 
 
 def test_a_prompt_that_is_too_long_is_the_field_that_it_was_made_of() -> None:

@@ -23,7 +23,7 @@ def check_plot(path: Path) -> None:
     if path.suffix[1:] not in known:
         raise ValueError(f"--plot must end with one of {', '.join(sorted(known))}, got {path.name}")
     if not path.parent.is_dir():
-        raise ValueError(f"--plot: there is no directory {path.parent}")
+        raise FileNotFoundError(f"--plot: there is no directory {path.parent}")
 
 
 def plot(run: Run, title: str, path: Path) -> None:

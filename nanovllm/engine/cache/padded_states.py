@@ -1,10 +1,11 @@
 """The slots of states in captured prefills of one size, and their chunks, padded."""
 
+import functools
 from typing import NamedTuple
 
 import torch
 
-from nanovllm.engine.run.padded import PrefillSize, aligned
+from nanovllm.engine.run.padded import Fill, PrefillSize, aligned
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.transfer import Array
 from nanovllm.kernels.operands.state_chunks import (
@@ -42,24 +43,22 @@ class PaddedStates:
             tokens // 2,
         ]  # fmt: skip
         self.words = sum(self._lengths)
-        self._tables: ChunkTables | None = None  # of the step that was asked for last
 
-    def fits(self, inputs: StepInputs) -> bool:
-        """Whether the step's chunks fit."""
+    def filler(self, inputs: StepInputs) -> Fill | None:
+        """What writes a step's slots and chunks; None if these do not fit."""
         assert inputs.prefill is not None
         arrays = inputs.arrays
-        self._tables = tables = chunk_tables(
+        tables = chunk_tables(
             inputs.prefill.cu_seqlens_q, arrays["states_starts"], arrays["states_after"]
         )
         num_short = len(tables.chunks) - tables.num_long_chunks
-        return (
-            tables.num_long_chunks <= self.num_long_chunks and num_short <= 2 * self.size.num_seqs
-        )
+        if tables.num_long_chunks > self.num_long_chunks or num_short > 2 * self.size.num_seqs:
+            return None
+        return functools.partial(self._fill, inputs, tables)
 
-    def fill(self, words: Array, inputs: StepInputs) -> None:
-        """Write a step's slots and chunks."""
-        assert inputs.prefill is not None and self._tables is not None
-        own, tables = self._parts(torch.from_numpy(words)), self._tables
+    def _fill(self, inputs: StepInputs, tables: ChunkTables, words: Array) -> None:
+        assert inputs.prefill is not None
+        own = self._parts(torch.from_numpy(words))
         for tensor, array, padding in (
             (own.before, inputs.arrays["states_before"], 0),
             (own.after, inputs.arrays["states_after"], -1),

@@ -16,6 +16,7 @@ from nanovllm.engine.remote.open_request import OpenRequest
 from nanovllm.engine.remote.readers import Readers, params_size, prompt_size
 from nanovllm.engine.remote.request_copy import RequestCopy
 from nanovllm.engine.remote.request_table import RequestTable, pickled_processors
+from nanovllm.engine.requests.given_priority import with_priority
 from nanovllm.engine.requests.intake import Accepted, Intake, check_whole
 from nanovllm.engine.requests.tokenizer import load_tokenizer
 from nanovllm.lora_request import NOT_ENABLED, LoRARequest, check_lora_request
@@ -221,11 +222,11 @@ class AsyncEngine:
 
 
 def params_of(given: Any, priority: int | None) -> SamplingParams:
-    """The caller's parameters, with `priority` in place of theirs if it is given."""
+    """A copy of the caller's parameters, with the call's `priority` if it is given."""
     params = SamplingParams() if given is None else given
     if not isinstance(params, SamplingParams):
         raise TypeError(f"sampling_params must be a SamplingParams, got {shorten(params)}")
-    return params.clone() if priority is None else dataclasses.replace(params, priority=priority)
+    return with_priority(params, priority)
 
 
 def _for_copy(params: SamplingParams) -> SamplingParams:

@@ -9,13 +9,14 @@ the capture runs, and is tested, anywhere.
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from nanovllm.engine.run.computed import Computed
 from nanovllm.engine.run.decode import Decodes, not_drawn
 from nanovllm.engine.run.draws import Draws
+from nanovllm.engine.run.graphed_shard import GraphedShard
 from nanovllm.engine.run.redraws import Captured, Redraws
 from nanovllm.engine.run.step_part import StepPart
 from nanovllm.engine.schedule.batch import Size
@@ -137,16 +138,16 @@ class GraphStep:
         return self.draws.keep(not_drawn(size, decoding, logits), token_ids)
 
 
-def decode_graphs(shard: Any, num_running: int) -> DecodeGraphs:
+def decode_graphs(shard: GraphedShard, num_running: int) -> DecodeGraphs:
     """The decode steps of a shard in all sizes, not captured."""
-    ranks, device, placement = shard.ranks, shard.device, shard.placement
+    placement, draws = shard.placement, shard.draws
+    ranks, device = placement.ranks, placement.device
     sizes, num_rows = graph_sizes(num_running, shard.parts, placement)
-    columns = shard.vocab_size if ranks.rank == 0 else 0
+    columns = shard.model_config.vocab_size if ranks.rank == 0 else 0
     if ranks.peer_kernels:
         columns = shard.model.lm_head.rank_part.num_rows
     logits = torch.empty(num_rows, columns, dtype=placement.dtype, device=device)
-    redraws, kernels = None, shard.backend.kernels
-    draws: Draws = shard.draws
+    redraws, kernels = None, placement.backend.kernels
 
     def draw(computed: Computed, rows: torch.Tensor, masks: torch.Tensor) -> Computed:
         """Draw these rows of a step again, under `masks`, and store all tokens."""
@@ -156,8 +157,8 @@ def decode_graphs(shard: Any, num_running: int) -> DecodeGraphs:
         return draws.keep(computed, tokens)
 
     if shard.make_redraws and ranks.rank == 0 and not ranks.peer_kernels:
-        redraws = shard.make_redraws(draw, num_rows, shard.vocab_size, device)
-    step = GraphStep(shard.decodes, shard.draws, ranks)
+        redraws = shard.make_redraws(draw, num_rows, shard.model_config.vocab_size, device)
+    step = GraphStep(shard.decodes, draws, ranks)
     return DecodeGraphs(step, sizes, logits, redraws)
 
 

@@ -84,8 +84,9 @@ class ModelRunner:
         reader, keep = self.hidden_reader, None
         seqs, offsets = batch.sampling_seqs, batch.offsets
         with shard.computing():
-            kind, drafts = shard.device.type, shard.drafting.known_drafts(batch, shard.table)
-            draws = draw_inputs(seqs, shard.vocab_size, kind, computed, offsets, drafts)
+            kind, vocab_size = shard.device.type, shard.model_config.vocab_size
+            drafts = shard.drafting.known_drafts(batch, shard.table)
+            draws = draw_inputs(seqs, vocab_size, kind, computed, offsets, drafts)
             token_ids, columns = shard.draw(computed, draws)
             reports = prompts
             if draws.report is not None:

@@ -1,11 +1,14 @@
 """Captured prefills have fixed sizes: a step's arrays are padded, those of step parts too."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.run.transfer import Array
+
+Fill = Callable[[Array], None]
 
 
 class PrefillSize(NamedTuple):
@@ -26,11 +29,8 @@ class PaddedPart(Protocol):
 
     words: int
 
-    def fits(self, inputs: StepInputs) -> bool:
-        """Whether the part has room for a step, which `fill` may be called with next."""
-
-    def fill(self, words: Array, inputs: StepInputs) -> None:
-        """Write a step's arrays to the host's copy."""
+    def filler(self, inputs: StepInputs) -> Fill | None:
+        """What writes a step's arrays to the host's copy; None if they have no room there."""
 
     def read(self, words: torch.Tensor) -> Any:
         """The values that layers read, from the device's copy. Graphs capture this."""

@@ -9,14 +9,15 @@ tested, anywhere.
 import functools
 from collections.abc import Iterable, Sequence
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm.engine.run.device_table import BUFFERS, DeviceTable
 from nanovllm.engine.run.forward import Forward, contexts_of
-from nanovllm.engine.run.graphs import Capture, DecodeGraphs
+from nanovllm.engine.run.graphed_shard import GraphedShard
+from nanovllm.engine.run.graphs import Capture, DecodeGraphs, decode_graphs
 from nanovllm.engine.run.padded import PaddedPart, PrefillSize, aligned
 from nanovllm.engine.run.step_inputs import PrefillInputs, StepInputs
 from nanovllm.engine.run.step_part import StepPart
@@ -118,14 +119,21 @@ class PaddedStep:
         self._memory, self.arrays, self._others = allocate(device, pin_memory=False)
         self.arrays.slots.fill_(-1)
 
-    def upload(self, inputs: StepInputs, needed: Array, unused_row: int) -> None:
-        """Send a step's arrays to the device, in the order of the device's work."""
+    def upload(self, inputs: StepInputs, needed: Array, unused_row: int) -> bool:
+        """Send a step's arrays to the device, in the order of the device's work.
+
+        False if those of a part have no room: nothing is sent.
+        """
         assert inputs.prefill is not None
+        fillers = [fill for part in self.parts.values() if (fill := part.filler(inputs))]
+        if len(fillers) < len(self.parts):
+            return False
         memory, arrays, others = next(self._hosts)
         arrays.fill(inputs.prefill, needed, unused_row)
-        for part, words in zip(self.parts.values(), others, strict=True):
-            part.fill(words.numpy(), inputs)
+        for fill, words in zip(fillers, others, strict=True):
+            fill(words.numpy())
         self._memory.copy_(memory, non_blocking=True)
+        return True
 
     def read(self) -> dict[str, object]:
         """The values that layers read of step parts, by their names."""
@@ -200,9 +208,8 @@ class PrefillGraphs:
         if size is None:
             return None
         step = self._steps[size]
-        if not all(part.fits(inputs) for part in step.parts.values()):
+        if not step.upload(inputs, needed, self.table.layout.unused_row):
             return None
-        step.upload(inputs, needed, self.table.layout.unused_row)
         pending = prefill.pending()
         if len(pending[0]):
             self.table.share()
@@ -260,7 +267,7 @@ def _without_padding(
 
 
 def prefill_graphs(
-    shard: Any, num_running: int, num_tokens: int = TOKENS[-1]
+    shard: GraphedShard, num_running: int, num_tokens: int = TOKENS[-1]
 ) -> PrefillGraphs | None:
     """Short prefills of a shard in all sizes, not captured; they run on any device.
 
@@ -272,18 +279,18 @@ def prefill_graphs(
     pads = all(type(part).padded is not base.padded for part in parts)
     if not pads or not all(group.attention.clears_rows for group in groups):
         return None
-    if not groups or shard.ranks.size > 1:
+    if not groups or shard.placement.ranks.size > 1:
         return None
     sizes = sizes_up_to(num_running, num_tokens, shard.marking is not None)
     return PrefillGraphs(shard.forward, shard.table, len(groups), parts, sizes)
 
 
 def captured_graphs(
-    shard: Any, num_running: int, num_tokens: int
+    shard: GraphedShard, num_running: int, num_tokens: int
 ) -> tuple[DecodeGraphs, PrefillGraphs | None]:
     """Capture the decode steps and short prefills of a shard."""
-    capture = Capture(shard.device, shard.has_captured)
-    decodes = shard.decode_graphs(num_running)
+    capture = Capture(shard.placement.device, shard.has_captured)
+    decodes = decode_graphs(shard, num_running)
     prefills = prefill_graphs(shard, num_running, num_tokens)
     decodes.capture(capture)
     if prefills is not None:

@@ -66,7 +66,7 @@ class Shard:
         self.drafting = drafting or DeviceDrafting()
         self.caches = caches
         self.forward = Forward(model, [group.attention for group in caches.groups.groups])
-        reports = PromptReports(self.vocab_size, self.ranks.rank == 0)
+        reports = PromptReports(model_config.vocab_size, self.ranks.rank == 0)
         self.parts = [self.drafting, TakenHidden(), reports, *self.caches.step_parts(), *parts]
         self._add_arrays, self._before, self._after = (
             own_methods(self.parts, name) for name in ("add_arrays", "before", "after")
@@ -84,11 +84,6 @@ class Shard:
     def model(self) -> CausalLM:
         """The part of the model that this rank has."""
         return self.forward.model
-
-    @property
-    def vocab_size(self) -> int:
-        """Columns of the logits."""
-        return self.model_config.vocab_size
 
     @property
     def models(self) -> list[tuple[ModelConfig, CausalLM]]:
@@ -120,7 +115,7 @@ class Shard:
         self.drafting.make_rows(layout.num_rows)
         steps = self.forward, table, self.parts, self.drafting
         self.prefills = Prefills(*steps, device, self.caches.kv.copy)
-        self.draws = Draws(table, kernels, device, self.vocab_size)
+        self.draws = Draws(table, kernels, device, self.model_config.vocab_size)
         self.decodes = Decodes(*steps, kernels)
 
     def _drop_table(self) -> None:
@@ -181,15 +176,12 @@ class Shard:
 
         return decode_graphs(self, num_running)
 
-    def capture_graphs(self, num_running: int, num_tokens: int) -> int:
-        """Capture decode steps and short prefills; returns how many of these there are."""
+    def capture_graphs(self, num_running: int, num_tokens: int) -> None:
+        """Capture decode steps and short prefills."""
         from nanovllm.engine.run.prefill_graphs import captured_graphs
 
         self.graphs, self.short_prefills = captured_graphs(self, num_running, num_tokens)
         self.has_captured = True
-        return len(self.graphs.sizes) + len(
-            self.short_prefills.sizes if self.short_prefills else ()
-        )
 
     def drop_graphs(self) -> None:
         """Free the graphs and their memory."""

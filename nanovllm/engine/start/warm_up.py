@@ -81,9 +81,10 @@ def first_steps(shard: Shard, config: Config, num_running: int) -> None:
         shard.decode_graphs(num_running).run(Size(1))  # compiles what decode needs
         return
     start = time.perf_counter()
-    num_graphs = shard.capture_graphs(num_running, most_tokens(config))
+    shard.capture_graphs(num_running, most_tokens(config))
     seconds = time.perf_counter() - start
-    logger.info("%d graphs captured in %.1f s", num_graphs, seconds)
+    captured = [graphs.sizes for graphs in (shard.graphs, shard.short_prefills) if graphs]
+    logger.info("%d graphs captured in %.1f s", sum(map(len, captured)), seconds)
     shard.drafting.measure(shard)
 
 

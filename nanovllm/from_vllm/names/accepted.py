@@ -29,3 +29,4 @@ LIMIT = Values("any limit", lambda value: type(value) is int and value >= -1, 20
 SIZE = Values("any size", _is_number, 4)
 NO_ITEMS = Values('dicts such as `{"image": 0}`', _has_no_items, {"image": {"count": 0}})
 GUIDANCE = Values('dicts such as `{"backend": "auto"}`', _is_guidance, {"backend": "guidance"})
+OF_N = Values("the value of `n`", lambda value: type(value) is int and value == 1, 1, "n")

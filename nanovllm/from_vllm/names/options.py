@@ -4,6 +4,7 @@ Some are other names of fields. The others accept only the values that ask for w
 does; other values are errors that say what to use. docs/from_vllm.md shows these tables.
 """
 
+from nanovllm.from_vllm.names.accepted import OF_N
 from nanovllm.from_vllm.names.engine import CACHES, PLACES, SPECULATION, STEPS
 from nanovllm.from_vllm.names.models import ADAPTERS, INPUTS, LOGS, MODELS, OUTPUTS
 from nanovllm.utils.other_names import OtherName
@@ -26,7 +27,7 @@ COMMON = (  # options that scripts give most; docs/from_vllm.md has them first
 )  # fmt: skip
 
 SAMPLING = {
-    "best_of": OtherName((None, 1), "all `n` samples are returned"),
+    "best_of": OtherName((None, OF_N), "it must be `n`, as all samples are returned"),
     "spaces_between_special_tokens": OtherName((True,), "the tokenizer decides"),
     "guided_decoding": OtherName((None,), "see `structured_outputs`"),
     "guided_decoding_backend": OtherName((None,), "llguidance makes all constraints"),

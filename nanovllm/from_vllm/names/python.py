@@ -5,7 +5,8 @@ from typing import Any
 
 from nanovllm.utils.checks import did_you_mean
 
-EXPORTS = {  # of the package, and of its modules `sampling_params` and `utils`
+OPTIONS = "options are keywords of LLM: docs/options.md"
+EXPORTS = {  # of the package, and of its modules `sampling_params`, `outputs`, `config` and `utils`
     "ModelRegistry": "use nanovllm.register_model(name, family): docs/adding_a_model.md",
     "initialize_ray_cluster": "nanovllm.ray runs engines on several machines: docs/serving.md",
     "ClassificationOutput": "no model classifies; LLM.score has scores of pairs",
@@ -18,7 +19,14 @@ EXPORTS = {  # of the package, and of its modules `sampling_params` and `utils`
     "ExplicitEncoderDecoderPrompt": "models are decoders; use TextPrompt or TokensPrompt",
     "EmbedsPrompt": "prompts are texts or token ids; use TextPrompt or TokensPrompt",
     "PromptAdapterRequest": "use LoRARequest: docs/adapters.md",
-}
+    "VllmConfig": "see llm.config and llm.model_config; nanovllm.config has Config",
+    **dict.fromkeys(
+        ("AttentionConfig", "CacheConfig", "CompilationConfig", "CUDAGraphMode", "DeviceConfig",
+         "EPLBConfig", "KernelConfig", "KVEventsConfig", "KVTransferConfig", "LoadConfig",
+         "LoRAConfig", "ModelConfig", "MultiModalConfig", "ObservabilityConfig", "ParallelConfig",
+         "ProfilerConfig", "SchedulerConfig", "StructuredOutputsConfig"), OPTIONS,
+    ),
+}  # fmt: skip
 ADAPTERS = "requests name their adapters, as lora_request"
 OF_LLM = {  # its methods and attributes, and those of `LLMEngine`
     "classify": "no model classifies; see LLM.score and LLM.encode",

@@ -71,7 +71,7 @@ def gguf_directory(file: Path, option: str = "model", is_plain: bool = False) ->
     With `is_plain`, its weights are read dequantized. For another kind of file it is a
     NotADirectoryError that names the `option`.
     """
-    if file.suffix != ".gguf":
+    if file.suffix.lower() != ".gguf":
         raise NotADirectoryError(
             f"{option} must be a directory, or a .gguf file, but {str(file)!r} is none"
         )
@@ -107,7 +107,7 @@ def _fingerprint(parts: list[Path]) -> str:
 
 def _is_complete(made: Path, parts: list[Path]) -> bool:
     """Whether a directory has its files, and links to these parts."""
-    links = (made / part.name for part in parts)
+    links = (made / _link_name(part) for part in parts)
     return (made / "config.json").is_file() and all(
         link.exists() and link.samefile(part) for link, part in zip(links, parts, strict=True)
     )
@@ -123,7 +123,12 @@ def _fill(built: Path, file: Path, parts: list[Path], is_plain: bool) -> None:
     for name, text in texts.items():
         (built / name).write_text(text, encoding="utf-8")
     for part in parts:
-        (built / part.name).symlink_to(part.resolve())
+        (built / _link_name(part)).symlink_to(part.resolve())
+
+
+def _link_name(part: Path) -> str:
+    """The name of the link to a part, which others find by its end: in small letters."""
+    return part.with_suffix(".gguf").name
 
 
 def _texts(model: GGUFModel, is_plain: bool) -> dict[str, str]:

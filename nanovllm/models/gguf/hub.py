@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
+from nanovllm.models.file_errors import ANY_CASE
 from nanovllm.models.gguf.directory import gguf_directory
 from nanovllm.models.gguf.split import PART
 
@@ -14,8 +15,8 @@ def patterns(chosen: str) -> list[str]:
     """The patterns of the files that have a name, or a type such as Q4_K_M."""
     match = PART.fullmatch(chosen)
     if match is not None:
-        return [f"{match[1]}-?????-of-{match[3]}.gguf"]
-    if chosen.endswith(".gguf"):
+        return [f"{match[1]}-?????-of-{match[3]}{Path(chosen).suffix}"]
+    if chosen.lower().endswith(".gguf"):
         return [chosen]
     kinds = dict.fromkeys((chosen, chosen.upper(), chosen.lower()))
     return [f"*[-._]{kind}{end}.gguf" for kind in kinds for end in ("", "-?????-of-?????")]
@@ -26,7 +27,7 @@ def download_gguf(source: str, download: Download) -> Path:
     repository, _, chosen = source.partition(":")
     wanted = patterns(chosen)
     path = download(repository, wanted)
-    files = sorted(path.rglob("*.gguf"))
+    files = sorted(path.rglob(ANY_CASE))
     found = [f for f in files if any(fnmatch(str(f.relative_to(path)), each) for each in wanted)]
     firsts = [f for f in found if (part := PART.fullmatch(f.name)) is None or int(part[2]) == 1]
     if len(firsts) != 1:

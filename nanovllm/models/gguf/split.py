@@ -9,7 +9,7 @@ from typing import Any
 from nanovllm.models.gguf.file import GGUFFile, TensorInfo
 from nanovllm.models.gguf.reader import damaged
 
-PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")  # counted from 1
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)  # counted from 1
 NUMBER, TOTAL = "split.no", "split.count"  # the metadata's keys; the number counts from 0
 NUM_TENSORS = "split.tensors.count"  # of all parts
 
@@ -20,11 +20,11 @@ def part_paths(path: Path) -> list[Path]:
     if match is None:
         return [path]
     stem, number, total = match[1], int(match[2]), int(match[3])
-    names = [f"{stem}-{index:05}-of-{total:05}.gguf" for index in range(1, total + 1)]
+    names = [f"{stem}-{index:05}-of-{total:05}{path.suffix}" for index in range(1, total + 1)]
     if number != 1 or not names:
         raise ValueError(
             f"{path} is part {number} of a model; give the first part, {stem}-00001-of-{match[3]}"
-            ".gguf"
+            f"{path.suffix}"
         )
     paths = [path.with_name(name) for name in names]
     if missing := [part.name for part in paths if not part.exists()]:

@@ -6,6 +6,7 @@ A path of the application that is missing here is described without the fields o
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from nanovllm.from_vllm.names.fields import EMBEDDING, SCORING
 from nanovllm.openai.field_kinds import Kind
 from nanovllm.openai.fields import CHAT, COMPLETIONS, KINDS, KNOWN, OTHERS
 from nanovllm.openai.pooling import POOLING, POOLING_FIELDS, POOLING_KINDS
@@ -21,7 +22,6 @@ from nanovllm.openai.vectors import (
     SCORE_FIELDS,
     SCORE_KINDS,
 )
-from nanovllm.openai.vllm_fields import EMBEDDING, SCORING
 from nanovllm.server.adapters import KINDS as ADAPTER_KINDS
 from nanovllm.server.adapters import LOAD_FIELDS, UNLOAD_FIELDS
 from nanovllm.server.messages.errors import PATH as MESSAGES

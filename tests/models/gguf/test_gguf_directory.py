@@ -13,9 +13,10 @@ from conftest import make_model
 from gguf_files import write_gguf
 
 from nanovllm import LLM
-from nanovllm.models.checkpoint import resolve_model
+from nanovllm.models.checkpoint import resolve_model, weight_files
 from nanovllm.models.gguf import directory
 from nanovllm.models.gguf.directory import gguf_directory
+from nanovllm.models.loader import read_weights
 
 
 @pytest.fixture(autouse=True)
@@ -127,9 +128,25 @@ def test_a_folder_with_a_file_names_the_file(file: Path) -> None:
 
 def test_a_missing_file_is_no_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("m.gguf", "models/m.gguf"):
-        with pytest.raises(FileNotFoundError, match=rf"{name}' does not exist"):
+    for name in ("m.gguf", "models/m.gguf", "./m.gguf", "models/old/m.GGUF"):
+        with pytest.raises(FileNotFoundError, match=rf"^model file '{name}' does not exist$"):
             LLM(name)
+
+
+@pytest.mark.parametrize(("split", "number"), [(0, 1), (6, 2)])
+def test_the_end_of_a_name_may_have_capital_letters(
+    model: Path, tmp_path: Path, split: int, number: int
+) -> None:
+    """It was refused as no GGUF file."""
+    write_gguf(model, tmp_path / "m.gguf", split=split)
+    files = sorted(tmp_path.glob("m*.gguf"))
+    capitals = [file.rename(file.with_suffix(".GGUF")) for file in files]
+    made = gguf_directory(capitals[0])
+    assert resolve_model(str(capitals[0])) == made
+    assert weight_files(made) == [made / file.name for file in files] and len(files) == number
+    assert sum(map(len, read_weights(made))) > 6
+    with pytest.raises(FileNotFoundError, match=r"config.json does not exist; .* or give .*\.GGUF"):
+        LLM(str(tmp_path))
 
 
 # The hub
@@ -142,6 +159,7 @@ def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[st
     path.mkdir()
     for name in ("M-Q8_0.gguf", "M-Q4_K_M.gguf", "M.Q4_0.gguf", "M-Q6_K.gguf", "N-Q6_K.gguf"):
         write_gguf(model, path / name)
+    write_gguf(model, path / "L-Q8_0.GGUF")
     write_gguf(model, path / "M-F16.gguf", split=6)
 
     def snapshot_download(repo_id: str, **options: Any) -> str:
@@ -158,13 +176,16 @@ def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[st
         ("Q4_K_M", "M-Q4_K_M.gguf"), ("q8_0", "M-Q8_0.gguf"), ("Q4_0", "M.Q4_0.gguf"),
         ("M-Q8_0.gguf", "M-Q8_0.gguf"), ("F16", "M-F16-00001-of-00002.gguf"),
         ("M-F16-00001-of-00002.gguf", "M-F16-00001-of-00002.gguf"),
+        ("L-Q8_0.GGUF", "L-Q8_0.gguf"),
     ],
 )  # fmt: skip
 def test_a_file_of_a_repository(hub: dict[str, Any], chosen: str, file: str) -> None:
     found = resolve_model(f"owner/repo:{chosen}", revision="main", download_dir="/d")
     assert sorted(found.glob("*.gguf"))[0].name == file
     assert hub["repo_id"] == "owner/repo" and hub["revision"] == "main"
-    assert hub["cache_dir"] == Path("/d") and all("gguf" in p for p in hub["allow_patterns"])
+    assert hub["cache_dir"] == Path("/d") and all(
+        "gguf" in p.lower() for p in hub["allow_patterns"]
+    )
 
 
 def test_which_file_of_a_repository_must_be_clear(hub: dict[str, Any]) -> None:
