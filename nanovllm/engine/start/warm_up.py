@@ -201,7 +201,7 @@ def warmup_filters(num_rows: int, vocab_size: int, device_type: str) -> list[Fil
 def warmup_inputs(num_tokens: int, longest: int, cached: int = 0) -> PrefillInputs:
     """A prefill of `num_tokens` tokens in sequences of up to `longest`, which stores nothing.
 
-    Each sequence has `cached` more tokens in the cache, by the block table in row 0.
+    Each sequence has the block table in row 0, and `cached` more tokens in the cache.
     """
     starts = np.append(np.arange(0, num_tokens, longest), num_tokens).astype(np.int32)
     no_rows = np.zeros(0, np.int64)
@@ -211,7 +211,7 @@ def warmup_inputs(num_tokens: int, longest: int, cached: int = 0) -> PrefillInpu
         slot_mapping=np.full(num_tokens, -1),
         cu_seqlens_q=starts,
         cu_seqlens_k=starts + cached * np.arange(len(starts), dtype=np.int32),
-        table_rows=np.zeros((len(starts) - 1) * cached, np.int64),
+        table_rows=np.zeros(len(starts) - 1, np.int64),
         sample_table_rows=no_rows,
         sampled_tokens=no_rows,
     )
