@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.cpu import huge_pages, processor
+from nanovllm.kernels.cpu import huge_pages, processor, tiled_linear
 from nanovllm.kernels.cpu.library import address, constant, function
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
@@ -80,12 +80,12 @@ def values_of(weight: TiledBytes) -> torch.Tensor:
 def byte_linear(
     x: torch.Tensor, weight: TiledBytes, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x @ weight.T + bias` [T, N] of x [T, K]. Inputs in float32 are multiplied by plain PyTorch.
+    """`x @ weight.T + bias` [T, N] of x [T, K].
 
-    A bfloat16 model seldom has such inputs.
+    For inputs in float32, which a bfloat16 model seldom has, the weight is copied in each call.
     """
     if x.dtype == torch.float32:
-        return F.linear(x, values_of(weight), bias)
+        return tiled_linear.tiled_linear(x, tiled_linear.tiled_plain(values_of(weight)), bias)
     num_rows, size_in = x.shape
     assert size_in == weight.shape[1] and x.stride(1) == 1 and x.dtype == torch.bfloat16
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())

@@ -5,10 +5,19 @@
 #include <vector>
 
 #include "pair_amx.h"
+#include "pair_vectors.h"
 #include "row_amx.h"
 #include "tiled_linear.h"
 
 namespace {
+
+#if !defined(PAIRS_BY_AMX) && !defined(PAIRS_BY_VECTORS)
+
+inline int64_t rows_of_pass(const PairProduct&, int64_t rows) { return rows; }
+inline size_t scratch_of_pass(const PairProduct&, int64_t) { return 0; }
+inline void multiply_pass(const PairProduct&, void*, int64_t) {}
+
+#endif
 
 // Copy the inputs to their places, with zeros at places that have no input.
 inline void place_inputs(const PairProduct& p, const int32_t* order, bf16* to, int64_t threads) {

@@ -16,4 +16,9 @@ int64_t unit_size = has_amx() ? UNIT_INPUTS : 0;
 #else
 int64_t unit_size = 0;
 #endif
+#ifdef PAIRS_BY_VECTORS
+int64_t vector_unit_size = UNIT_INPUTS;
+#else
+int64_t vector_unit_size = 0;
+#endif
 }
