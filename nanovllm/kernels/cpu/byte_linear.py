@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.cpu import huge_pages, processor, tiled_linear
+from nanovllm.kernels.cpu import huge_pages, processor
 from nanovllm.kernels.cpu.library import address, constant, function
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
 
@@ -46,6 +46,12 @@ class TiledBytes:
         """The product with rows [T, K]."""
         return byte_linear(x, self, bias)
 
+    def values(self) -> torch.Tensor:
+        """The weight [N, K] in float32."""
+        size_out, size_in = self.shape
+        codes = self.codes.transpose(1, 2).reshape(-1, size_in).float() - ZERO
+        return (codes * self.scales.view(-1, 1))[:size_out]
+
 
 def fits(weight: QuantizedMatrix) -> bool:
     """Whether the weight can be in such tiles, and they are faster for its model."""
@@ -70,22 +76,10 @@ def arrange_bytes(weight: QuantizedMatrix) -> TiledBytes:
     return TiledBytes(tiles, scales.view(-1, width), (size_out, size_in))
 
 
-def values_of(weight: TiledBytes) -> torch.Tensor:
-    """The weight [N, K] in float32."""
-    size_out, size_in = weight.shape
-    codes = weight.codes.transpose(1, 2).reshape(-1, size_in).float() - ZERO
-    return (codes * weight.scales.view(-1, 1))[:size_out]
-
-
 def byte_linear(
     x: torch.Tensor, weight: TiledBytes, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x @ weight.T + bias` [T, N] of x [T, K].
-
-    For inputs in float32, which a bfloat16 model seldom has, the weight is copied in each call.
-    """
-    if x.dtype == torch.float32:
-        return tiled_linear.tiled_linear(x, tiled_linear.tiled_plain(values_of(weight)), bias)
+    """`x @ weight.T + bias` [T, N] of x [T, K]."""
     num_rows, size_in = x.shape
     assert size_in == weight.shape[1] and x.stride(1) == 1 and x.dtype == torch.bfloat16
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())

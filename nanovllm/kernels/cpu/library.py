@@ -60,6 +60,7 @@ ARGUMENTS = {
     "rms_norm": "pipipppiifi",
     "silu_and_mul": "pipiii",
     "gelu_and_mul": "pipiii",
+    "sigmoid_and_mul": "pipiiii",
     "norm_rope_store": "pippippfpppppiiiiii",
     "norm_rope_store_codes": "pippippfpppppppffipiiiiii",
     "rms_norm_wide": "pipipppiifi",

@@ -7,6 +7,7 @@ CPU_PLACES = PLAIN_PLACES | {
     "add_rms_norm": "cpu.rms_norm",
     "silu_and_mul": "cpu.silu_and_mul",
     "gelu_and_mul": "cpu.gelu_and_mul",
+    "sigmoid_and_mul": "cpu.sigmoid_and_mul",
     "norm_rope_store": "cpu.norm_rope_store",
     "mask": "cpu.mask",
     "sample": "cpu.sample",

@@ -192,10 +192,12 @@ def tiled_linear(
     """`x @ weight.T + bias` [T, N] of x [T, K].
 
     Reads each weight once for up to 64 rows of a table, and for 128 rows or more of other weights.
-    An output depends only on its own row, and not on the number of threads. For rows in float32, a
-    weight in pairs is copied to tiles in each call; the two are seldom together.
+    An output depends only on its own row, and not on the number of threads. Rows in float32 and
+    weights in layouts for bfloat16 are seldom together: each call then copies the weight.
     """
     if not isinstance(weight, TiledMatrix):
+        if x.dtype == torch.float32:
+            return tiled_linear(x, tiled_plain(weight.values()), bias)
         return weight.linear(x, bias)
     if weight.kind in OF_PAIRS and x.dtype == torch.float32:
         plain = plain_of(weight)
