@@ -29,19 +29,23 @@ class LatentExpansion(MergedColumnParallelLinear):
         self.plain, self.head_size = sizes.plain, sizes.plain + sizes.value
         self.dtype = torch.get_default_dtype()
 
-    def bind(self, backend: Backend) -> None:  # noqa: ARG002
-        """Make the plain matrices of heads. A second call does nothing.
+    def bind(self, backend: Backend) -> None:
+        """Make the matrices of heads. A second call does nothing.
 
-        Peak memory: two copies of the layer's weight.
+        Peak memory: two copies of the layer's weight; three in one order of sums.
         """
         if self.matrix is None:
             matrix = self._of_stored()
             self.weight_format.drop(self)
+            if backend.kernels.in_one_order:
+                from nanovllm.layers.tiled_heads import TiledHeadMatrices
+
+                matrix = TiledHeadMatrices(matrix.keys, matrix.values, backend.kernels)
             self.matrix = matrix
 
     def fold(self, queries: torch.Tensor, out: torch.Tensor) -> None:
         """Queries' plain parts [T, H, plain] -> `out` [T, H, rank], to multiply latents by."""
-        torch.bmm(queries.transpose(0, 1), self._of_heads().keys, out=out.transpose(0, 1))
+        self._of_heads().fold(queries, out)
         if self.low_rank and (adapters := adapter_rows()):
             a, b, is_own = _own_ranks(self.low_rank, adapters.slots)
             down = torch.einsum("thd,shd->ths", queries, self._rows(b)[..., : self.plain])
@@ -49,7 +53,7 @@ class LatentExpansion(MergedColumnParallelLinear):
 
     def unfold(self, sums: torch.Tensor) -> torch.Tensor:
         """Weighted sums of latents [T, H, rank] -> the heads' outputs [T, H, value]."""
-        values = torch.bmm(sums.transpose(0, 1), self._of_heads().values).transpose(0, 1)
+        values = self._of_heads().unfold(sums)
         if self.low_rank and (adapters := adapter_rows()):
             a, b, is_own = _own_ranks(self.low_rank, adapters.slots)
             down = (sums @ a.mT) * is_own
@@ -85,6 +89,14 @@ class HeadMatrices(Matrix):
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Of weights [H, plain, rank] and [H, value, rank]."""
         self.keys, self.values = keys.contiguous(), values.mT.contiguous()
+
+    def fold(self, queries: torch.Tensor, out: torch.Tensor) -> None:
+        """As of the layer, without adapters."""
+        torch.bmm(queries.transpose(0, 1), self.keys, out=out.transpose(0, 1))
+
+    def unfold(self, sums: torch.Tensor) -> torch.Tensor:
+        """As of the layer, without adapters."""
+        return torch.bmm(sums.transpose(0, 1), self.values).transpose(0, 1)
 
     def plain(self) -> torch.Tensor:
         return torch.cat([self.keys, self.values.mT], 1).flatten(0, 1)

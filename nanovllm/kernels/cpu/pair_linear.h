@@ -64,4 +64,15 @@ void any_linear(const Matrix* weight, const T* x, int64_t stride, const T* bias,
     tiled_linear(weight, x, stride, bias, out, rows, threads);
 }
 
+// out [count, rows, outputs] of x: a product for each head. The inputs of a head are `distance`
+// after those of the head before.
+template <typename T>
+void heads_linear(const Matrix* const* heads, int64_t count, const T* x, int64_t stride,
+                  int64_t distance, T* out, int64_t rows, int64_t threads) {
+    for_each(count, threads, [&](int64_t head) {
+        T* to = out + head * rows * heads[head]->outputs;
+        any_linear<T>(heads[head], x + head * distance, stride, nullptr, to, rows, 1);
+    });
+}
+
 }  // namespace

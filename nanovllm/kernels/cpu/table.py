@@ -43,5 +43,5 @@ def cpu_kernels(batch_invariant: bool = False) -> Kernels:
     places = CPU_PLACES | IN_ONE_ORDER if batch_invariant else CPU_PLACES
     return Kernels(
         "C++", places, rounding=nothing, few_rows=nothing, router=nothing,
-        write_table=None, peers=None,
+        write_table=None, peers=None, in_one_order=batch_invariant,
     )  # fmt: skip

@@ -7,6 +7,8 @@
 extern "C" {
 void* tiled_linear_float32 = (void*)&any_linear<float>;
 void* tiled_linear_bfloat16 = (void*)&any_linear<bf16>;
+void* heads_linear_float32 = (void*)&heads_linear<float>;
+void* heads_linear_bfloat16 = (void*)&heads_linear<bf16>;
 int64_t tile_outputs = WIDTH;
 int64_t step_inputs = STEP;
 int64_t max_depth = MAX_DEPTH;
