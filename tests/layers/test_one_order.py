@@ -11,6 +11,7 @@ from nanovllm.kernels.cpu.table import cpu_kernels
 from nanovllm.kernels.operands.routing import Routing
 from nanovllm.kernels.plain.sigmoid import sigmoid
 from nanovllm.kernels.table import PLAIN
+from nanovllm.layers.activations import ACTIVATIONS, activation_of
 from nanovllm.layers.backend import Backend, TorchBackend
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.gelu_experts import GeluExperts
@@ -19,6 +20,7 @@ from nanovllm.layers.latent_sizes import LatentSizes
 from nanovllm.layers.layer import Build
 from nanovllm.layers.ranks import ALONE
 from nanovllm.layers.shared_experts import SharedSparseMLP
+from nanovllm.layers.sparse_gelu import SparseGeluAndMul
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -84,6 +86,23 @@ def test_experts_with_their_router_and_gates(scores: str, dtype: torch.dtype) ->
             module.bind(Backend(TorchBackend(), KERNELS))
     found = check(layer, x)
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_without_gates(name: str, dtype: torch.dtype) -> None:
+    layer, x = activation_of(name), torch.randn(91, 400).to(dtype)
+    expected = layer(x.clone())
+    layer.bind(Backend(TorchBackend(), KERNELS))  # type: ignore[attr-defined]
+    torch.testing.assert_close(check(lambda rows: layer(rows.clone()), x), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sparse_gelu(dtype: torch.dtype) -> None:
+    layer, x = SparseGeluAndMul(0.5, 400), torch.randn(91, 800).to(dtype)
+    expected = layer(x)
+    layer.bind(Backend(TorchBackend(), KERNELS))
+    torch.testing.assert_close(check(layer, x), expected)
 
 
 @pytest.mark.parametrize("kind", [Experts, GeluExperts])
