@@ -111,8 +111,7 @@ class Kernels:
     ) -> None:
         """`places` has the operations to import, as PLAIN_PLACES; `others` are those at hand."""
         self.name, self.graph_safe = name, graph_safe
-        self.reads_plain, self.reads_stacks = reads_plain, reads_stacks
-        self._places = places
+        self._places, self.reads_plain, self.reads_stacks = places, reads_plain, reads_stacks
         vars(self).update(others)
 
     def __getattr__(self, operation: str) -> Callable[..., Tensor]:

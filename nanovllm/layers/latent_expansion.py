@@ -2,10 +2,11 @@
 
 import torch
 
-from nanovllm.formats.format import DENSE, DenseMatrix, Matrix, WeightFormat
+from nanovllm.formats.format import DENSE, WeightFormat
 from nanovllm.kernels.operands.low_rank import LowRank
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import adapter_rows
+from nanovllm.layers.head_matrices import HeadMatrices
 from nanovllm.layers.latent_sizes import LatentSizes
 from nanovllm.layers.linear import MergedColumnParallelLinear
 from nanovllm.layers.ranks import ALONE, Ranks
@@ -61,12 +62,12 @@ class LatentExpansion(MergedColumnParallelLinear):
             values = values + torch.einsum("ths,shd->thd", down, up)
         return values
 
-    def _of_heads(self) -> "HeadMatrices":
+    def _of_heads(self) -> HeadMatrices:
         matrix = self.matrix or self._of_stored()
         assert isinstance(matrix, HeadMatrices)
         return matrix
 
-    def _of_stored(self) -> "HeadMatrices":
+    def _of_stored(self) -> HeadMatrices:
         weight = self.weight_format.weight(self.stored_tensors(), self.rank_part)
         if not isinstance(weight, torch.Tensor):
             from nanovllm.formats.mixed import dense
@@ -78,34 +79,6 @@ class LatentExpansion(MergedColumnParallelLinear):
     def _rows(self, b: torch.Tensor) -> torch.Tensor:
         """Rows of all heads [S, H * (plain + value)] as [S, H, plain + value]."""
         return b.view(len(b), -1, self.head_size)
-
-
-class HeadMatrices(Matrix):
-    """The parts of each head, `keys` [H, plain, rank] and `values` [H, rank, value], contiguous.
-
-    With 16-bit weights on a CPU, products with transposed ones take several times as long.
-    """
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Of weights [H, plain, rank] and [H, value, rank]."""
-        self.keys, self.values = keys.contiguous(), values.mT.contiguous()
-
-    def fold(self, queries: torch.Tensor, out: torch.Tensor) -> None:
-        """As of the layer, without adapters."""
-        torch.bmm(queries.transpose(0, 1), self.keys, out=out.transpose(0, 1))
-
-    def unfold(self, sums: torch.Tensor) -> torch.Tensor:
-        """As of the layer, without adapters."""
-        return torch.bmm(sums.transpose(0, 1), self.values).transpose(0, 1)
-
-    def plain(self) -> torch.Tensor:
-        return torch.cat([self.keys, self.values.mT], 1).flatten(0, 1)
-
-    def linear(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Keys and values themselves, which attention does not need. It copies the weight."""
-        return DenseMatrix(self.plain()).linear(x, bias, out)
 
 
 def _own_ranks(

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.kernels.cpu.heads_linear import TiledHeads
 from nanovllm.kernels.table import Kernels
-from nanovllm.layers.latent_expansion import HeadMatrices
+from nanovllm.layers.head_matrices import HeadMatrices
 
 
 class TiledHeadMatrices(HeadMatrices):
