@@ -65,6 +65,7 @@ class Kernels:
     graph_safe: bool  # whether CUDA graphs can contain them: no function of a decode step syncs
     reads_plain: bool
     reads_stacks: bool
+    in_one_order: bool = False  # whether no product's order of sums depends on the number of rows
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
@@ -110,8 +111,7 @@ class Kernels:
     ) -> None:
         """`places` has the operations to import, as PLAIN_PLACES; `others` are those at hand."""
         self.name, self.graph_safe = name, graph_safe
-        self.reads_plain, self.reads_stacks = reads_plain, reads_stacks
-        self._places = places
+        self._places, self.reads_plain, self.reads_stacks = places, reads_plain, reads_stacks
         vars(self).update(others)
 
     def __getattr__(self, operation: str) -> Callable[..., Tensor]:

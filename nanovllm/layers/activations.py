@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.layers.backend import Backend
 from nanovllm.layers.layer import Layer
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -22,6 +23,23 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": F.gelu, "gelu_new": gelu_tanh, "gelu_fast": gelu_tanh, "gelu_pytorch_tanh": gelu_tanh,
     "relu": F.relu, "relu2": relu_squared, "silu": F.silu,
 }  # fmt: skip
+
+
+class PlainActivation(Layer):
+    """The activation of a name in ACTIVATIONS; with kernels in one order, theirs."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.function = name, ACTIVATIONS[name]
+
+    def bind(self, backend: Backend) -> None:
+        if backend.kernels.in_one_order:
+            from nanovllm.kernels.cpu.activations import IN_ONE_ORDER
+
+            self.function = IN_ONE_ORDER.get(self.name, self.function)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
 
 
 class XIELU(Layer):
@@ -46,5 +64,5 @@ class XIELU(Layer):
 
 
 def activation_of(name: str) -> Activation:
-    """The activation of this name; one with parameters is a new layer."""
-    return XIELU() if name == "xielu" else ACTIVATIONS[name]
+    """The activation of this name, as a new layer."""
+    return XIELU() if name == "xielu" else PlainActivation(name)

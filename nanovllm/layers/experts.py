@@ -220,8 +220,10 @@ class Experts(Layer):
         )
 
     def _options(self) -> dict[str, Any]:
-        """The kernels' option of another activation than silu."""
-        return {} if self.activation is None else {"activation": self.activation}
+        """The kernels' option of an activation. Kernels that read stacks have silu themselves."""
+        if self.activation is not None:
+            return {"activation": self.activation}
+        return {} if self.matrices is None else {"activation": self.kernels.silu_and_mul}
 
     def _forward_adapted(
         self,

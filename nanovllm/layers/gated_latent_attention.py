@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.kernels.plain.sigmoid import sigmoid
 from nanovllm.layers.latent_attention import LatentAttention, Multiply
 from nanovllm.layers.latent_sizes import LatentSizes
 from nanovllm.layers.layer import Build
@@ -26,6 +27,6 @@ class GatedLatentAttention(LatentAttention):
     def _mix(self, x: Any, ropes: Ropes, multiply: Multiply) -> torch.Tensor:
         gates = multiply(x, self.g_proj)
         attended = super()._mix(x, ropes, multiply)
-        opened = gates.float().sigmoid().to(attended.dtype)
+        opened = sigmoid(gates.float()).to(attended.dtype)
         heads = attended.view(*opened.shape, -1)
         return (heads * opened.unsqueeze(-1)).view(attended.shape)

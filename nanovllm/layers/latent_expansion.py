@@ -2,10 +2,11 @@
 
 import torch
 
-from nanovllm.formats.format import DENSE, DenseMatrix, Matrix, WeightFormat
+from nanovllm.formats.format import DENSE, WeightFormat
 from nanovllm.kernels.operands.low_rank import LowRank
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import adapter_rows
+from nanovllm.layers.head_matrices import HeadMatrices
 from nanovllm.layers.latent_sizes import LatentSizes
 from nanovllm.layers.linear import MergedColumnParallelLinear
 from nanovllm.layers.ranks import ALONE, Ranks
@@ -29,19 +30,23 @@ class LatentExpansion(MergedColumnParallelLinear):
         self.plain, self.head_size = sizes.plain, sizes.plain + sizes.value
         self.dtype = torch.get_default_dtype()
 
-    def bind(self, backend: Backend) -> None:  # noqa: ARG002
-        """Make the plain matrices of heads. A second call does nothing.
+    def bind(self, backend: Backend) -> None:
+        """Make the matrices of heads. A second call does nothing.
 
-        Peak memory: two copies of the layer's weight.
+        Peak memory: two copies of the layer's weight; three in one order of sums.
         """
         if self.matrix is None:
             matrix = self._of_stored()
             self.weight_format.drop(self)
+            if backend.kernels.in_one_order:
+                from nanovllm.layers.tiled_heads import TiledHeadMatrices
+
+                matrix = TiledHeadMatrices(matrix.keys, matrix.values, backend.kernels)
             self.matrix = matrix
 
     def fold(self, queries: torch.Tensor, out: torch.Tensor) -> None:
         """Queries' plain parts [T, H, plain] -> `out` [T, H, rank], to multiply latents by."""
-        torch.bmm(queries.transpose(0, 1), self._of_heads().keys, out=out.transpose(0, 1))
+        self._of_heads().fold(queries, out)
         if self.low_rank and (adapters := adapter_rows()):
             a, b, is_own = _own_ranks(self.low_rank, adapters.slots)
             down = torch.einsum("thd,shd->ths", queries, self._rows(b)[..., : self.plain])
@@ -49,7 +54,7 @@ class LatentExpansion(MergedColumnParallelLinear):
 
     def unfold(self, sums: torch.Tensor) -> torch.Tensor:
         """Weighted sums of latents [T, H, rank] -> the heads' outputs [T, H, value]."""
-        values = torch.bmm(sums.transpose(0, 1), self._of_heads().values).transpose(0, 1)
+        values = self._of_heads().unfold(sums)
         if self.low_rank and (adapters := adapter_rows()):
             a, b, is_own = _own_ranks(self.low_rank, adapters.slots)
             down = (sums @ a.mT) * is_own
@@ -57,12 +62,12 @@ class LatentExpansion(MergedColumnParallelLinear):
             values = values + torch.einsum("ths,shd->thd", down, up)
         return values
 
-    def _of_heads(self) -> "HeadMatrices":
+    def _of_heads(self) -> HeadMatrices:
         matrix = self.matrix or self._of_stored()
         assert isinstance(matrix, HeadMatrices)
         return matrix
 
-    def _of_stored(self) -> "HeadMatrices":
+    def _of_stored(self) -> HeadMatrices:
         weight = self.weight_format.weight(self.stored_tensors(), self.rank_part)
         if not isinstance(weight, torch.Tensor):
             from nanovllm.formats.mixed import dense
@@ -74,26 +79,6 @@ class LatentExpansion(MergedColumnParallelLinear):
     def _rows(self, b: torch.Tensor) -> torch.Tensor:
         """Rows of all heads [S, H * (plain + value)] as [S, H, plain + value]."""
         return b.view(len(b), -1, self.head_size)
-
-
-class HeadMatrices(Matrix):
-    """The parts of each head, `keys` [H, plain, rank] and `values` [H, rank, value], contiguous.
-
-    With 16-bit weights on a CPU, products with transposed ones take several times as long.
-    """
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Of weights [H, plain, rank] and [H, value, rank]."""
-        self.keys, self.values = keys.contiguous(), values.mT.contiguous()
-
-    def plain(self) -> torch.Tensor:
-        return torch.cat([self.keys, self.values.mT], 1).flatten(0, 1)
-
-    def linear(
-        self, x: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Keys and values themselves, which attention does not need. It copies the weight."""
-        return DenseMatrix(self.plain()).linear(x, bias, out)
 
 
 def _own_ranks(

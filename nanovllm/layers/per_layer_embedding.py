@@ -4,8 +4,8 @@ P numbers of each part. `models/per_layer_decoder.py` computes the parts.
 """
 
 import torch
-import torch.nn.functional as F
 
+from nanovllm.layers.activations import PlainActivation
 from nanovllm.layers.block import Block, Norms
 from nanovllm.layers.feed_forward import FeedForward
 from nanovllm.layers.layer import Build
@@ -37,11 +37,12 @@ class PerLayerBlock(Block):
             gate, projection = "per_layer_input_gate", "per_layer_projection"
             self.per_layer_input_gate = ReplicatedLinear(hidden_size, size, False, of(gate))
             self.per_layer_projection = ReplicatedLinear(size, hidden_size, False, of(projection))
+            self.per_layer_activation = PlainActivation("gelu_pytorch_tanh")
             self.post_per_layer_input_norm = RMSNorm(hidden_size, eps)
 
     def of_part(self, x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """What the block's part of the second embedding adds, gated by x [T, hidden]."""
-        gated = F.gelu(self.per_layer_input_gate(x), approximate="tanh") * part
+        gated = self.per_layer_activation(self.per_layer_input_gate(x)) * part
         normed: torch.Tensor = self.post_per_layer_input_norm(self.per_layer_projection(gated))
         return normed
 

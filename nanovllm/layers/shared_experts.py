@@ -3,6 +3,7 @@
 import torch
 
 from nanovllm.kernels.operands.routing import Routing
+from nanovllm.kernels.plain.sigmoid import sigmoid
 from nanovllm.layers.feed_forward import MLP
 from nanovllm.layers.layer import Build
 from nanovllm.layers.linear import ReplicatedLinear
@@ -43,5 +44,5 @@ class SharedSparseMLP(SparseMLP):
         layer, gate = self.shared
         shared: torch.Tensor = layer(x)
         if gate is not None:
-            shared = shared * gate(x).sigmoid()
+            shared = shared * sigmoid(gate(x))
         return super().forward(x) + shared

@@ -30,12 +30,21 @@ INPUT_ERROR = dict.fromkeys(KINDS, 2.0**-13) | dict.fromkeys(("Q4_0", "Q4_1", "Q
 INPUT_ERROR["Q3_K"] = 2.0**-12
 ROWS = (1, 2, 3, 4, 7, 12, 16, 17, 40)  # each number of rows that is computed together, and more
 HALF_UNIT = 2.0**-8  # the relative error of a number that is rounded to bfloat16
+# Not optimized, so that they are compiled in a few seconds. "one sum" is what GCC does for Zen 5:
+# in loops with one sum, products are rounded before they are added.
+BUILDS = {
+    "AVX2": AVX2,
+    "one sum": (
+        "--param=avoid-fma-max-bits=512", "-mno-avx512bw", "-mno-amx-tile", "-mno-amx-int8", "-O1",
+        "-fexpensive-optimizations",
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=["native", pytest.param("AVX2", marks=pytest.mark.slow)])
 def build(request: pytest.FixtureRequest, compiler: None) -> Iterator[None]:
-    """Compiled for this processor, and as for one that has AVX2 only."""
-    with compiled_with(*(AVX2 if request.param == "AVX2" else ())):
+    """Compiled for this processor, and as for others."""
+    with compiled_with(*BUILDS.get(request.param, ())):
         yield
 
 
@@ -113,6 +122,10 @@ def test_a_row_does_not_depend_on_the_others(name: str, build: None) -> None:
             assert torch.equal(block_linear(x[rows], weight, bias), alone[rows]), num_rows
 
 
+@pytest.mark.parametrize(
+    "build", [pytest.param(name, marks=pytest.mark.slow) for name in ("native", *BUILDS)],
+    indirect=True,
+)  # fmt: skip
 def test_a_float32_row_does_not_depend_on_the_others(build: None) -> None:
     weight = arrange_blocks(random_blocks("Q6_K", 80, 1024))
     x = torch.randn(300, 1024)

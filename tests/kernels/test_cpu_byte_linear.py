@@ -13,7 +13,7 @@ from nanovllm.formats.scheme import INT8
 from nanovllm.formats.stored import RankPart
 from nanovllm.kernels.cpu import processor
 from nanovllm.kernels.cpu.arranged import arrange
-from nanovllm.kernels.cpu.byte_linear import TiledBytes, values_of
+from nanovllm.kernels.cpu.byte_linear import TiledBytes
 from nanovllm.kernels.cpu.huge_pages import HUGE
 from nanovllm.kernels.cpu.tiled_linear import TiledMatrix, plain_of, tiled_linear
 from nanovllm.kernels.operands.quantized_matrix import QuantizedMatrix
@@ -56,7 +56,7 @@ def test_products_lose_almost_nothing(shape: tuple[int, int], build: None) -> No
     """Fails if a code or an input is at another place, has only 8 bits, or sums overflow."""
     weight, bias = matrix(*shape), torch.randn(shape[0]).bfloat16()
     tiled, values = bytes_of(weight), plain.dequantize(weight).double()
-    assert torch.equal(values_of(tiled).double(), values)
+    assert torch.equal(tiled.values().double(), values)
     for num_rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 40, 600 if shape[0] == 48 else 70):
         x = torch.randn(num_rows, shape[1] + 3).bfloat16()[:, 3:]
         x[-1] = -3.984375  # the largest integer, of 8 bits that are all 1
@@ -108,7 +108,9 @@ def test_other_weights_and_float32_inputs(monkeypatch: pytest.MonkeyPatch) -> No
     assert plain_of(bytes_of(weight)) is None
     x = torch.randn(3, 192)
     expected = x @ plain.dequantize(weight).T
-    torch.testing.assert_close(tiled_linear(x, bytes_of(weight)), expected, rtol=1e-5, atol=1e-4)
+    found = tiled_linear(x, bytes_of(weight))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    assert torch.equal(tiled_linear(x[1:2], bytes_of(weight)), found[1:2])
     for other in (
         replace(weight, input_dtype=torch.float32),
         replace(weight, zeros=torch.ones(20, 1, dtype=torch.int8)),

@@ -1,18 +1,29 @@
 """Plain bfloat16 weights on the CPU: one order of sums for any number of rows, and their memory."""
 
+import ctypes
 import gc
 import mmap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import PRODUCTS
 
-from nanovllm.kernels.cpu import huge_pages, pairs, processor
+from nanovllm.kernels.cpu import huge_pages, library, pairs, processor
+from nanovllm.kernels.cpu.compile import load
 from nanovllm.kernels.cpu.library import constant
 from nanovllm.kernels.cpu.processor import cpu_info
 from nanovllm.kernels.cpu.products import multiplier
-from nanovllm.kernels.cpu.tiled_linear import TiledMatrix, arrange_plain, plain_of, tiled_linear
+from nanovllm.kernels.cpu.table import cpu_kernels
+from nanovllm.kernels.cpu.tiled_linear import (
+    OF_PAIRS,
+    TiledMatrix,
+    arrange_in_one_order,
+    arrange_plain,
+    plain_of,
+    tiled_linear,
+)
 from nanovllm.kernels.plain import packed_linear
 
 pytestmark = [pytest.mark.usefixtures("compiler"), pytest.mark.usefixtures("one_thread")]
@@ -29,6 +40,31 @@ def _ours(monkeypatch: pytest.MonkeyPatch) -> None:
     PRODUCTS["tiled"].use(monkeypatch)
 
 
+@pytest.fixture(params=["native", pytest.param("vectors", marks=pytest.mark.slow)])
+def build(request: pytest.FixtureRequest, compiler: None) -> Iterator[None]:
+    """Compiled for this processor, and as for AMD's vectors of bfloat16."""
+    if request.param == "native":
+        yield
+        return
+    if "avx512_bf16" not in cpu_info().get("flags", "").split():
+        pytest.skip("this processor has no vectors of bfloat16")
+
+    def other(source: Path = library.SOURCE) -> ctypes.CDLL:
+        return load(source, (*library.DEFINITIONS, "-mno-amx-bf16"))
+
+    caches = (library.function, library.constant)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "library", other)
+        patch.setattr(processor, "has_fast_vectors", lambda _: True)
+        for cache in caches:
+            cache.cache_clear()
+        assert library.constant("vector_unit_size")
+        assert arranged(torch.ones(8, 8).bfloat16()).kind == "pairs"
+        yield
+    for cache in caches:
+        cache.cache_clear()
+
+
 def resident() -> int:
     """Bytes of memory that this process has."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
@@ -43,7 +79,7 @@ def arranged(weight: torch.Tensor) -> TiledMatrix:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_is_the_same_alone_and_among_others(
-    shape: tuple[int, int], dtype: torch.dtype
+    shape: tuple[int, int], dtype: torch.dtype, build: None
 ) -> None:
     """Fails if sums are divided by the number of rows, or rows share a register with others."""
     torch.manual_seed(0)
@@ -58,7 +94,7 @@ def test_a_row_is_the_same_alone_and_among_others(
 
 
 @pytest.mark.parametrize("count", [2, 20, 40])
-def test_what_the_other_rows_are_changes_nothing(count: int) -> None:
+def test_what_the_other_rows_are_changes_nothing(count: int, build: None) -> None:
     """Also if they are infinite or no numbers, and with any number of threads."""
     weight = torch.randn(200, 96).bfloat16()
     matrix, x = arranged(weight), torch.randn(count, 96).bfloat16()
@@ -73,7 +109,19 @@ def test_what_the_other_rows_are_changes_nothing(count: int) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_weight_is_restored(shape: tuple[int, int]) -> None:
+def test_sums_are_in_float32_and_rounded_once(shape: tuple[int, int], build: None) -> None:
+    weight, bias = torch.randn(shape).bfloat16(), torch.randn(shape[0]).bfloat16()
+    x = torch.randn(270, shape[1]).bfloat16()
+    expected = x.double() @ weight.double().T + bias.double()
+    bound = 2.0**-21 * (x.double().abs() @ weight.double().abs().T + bias.double().abs())
+    for count in (1, 4, 9, 12, 30, 270):
+        out = tiled_linear(x[:count], arranged(weight), bias)
+        error = (out.double() - expected[:count]).abs()
+        assert bool((error <= bound[:count] + 2.0**-8 * expected[:count].abs()).all()), count
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_weight_is_restored(shape: tuple[int, int], build: None) -> None:
     weight = torch.randn(shape[0], 2 * shape[1]).bfloat16()[:, : shape[1]]
     restored = plain_of(arranged(weight))
     assert restored is not None and torch.equal(restored, weight) and restored.is_contiguous()
@@ -102,7 +150,7 @@ def test_a_table_is_multiplied_where_it_is(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("is_table", [False, True])
-def test_rows_in_float32_are_multiplied_too(is_table: bool) -> None:
+def test_rows_in_float32_are_multiplied_too(is_table: bool, build: None) -> None:
     """AMX has no float32: the weight would be read as if it had, beyond its end."""
     matrix = arrange_plain(torch.randn(64, 96).bfloat16(), is_table)
     assert matrix is not None
@@ -110,21 +158,27 @@ def test_rows_in_float32_are_multiplied_too(is_table: bool) -> None:
     assert weight is not None
     x, bias = torch.randn(3, 96), torch.randn(64)
     expected = torch.nn.functional.linear(x, weight.float(), bias)
-    torch.testing.assert_close(tiled_linear(x, matrix, bias), expected)
-    assert (multiplier(matrix, F32) is None) == bool(constant("unit_size"))
+    found = tiled_linear(x, matrix, bias)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(torch.cat([tiled_linear(row[None], matrix, bias) for row in x]), found)
+    assert (multiplier(matrix, F32) is None) == (matrix.kind in OF_PAIRS)
 
 
-def test_bfloat16_is_left_to_onednn_if_only_it_has_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_is_left_to_onednn_if_only_it_has_amx(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Our products in float32 take five times as long for prompts."""
     weight = torch.randn(64, 64).bfloat16()
     monkeypatch.setattr(
         "nanovllm.kernels.cpu.tiled_linear.constant",
-        lambda name: 0 if name == "unit_size" else constant(name),
+        lambda name: 0 if name.endswith("unit_size") else constant(name),
     )
     monkeypatch.setattr(processor, "cpu_info", lambda: {"flags": "avx2 fma amx_bf16"})
     assert arranged(weight).kind == "bfloat16"  # a PyTorch without oneDNN
     monkeypatch.setattr(packed_linear, "packed_types", lambda: frozenset((F32, BF16)))
     assert arrange_plain(weight) is None and arranged(weight.float()).kind == "float32"
+    in_one_order = arrange_in_one_order(weight)
+    assert in_one_order is not None and in_one_order.kind == "bfloat16"
     monkeypatch.setattr(processor, "cpu_info", lambda: {"flags": "avx2 fma"})
     assert arranged(weight).kind == "bfloat16"
 
@@ -144,6 +198,18 @@ def test_pages_are_replaced_in_place() -> None:
     huge_pages.collapse(values)
     huge_pages.collapse(values[:1])
     assert torch.equal(values, expected) and values.data_ptr() == address
+
+
+def test_kernels_in_one_order_leave_nothing_to_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    PRODUCTS["packed"].use(monkeypatch)
+    for dtype in (BF16, F32):
+        weight = torch.randn(64, 64).to(dtype)
+        assert cpu_kernels().arrange_plain(weight) is None
+        operand = cpu_kernels(batch_invariant=True).arrange_plain(weight)
+        assert isinstance(operand, TiledMatrix)
+        found = cpu_kernels().plain_of(operand)
+        assert found is not None and torch.equal(found, weight)
+    assert cpu_kernels(batch_invariant=True).arrange_plain(torch.ones(64, 64).half()) is None
 
 
 def test_units_have_pairs_of_inputs_next_to_each_other() -> None:

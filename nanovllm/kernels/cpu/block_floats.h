@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "add_product.h"
 #include "block_unpack.h"
 #include "block_write.h"
 #include "parallel.h"
@@ -63,7 +64,7 @@ __attribute__((noinline)) void add_part(const float (*weights)[OUTPUTS], const f
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++)
             for (int piece = 0; piece < PIECES; piece++)
-                sums[r][piece] += x[r * stride + k] * w[piece];
+                sums[r][piece] = add_product(sums[r][piece], all_lanes(x[r * stride + k]), w[piece]);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)

@@ -46,6 +46,12 @@ class TiledBytes:
         """The product with rows [T, K]."""
         return byte_linear(x, self, bias)
 
+    def values(self) -> torch.Tensor:
+        """The weight [N, K] in float32."""
+        size_out, size_in = self.shape
+        codes = self.codes.transpose(1, 2).reshape(-1, size_in).float() - ZERO
+        return (codes * self.scales.view(-1, 1))[:size_out]
+
 
 def fits(weight: QuantizedMatrix) -> bool:
     """Whether the weight can be in such tiles, and they are faster for its model."""
@@ -70,22 +76,10 @@ def arrange_bytes(weight: QuantizedMatrix) -> TiledBytes:
     return TiledBytes(tiles, scales.view(-1, width), (size_out, size_in))
 
 
-def values_of(weight: TiledBytes) -> torch.Tensor:
-    """The weight [N, K] in float32."""
-    size_out, size_in = weight.shape
-    codes = weight.codes.transpose(1, 2).reshape(-1, size_in).float() - ZERO
-    return (codes * weight.scales.view(-1, 1))[:size_out]
-
-
 def byte_linear(
     x: torch.Tensor, weight: TiledBytes, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x @ weight.T + bias` [T, N] of x [T, K]. Inputs in float32 are multiplied by plain PyTorch.
-
-    A bfloat16 model seldom has such inputs.
-    """
-    if x.dtype == torch.float32:
-        return F.linear(x, values_of(weight), bias)
+    """`x @ weight.T + bias` [T, N] of x [T, K]."""
     num_rows, size_in = x.shape
     assert size_in == weight.shape[1] and x.stride(1) == 1 and x.dtype == torch.bfloat16
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())

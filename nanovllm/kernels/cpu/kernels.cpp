@@ -25,6 +25,7 @@
 EXPORT(rms_norm)
 EXPORT(silu_and_mul)
 EXPORT(gelu_and_mul)
+EXPORT(sigmoid_and_mul)
 EXPORT(norm_rope_store)
 EXPORT(attention)
 EXPORT(sample)

@@ -33,7 +33,8 @@ OTHER_SOURCES = {
         ("attention_latents", "latent_state_bytes"), SOURCE.with_name("latents.cpp")
     ),
     **dict.fromkeys(
-        ("tiled_linear", "tile_outputs", "step_inputs", "max_depth", "e4m3_unit", "unit_size"),
+        ("tiled_linear", "heads_linear", "tile_outputs", "step_inputs", "max_depth", "e4m3_unit",
+         "unit_size", "vector_unit_size"),
         SOURCE.with_name("tiled_linear.cpp"),
     ),
     **dict.fromkeys(
@@ -59,6 +60,7 @@ ARGUMENTS = {
     "rms_norm": "pipipppiifi",
     "silu_and_mul": "pipiii",
     "gelu_and_mul": "pipiii",
+    "sigmoid_and_mul": "pipiiii",
     "norm_rope_store": "pippippfpppppiiiiii",
     "norm_rope_store_codes": "pippippfpppppppffipiiiiii",
     "rms_norm_wide": "pipipppiifi",
@@ -71,6 +73,7 @@ ARGUMENTS = {
     "sample": "pippppipppiii",
     "read_table": "ppppppppppiiii",
     "tiled_linear": "ppippii",
+    "heads_linear": "pipiipii",
     "group_rows": "piip",
     "lora_down": "piipppiiipi",
     "lora_up": "pppppiippiii",

@@ -169,12 +169,6 @@ inline void multiply_pass(const PairProduct& p, void* scratch, int64_t threads) 
     });
 }
 
-#else
-
-inline int64_t rows_of_pass(const PairProduct&, int64_t rows) { return rows; }
-inline size_t scratch_of_pass(const PairProduct&, int64_t) { return 0; }
-inline void multiply_pass(const PairProduct&, void*, int64_t) {}
-
 #endif
 
 }  // namespace

@@ -5,10 +5,19 @@
 #include <vector>
 
 #include "pair_amx.h"
+#include "pair_vectors.h"
 #include "row_amx.h"
 #include "tiled_linear.h"
 
 namespace {
+
+#if !defined(PAIRS_BY_AMX) && !defined(PAIRS_BY_VECTORS)
+
+inline int64_t rows_of_pass(const PairProduct&, int64_t rows) { return rows; }
+inline size_t scratch_of_pass(const PairProduct&, int64_t) { return 0; }
+inline void multiply_pass(const PairProduct&, void*, int64_t) {}
+
+#endif
 
 // Copy the inputs to their places, with zeros at places that have no input.
 inline void place_inputs(const PairProduct& p, const int32_t* order, bf16* to, int64_t threads) {
@@ -53,6 +62,17 @@ void any_linear(const Matrix* weight, const T* x, int64_t stride, const T* bias,
                               bias, out, rows, threads);
     }
     tiled_linear(weight, x, stride, bias, out, rows, threads);
+}
+
+// out [count, rows, outputs] of x: a product for each head. The inputs of a head are `distance`
+// after those of the head before.
+template <typename T>
+void heads_linear(const Matrix* const* heads, int64_t count, const T* x, int64_t stride,
+                  int64_t distance, T* out, int64_t rows, int64_t threads) {
+    for_each(count, threads, [&](int64_t head) {
+        T* to = out + head * rows * heads[head]->outputs;
+        any_linear<T>(heads[head], x + head * distance, stride, nullptr, to, rows, 1);
+    });
 }
 
 }  // namespace

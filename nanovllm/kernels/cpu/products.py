@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.cpu.library import address, function
-from nanovllm.kernels.cpu.tiled_linear import FOR_AMX
+from nanovllm.kernels.cpu.tiled_linear import OF_PAIRS
 
 
 class ProductStruct(ctypes.Structure):
@@ -32,7 +32,7 @@ def multiplier(operand: Any, dtype: torch.dtype) -> str | None:
     of the operand's `struct`.
     """
     kind = type(operand).__name__
-    if kind == "TiledMatrix" and (dtype == torch.bfloat16 or operand.kind not in FOR_AMX):
+    if kind == "TiledMatrix" and (dtype == torch.bfloat16 or operand.kind not in OF_PAIRS):
         return "tiled_linear"
     if kind == "TiledBlocks":
         return "block_linear"

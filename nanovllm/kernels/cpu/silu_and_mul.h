@@ -1,4 +1,5 @@
-// The activation of a gated feed-forward layer: silu(gate) * up, or gelu(gate) * up.
+// The activation of a gated feed-forward layer: silu(gate) * up, or gelu(gate) * up; and the gate of
+// an attention layer's output.
 
 #pragma once
 
@@ -45,6 +46,21 @@ void gelu_and_mul(const T* x, int64_t x_stride, T* out, int64_t rows, int64_t si
     constexpr float TWICE_ROOT = 1.59576912f;  // 2 * sqrt(2 / pi)
     gate_and_mul(x, x_stride, out, rows, size, threads, [](float g) {
         return sigmoid_divisor(TWICE_ROOT * (g + 0.044715f * g * g * g));
+    });
+}
+
+// x *= sigmoid(gate), which is rounded first.
+template <typename T>
+void sigmoid_and_mul(T* x, int64_t x_stride, const T* gates, int64_t gate_stride, int64_t rows,
+                     int64_t size, int64_t threads) {
+    for_each_row(rows, size, threads, [&](int64_t row) {
+        const T* gate = gates + row * gate_stride;
+        T* to = x + row * x_stride;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) {
+            const float opened = round_to<T>(1.0f / sigmoid_divisor(widen(gate[i])));
+            to[i] = narrow<T>(widen(to[i]) * opened);
+        }
     });
 }
 

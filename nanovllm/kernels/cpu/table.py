@@ -7,6 +7,7 @@ CPU_PLACES = PLAIN_PLACES | {
     "add_rms_norm": "cpu.rms_norm",
     "silu_and_mul": "cpu.silu_and_mul",
     "gelu_and_mul": "cpu.gelu_and_mul",
+    "sigmoid_and_mul": "cpu.sigmoid_and_mul",
     "norm_rope_store": "cpu.norm_rope_store",
     "mask": "cpu.mask",
     "sample": "cpu.sample",
@@ -30,9 +31,17 @@ CPU_PLACES = PLAIN_PLACES | {
 }
 
 
-def cpu_kernels() -> Kernels:
-    """The CPU's kernels in C++; each call is a RuntimeError where they cannot be compiled."""
+# Kernels whose rows never depend on the number of rows, also where others are faster.
+IN_ONE_ORDER = {"arrange_plain": "cpu.tiled_linear:arrange_in_one_order"}
+
+
+def cpu_kernels(batch_invariant: bool = False) -> Kernels:
+    """The CPU's kernels in C++; each call is a RuntimeError where they cannot be compiled.
+
+    If `batch_invariant`, oneDNN multiplies no weights.
+    """
+    places = CPU_PLACES | IN_ONE_ORDER if batch_invariant else CPU_PLACES
     return Kernels(
-        "C++", CPU_PLACES, rounding=nothing, few_rows=nothing, router=nothing,
-        write_table=None, peers=None,
+        "C++", places, rounding=nothing, few_rows=nothing, router=nothing,
+        write_table=None, peers=None, in_one_order=batch_invariant,
     )  # fmt: skip

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "add_product.h"
 #include "codes.h"
 #include "parallel.h"
 #include "scalar.h"
@@ -73,17 +74,19 @@ __attribute__((noinline)) void add_block(const Product& p, const Codes& codes, i
         Vec sums[R][VECS] = {};
         for (int64_t k = 0; k < depth; k += STEP)
             decode_step(codes, k, column, [&](int64_t input, const Vec* w) {
-                for (int r = 0; r < R; r++)
-                    for (int v = 0; v < VECS; v++) sums[r][v] += x[r * depth + input] * w[v];
+                for (int r = 0; r < R; r++) {
+                    const Vec at = all_lanes(x[r * depth + input]);
+                    for (int v = 0; v < VECS; v++) sums[r][v] = add_product(sums[r][v], at, w[v]);
+                }
             });
 # pragma GCC unroll 8  // otherwise the sums would be in memory
         for (int r = 0; r < R; r++)
             for (int v = 0; v < VECS; v++) {
                 const int at = column + v * LANES;
                 Vec sum = sums[r][v];
-                if (zeros) sum -= x_sums[r] * load(zeros + at);
-                if (scales) vec(totals[row + r] + at) += sum * load(scales + at);
-                else vec(totals[row + r] + at) += sum;
+                Vec& total = vec(totals[row + r] + at);
+                if (zeros) sum = add_product(sum, all_lanes(-x_sums[r]), load(zeros + at));
+                total = scales ? add_product(total, sum, load(scales + at)) : total + sum;
             }
     }
 }

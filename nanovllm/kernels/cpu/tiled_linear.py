@@ -2,7 +2,7 @@
 
 T rows, K inputs, N outputs. Arithmetic is in float32: inputs are never rounded, even if a quantized
 weight allows it, and bfloat16 outputs are rounded once. Plain bfloat16 weights are stored as
-pairs.py says, and multiplied by AMX, if the processor has it.
+pairs.py says, and multiplied by AMX or by vectors of bfloat16, if the processor is fast with them.
 """
 
 import ctypes
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from nanovllm.kernels.cpu import huge_pages, pairs, processor
 from nanovllm.kernels.cpu.library import DTYPES, address, constant, function
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 # As `Kind` of tiled_linear.h numbers them.
 KINDS = ("int8", "int4", "e4m3", "bfloat16", "float32", "pairs", "rows")
-FOR_AMX = ("pairs", "rows")
+OF_PAIRS = ("pairs", "rows")
 PLAIN = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
@@ -90,14 +89,33 @@ def arrange_plain(weight: torch.Tensor, is_table: bool = False) -> TiledMatrix |
     """
     if weight.dtype not in processor.tiled_types():
         return None
+    if weight.dtype == torch.bfloat16 and not constant("unit_size") and processor.onednn_has_amx():
+        return None  # our library was made by a compiler that does not know AMX
+    return arrange_in_one_order(weight, is_table)
+
+
+def arrange_in_one_order(weight: torch.Tensor, is_table: bool = False) -> TiledMatrix | None:
+    """The same also where oneDNN is faster, whose order of sums depends on the number of rows.
+
+    None for types that the kernels do not multiply.
+    """
+    if weight.dtype not in PLAIN:
+        return None
+    weight = weight.detach()
     if weight.dtype == torch.bfloat16:
         if size := constant("unit_size"):
             if is_table and not weight.shape[1] % size and len(weight) >= size:
-                return _in_table(weight.detach())
-            return _in_pairs(weight.detach(), size)
-        if processor.onednn_has_amx():  # and ours was made by a compiler that does not know it
-            return None
-    return _arranged(weight.detach(), PLAIN[weight.dtype], weight.shape[1])
+                return _in_table(weight)
+            return _in_pairs(weight, size)
+        vectors = constant("vector_unit_size")
+        if vectors and processor.has_fast_vectors(processor.cpu_info()):
+            return _in_pairs(weight, vectors)
+    return tiled_plain(weight)
+
+
+def tiled_plain(weight: torch.Tensor) -> TiledMatrix:
+    """Copy a plain weight to tiles that are multiplied in float32, on any processor."""
+    return _arranged(weight, PLAIN[weight.dtype], weight.shape[1])
 
 
 def plain_of(weight: "TiledMatrix | TiledBytes") -> torch.Tensor | None:
@@ -174,15 +192,17 @@ def tiled_linear(
     """`x @ weight.T + bias` [T, N] of x [T, K].
 
     Reads each weight once for up to 64 rows of a table, and for 128 rows or more of other weights.
-    An output depends only on its own row, and not on the number of threads. Rows in float32 and a
-    weight for AMX, which are seldom together, are multiplied by plain PyTorch.
+    An output depends only on its own row, and not on the number of threads. Rows in float32 and
+    weights in layouts for bfloat16 are seldom together: each call then copies the weight.
     """
     if not isinstance(weight, TiledMatrix):
+        if x.dtype == torch.float32:
+            return tiled_linear(x, tiled_plain(weight.values()), bias)
         return weight.linear(x, bias)
-    if weight.kind in FOR_AMX and x.dtype == torch.float32:
+    if weight.kind in OF_PAIRS and x.dtype == torch.float32:
         plain = plain_of(weight)
         assert plain is not None
-        return F.linear(x, plain.float(), bias)
+        return tiled_linear(x, tiled_plain(plain), bias)
     num_rows, size_in = x.shape
     size_out = weight.shape[0]
     assert size_in == weight.shape[1] and x.stride(1) == 1 and x.dtype in DTYPES

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from nanovllm.kernels.operands.expert_biases import ExpertBiases
 from nanovllm.kernels.operands.low_rank import PairAdditions
 from nanovllm.kernels.plain.experts import Weights, adapted_experts, experts
+from nanovllm.kernels.plain.sigmoid import sigmoid
 
 Linear = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
 
@@ -57,4 +58,4 @@ def clamped_gate(x: torch.Tensor, biases: ExpertBiases) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
     gate = gate.clamp(max=biases.limit)
     up = up.clamp(-biases.limit, biases.limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * biases.alpha))
+    return (up + 1) * (gate * sigmoid(gate * biases.alpha))

@@ -3,6 +3,7 @@
 import torch
 
 from nanovllm.kernels.operands.routing import ExpertGroups, Routing
+from nanovllm.kernels.plain.sigmoid import sigmoid
 
 
 def choose_experts(
@@ -20,7 +21,7 @@ def choose_experts(
         outputs = (outputs / routing.soft_cap).tanh() * routing.soft_cap
     scores = outputs
     if routing.scores != "softmax of chosen":
-        scores = outputs.sigmoid() if routing.scores == "sigmoid" else outputs.softmax(dim=-1)
+        scores = sigmoid(outputs) if routing.scores == "sigmoid" else outputs.softmax(dim=-1)
     choice = scores if bias is None else scores + bias
     if routing.groups is not None:
         choice = _in_best_groups(choice, routing.groups)
