@@ -11,13 +11,8 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.cpu.attention import (
-    NO_WINDOW,
-    SPLIT_KEYS,
-    AttentionPlan,
-    Step,
-    slot_bytes,
-)
+from nanovllm.kernels.cpu import attention as attending
+from nanovllm.kernels.cpu.attention import NO_WINDOW, AttentionPlan, Step, slot_bytes
 from nanovllm.kernels.cpu.library import DTYPES, MAX_HEAD_DIM, address, function
 from nanovllm.kernels.cpu.products import ProductStruct, function_address, products
 from nanovllm.kernels.cpu.rms_norm import of_weight
@@ -234,6 +229,7 @@ def context_struct(
         num_tasks=len(work.tasks), num_merges=len(work.merges), q_stride=num_heads * head_dim,
         k_stride=stride, v_stride=stride, table_stride=tables.stride(0), block_size=block_size,
         q_heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim, value_dim=head_dim,
-        window=reach, threads=torch.get_num_threads(), slot_bytes=of_slot, part_keys=SPLIT_KEYS,
+        window=reach, threads=torch.get_num_threads(), slot_bytes=of_slot,
+        part_keys=attending.SPLIT_KEYS,
     )  # fmt: skip
     return ContextStruct(attention, slots.data_ptr()), partial
