@@ -1,5 +1,6 @@
 // Attention of all tasks of a step. A row is a query of one head. A sequence's rows with the same
-// key head are computed together, so that keys are read once for all of them.
+// key head are computed together, so that keys are read once for all of them. softmax.h has the order
+// of sums.
 
 #pragma once
 
@@ -33,11 +34,12 @@ struct Step {
     const int32_t* q_ends;
     const int32_t* k_lens;
     const int32_t* tables;  // null: a sequence's keys are in the rows of its queries
-    const int32_t* tasks;   // [num_tasks, 5]: sequence, first row, first key, end key, slot
+    const int32_t* tasks;   // [num_tasks, 5]: sequence, first row, first key, end key, slot or -1
     const int32_t* merges;  // [num_merges, 4]: sequence, first row, first slot, end slot
     char* partial;          // [slots, KVH, slot_bytes]: states to be merged
     int64_t num_tasks, num_merges, q_stride, k_stride, v_stride, table_stride, block_size;
     int64_t q_heads, kv_heads, head_dim, value_dim, window, threads, slot_bytes;
+    int64_t part_keys;  // a multiple of KEYS
     float scale;
     float soft_cap;      // on the scores; 0: no cap
     const float* sinks;  // [H]; null: no sinks
@@ -51,7 +53,7 @@ struct Step {
     // Sequences of few rows need no tile. A tile converts shared keys to float32 once, not anew for
     // every four rows and for each product.
     bool is_few(int64_t seq) const {
-        return num_rows(seq) <= (SHARED ? 4 : FEW) && head_dim % LANES == 0;
+        return num_rows(seq) <= (SHARED ? 4 : FEW) && head_dim % 16 == 0;
     }
 
     AnyState& slot_state(int64_t slot, int64_t kv_head) const {
@@ -108,7 +110,8 @@ struct Step {
     void write(const TileState& state, int64_t seq, int64_t first, int64_t kv_head) const {
         const int64_t rows = std::min<int64_t>(TILE, num_rows(seq) - first);
         for (int64_t r = 0; r < rows; r++) {
-            const float factor = share(state.total[r], state.top[r], first + r, kv_head);
+            const float factor =
+                share(state.total[r], state.top[r], first + r, kv_head) * load_factor<K>;
             T* to = output(seq, first + r, kv_head);
             for (int64_t d = 0; d < value_dim; d++) to[d] = narrow<T>(state.sums[d][r] * factor);
         }
@@ -117,6 +120,7 @@ struct Step {
     void run_few(const int32_t* task, int64_t kv_head) const {
         const int64_t seq = task[0], slot = task[4], rows = num_rows(seq);
         alignas(CACHE_LINE) float queries[FEW][MAX_HEAD_DIM];
+        const int64_t columns = value_columns(LANES);
         int32_t limits[FEW];
         for (int64_t r = 0; r < FEW; r++) {  // rows after the last one repeat it
             const int64_t row = std::min(r, rows - 1);
@@ -127,11 +131,12 @@ struct Step {
         }
         State own;
         State& state = slot < 0 ? own : slot_state(slot, kv_head).few;
-        const int64_t columns = value_columns(LANES);
-        state.clear(columns);
-        (rows <= 2 ? attend_few<2, K> : attend_few<4, K>)(
-            state, queries, limits, window, rows, context(seq, kv_head), head_dim, columns,
-            task[2], task[3], soft_cap * LOG2E);
+        const auto attend = rows <= 2 ? attend_few<2, K> : attend_few<4, K>;
+        attend_parts(state, task[2], task[3], part_keys, columns,
+                     [&](State& part, int64_t from, int64_t to) {
+                         attend(part, queries, limits, window, rows, context(seq, kv_head), head_dim,
+                                columns, from, to, soft_cap * LOG2E);
+                     });
         if (slot < 0) write(state, seq, kv_head);
     }
 
@@ -143,17 +148,20 @@ struct Step {
         TileState own;
         TileState& state = slot < 0 ? own : slot_state(slot, kv_head).tile;
         const int64_t columns = value_columns(SHARED ? 2 * BLOCK : BLOCK);
-        state.clear(columns);
         for (int64_t r = 0; r < TILE; r++) {
             const int64_t row = first + std::min(r, rows - 1);
             const T* from = query(seq, row, kv_head);
             limits[r] = limit(seq, row);
-            for (int64_t d = 0; d < head_dim; d++) queries[d][r] = widen(from[d]) * (scale * LOG2E);
+            const float factor = scale * LOG2E * load_factor<K>;
+            for (int64_t d = 0; d < head_dim; d++) queries[d][r] = widen(from[d]) * factor;
         }
         const auto attend = SHARED && rows <= LANES ? attend_tile<K, SHARED, SHARED ? 1 : 2>
                                                     : attend_tile<K, SHARED, 2>;
-        attend(state, queries, limits, window, context(seq, kv_head), head_dim, columns, task[2],
-               task[3], soft_cap * LOG2E);
+        attend_parts(state, task[2], task[3], part_keys, columns,
+                     [&](TileState& part, int64_t from, int64_t to) {
+                         attend(part, queries, limits, window, context(seq, kv_head), head_dim,
+                                columns, from, to, soft_cap * LOG2E);
+                     });
         if (slot < 0) write(state, seq, first, kv_head);
     }
 
@@ -163,7 +171,7 @@ struct Step {
         AnyState& state = slot_state(part[2], kv_head);
         for (int64_t slot = part[2] + 1; slot < part[3]; slot++) {
             const AnyState& other = slot_state(slot, kv_head);
-            if (is_few(seq)) state.few.add(other.few, num_rows(seq), value_columns(LANES));
+            if (is_few(seq)) state.few.add(other.few, value_columns(LANES), num_rows(seq));
             else state.tile.add(other.tile, value_dim);
         }
         if (is_few(seq)) write(state.few, seq, kv_head);

@@ -14,8 +14,10 @@ from nanovllm.kernels.cpu.library import address, constant, function
 from nanovllm.kernels.kv_layer import CODES, KVLayer
 
 HEAD_DIM_STEP = 8  # a head dimension is a multiple of it
+FEW_STEP = 16  # also of it, if few rows are computed without tiles
 # Keys of a task if a sequence has few queries: threads share the parts of a long context.
-# The splits depend only on its length, so that its sums are the same in any batch.
+# Every context is divided at multiples of this number, a multiple of KEYS of vector.h, and the sums
+# of parts are added in order: also those that one thread computes.
 SPLIT_KEYS = 1024
 SPLIT_QUERIES = 8  # tiles of a sequence with up to this many queries are split, too
 NO_WINDOW = 2**31 - 1  # longer than any context
@@ -26,7 +28,7 @@ STEP_POINTERS = (
 )  # fmt: skip
 STEP_INTEGERS = (
     "num_tasks", "num_merges", "q_stride", "k_stride", "v_stride", "table_stride", "block_size",
-    "q_heads", "kv_heads", "head_dim", "value_dim", "window", "threads", "slot_bytes",
+    "q_heads", "kv_heads", "head_dim", "value_dim", "window", "threads", "slot_bytes", "part_keys",
 )  # fmt: skip
 
 
@@ -85,7 +87,7 @@ def plan_attention(
     assert q_ends.is_contiguous() and k_lens.is_contiguous()
     if block_tables is not None:
         assert block_tables.dtype == torch.int32 and block_tables.stride(1) == 1
-    few = constant("few_rows") if head_dim % constant("lanes") == 0 else 0
+    few = constant("few_rows") if head_dim % FEW_STEP == 0 else 0
     return AttentionPlan(q_ends, k_lens, block_tables, group, few)
 
 
@@ -106,7 +108,7 @@ def _make_tasks(plan: AttentionPlan, window: int) -> Tasks:
             tasks += whole
             continue
         for _, row, start, end, _ in whole:
-            starts = range(start, max(start, end - num_queries) + 1, SPLIT_KEYS)
+            starts = [start, *range(start // SPLIT_KEYS * SPLIT_KEYS + SPLIT_KEYS, end, SPLIT_KEYS)]
             ends_of = [*starts[1:], end]
             slots = range(num_slots, num_slots + len(starts))
             tasks += [(seq, row, *part) for part in zip(starts, ends_of, slots, strict=True)]
@@ -175,7 +177,7 @@ def attend(
         work.tasks.data_ptr(), work.merges.data_ptr(), partial.data_ptr(), len(work.tasks),
         len(work.merges), q.stride(0), k.stride(0), v.stride(0),
         0 if tables is None else tables.stride(0), block_size, num_heads, num_kv_heads, head_dim,
-        values, reach, torch.get_num_threads(), of_slot, kv.scale, kv.soft_cap or 0.0,
+        values, reach, torch.get_num_threads(), of_slot, SPLIT_KEYS, kv.scale, kv.soft_cap or 0.0,
         address(kv.sinks),
     )  # fmt: skip
     kind = "attention" if kv.value_width is None else "attention_latents"

@@ -10,8 +10,8 @@
 
 namespace {
 
-// The addresses of KEYS keys and values, and of the next KEYS to prefetch. The last key is repeated
-// to fill them. For codes, also the places of their scales.
+// The addresses of KEYS keys and values, and of the next KEYS to prefetch. The first and the last key
+// are repeated to fill them. For codes, also the places of their scales.
 template <typename T>
 struct Near {
     const T *keys[2 * KEYS], *values[2 * KEYS];
@@ -41,13 +41,16 @@ struct Context {
     const bf16 *key_scales, *value_scales;  // for codes: of this head, in the first block
     int64_t scale_stride;                   // from a block to the next
 
-    // Write the addresses of KEYS tokens from `start` on to the second half of `near`.
-    void find(Near<T>& near, int64_t start, int64_t end) const {
+    // Write the addresses of KEYS tokens from `start` on to the second half of `near`: of those in
+    // [first, end), and of the nearest of these for the others.
+    void find(Near<T>& near, int64_t start, int64_t first, int64_t end) const {
         const T **k = near.keys + KEYS, **v = near.values + KEYS;
         int64_t* scales = near.scales + KEYS;
-        int64_t block = start / block_size, offset = start % block_size;
+        int64_t block = std::max(start, first) / block_size;
+        int64_t offset = std::max(start, first) % block_size;
         for (int j = 0; j < KEYS; j++) {
-            const int64_t token = table ? table[block] * block_size + offset : start + j;
+            const int64_t token =
+                table ? table[block] * block_size + offset : std::max(start + j, first);
             k[j] = keys + token * key_stride;
             v[j] = values + token * value_stride;
             if constexpr (is_codes<T>) {
@@ -57,13 +60,13 @@ struct Context {
                     __builtin_prefetch(value_scales + scales[j]);
                 }
             }
-            if (start + j + 1 < end && ++offset == block_size) block++, offset = 0;
             if (start + j + 1 >= end) {
                 std::fill(k + j, k + KEYS, k[j]);
                 std::fill(v + j, v + KEYS, v[j]);
                 if constexpr (is_codes<T>) std::fill(scales + j, scales + KEYS, scales[j]);
                 return;
             }
+            if (start + j >= first && ++offset == block_size) block++, offset = 0;
         }
     }
 
@@ -83,20 +86,20 @@ struct Context {
         }
     }
 
-    // Call work(near, start, count) for the keys [first, end), up to KEYS at a time. They are
-    // divided at multiples of KEYS, so that a row's sums do not depend on where its first key is.
+    // Call work(near, start, count) for the keys [first, end), in groups of KEYS that start at
+    // multiples of KEYS. Keys of the first group before `first` are in no row's sight.
     template <typename Work>
     void go_through(int64_t first, int64_t end, const Work& work) const {
         if (first == end) return;
         Near<T> near;
-        find(near, first, end);
-        for (int64_t start = first, next; start < end; start = next) {
-            next = std::min(start / KEYS * KEYS + KEYS, end);
+        find(near, first / KEYS * KEYS, first, end);
+        for (int64_t start = first / KEYS * KEYS; start < end; start += KEYS) {
+            const int64_t next = std::min(start + KEYS, end);
             std::copy(near.keys + KEYS, near.keys + 2 * KEYS, near.keys);
             std::copy(near.values + KEYS, near.values + 2 * KEYS, near.values);
             if constexpr (is_codes<T>)
                 std::copy(near.scales + KEYS, near.scales + 2 * KEYS, near.scales);
-            find(near, std::min(next, end - 1), end);
+            find(near, std::min(next, end - 1), first, end);
             work(near, start, int(next - start));
         }
     }

@@ -30,9 +30,13 @@ inline float widen(bf16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
 // floats is larger by 120. NaN becomes 480; the scales of heads with NaN are NaN.
 constexpr int CODE_SHIFT = 20;
 constexpr int32_t CODE_BITS = int32_t(0x87f00000);
-inline float widen(e4m3 x) {
-    return bit_cast<float>(int32_t(uint32_t(int8_t(x.bits)) << CODE_SHIFT) & CODE_BITS) * 0x1p120f;
+inline float as_loaded(e4m3 x) {
+    return bit_cast<float>(int32_t(uint32_t(int8_t(x.bits)) << CODE_SHIFT) & CODE_BITS);
 }
+inline float widen(e4m3 x) { return as_loaded(x) * 0x1p120f; }
+// A number as `load` returns it.
+template <typename T>
+inline float as_loaded(T x) { return widen(x); }
 
 template <typename T>
 T narrow(float x);
@@ -50,7 +54,7 @@ inline float round_to(float x) { return widen(narrow<T>(x)); }
 
 // 2^x for x up to 128, with a relative error of at most 2^-23. 0 below -126.5, infinite from
 // 127.5 on.
-inline float exp2_of(float x) {
+__attribute__((always_inline)) inline float exp2_of(float x) {
     constexpr float SHIFT = 0x1.8p23f;  // adding it rounds to an integer, in the low bits
     x = x < -127.0f ? -127.0f : x;
     float shifted = x + SHIFT;
@@ -71,7 +75,7 @@ constexpr float LOG2E = 1.44269504f;
 
 // cap * tanh(score / cap), with an absolute error of about cap * 2^-22. Scores and cap include the
 // factor log2(e).
-inline float capped(float score, float cap) {
+__attribute__((always_inline)) inline float capped(float score, float cap) {
     const float shrunk = exp2_of(std::fabs(score) * (-2 * LOG2E / cap));
     return std::copysign(cap * ((1 - shrunk) / (1 + shrunk)), score);
 }

@@ -1,4 +1,5 @@
-// Attention of a tile: TILE rows of a sequence, each in one lane of the vectors.
+// Attention of a tile: TILE rows of a sequence, each in one lane of the vectors. It has the order of
+// sums that softmax.h says.
 
 #pragma once
 
@@ -6,8 +7,10 @@
 #include <cmath>
 #include <cstdint>
 
+#include "add_product.h"
 #include "context.h"
 #include "scalar.h"
+#include "softmax.h"
 #include "vector.h"
 
 namespace {
@@ -31,10 +34,19 @@ inline void multiply(float (*c)[TILE], const float* a, int64_t a_row, int64_t a_
         for (int j = 0; j < depth; j++)
             for (int i = 0; i < ROWS; i++)
                 for (int v = 0; v < V; v++)
-                    sums[i][v] += from[i * a_row + j * a_column] * load(b[j] + v * LANES);
+                    sums[i][v] = add_product(sums[i][v], all_lanes(from[i * a_row + j * a_column]),
+                                             load(b[j] + v * LANES));
         for (int i = 0; i < ROWS; i++)
             for (int v = 0; v < V; v++) vec(c[row + i] + v * LANES) = sums[i][v];
     }
+}
+
+// Write `size` numbers as `load` returns them.
+template <typename T>
+inline void load_all(const T* from, int64_t size, float* to) {
+    int64_t d = 0;
+    for (; d + LANES <= size; d += LANES) vec(to + d) = load(from + d);
+    for (; d < size; d++) to[d] = as_loaded(from[d]);
 }
 
 // The unfinished softmax of a tile, as `State`, with a row in each lane.
@@ -50,16 +62,11 @@ struct alignas(CACHE_LINE) TileState {
 
     void add(const TileState& other, int64_t value_dim) {
         alignas(CACHE_LINE) float shrink[TILE], grow[TILE];
-        for (int r = 0; r < TILE; r++) {
-            const float highest = std::max(top[r], other.top[r]);
-            shrink[r] = exp2_of(top[r] - highest);
-            grow[r] = exp2_of(other.top[r] - highest);
-            top[r] = highest;
-            total[r] = total[r] * shrink[r] + other.total[r] * grow[r];
-        }
+        join<TILE>(top, total, other.top, other.total, shrink, grow);
         for (int64_t d = 0; d < value_dim; d++)
-            for (int r = 0; r < TILE; r++)
-                sums[d][r] = sums[d][r] * shrink[r] + other.sums[d][r] * grow[r];
+            for (int r = 0; r < TILE; r += LANES)
+                vec(sums[d] + r) = add_product(load(sums[d] + r) * load(shrink + r),
+                                               load(other.sums[d] + r), load(grow + r));
     }
 };
 
@@ -84,23 +91,19 @@ void attend_tile(TileState& state, const float (*q)[TILE], const int32_t* limits
     const int32_t all_see_from = *std::max_element(lows, lows + TILE);
     context.go_through(first, end, [&](const Near<T>& near, int64_t start, int count) {
         const int padded = (count + block_rows<V> - 1) / block_rows<V> * block_rows<V>;
-        if constexpr (is_codes<T>) context.read_scales(near, 1.0f, key_scales, value_scales);
+        if constexpr (is_codes<T>) context.read_scales(near, CODE_FACTOR, key_scales, value_scales);
         for (int j = 0; j < padded; j++) {
             for (int64_t d = 0; d < head_dim; d += BLOCK) {
                 fetch_next(near.keys + j, d);
                 if (!SHARED) fetch_next(near.values + j, d);
             }
-            for (int64_t d = 0; d < head_dim; d++) {
-                keys[j * head_dim + d] = widen(near.keys[j][d]);
-                if constexpr (is_codes<T>) keys[j * head_dim + d] *= key_scales[j];
-            }
-            if (SHARED) continue;
-            for (int64_t d = 0; d < head_dim; d++) {
-                values[j * head_dim + d] = widen(near.values[j][d]);
-                if constexpr (is_codes<T>) values[j * head_dim + d] *= value_scales[j];
-            }
+            load_all(near.keys[j], head_dim, keys + j * head_dim);
+            if (!SHARED) load_all(near.values[j], head_dim, values + j * head_dim);
         }
         multiply<false, V>(scores, keys, head_dim, 1, q, padded, int(head_dim), nullptr);
+        if constexpr (is_codes<T>)
+            for (int j = 0; j < count; j++)
+                for (int r = 0; r < TILE; r++) scores[j][r] *= key_scales[j];
         if (cap != 0)
             for (int j = 0; j < count; j++)
                 for (int r = 0; r < TILE; r++) scores[j][r] = capped(scores[j][r], cap);
@@ -115,15 +118,16 @@ void attend_tile(TileState& state, const float (*q)[TILE], const int32_t* limits
         std::copy(top, top + TILE, shrink);
         for (int j = 0; j < count; j++)
             for (int r = 0; r < TILE; r++) top[r] = scores[j][r] > top[r] ? scores[j][r] : top[r];
-        for (int r = 0; r < TILE; r++) {
-            shrink[r] = exp2_of(shrink[r] - top[r]);
-            total[r] *= shrink[r];
-        }
+        for (int r = 0; r < TILE; r++) shrink[r] = exp2_of(shrink[r] - top[r]);
         for (int j = 0; j < count; j++)
-            for (int r = 0; r < TILE; r++) {
-                scores[j][r] = exp2_of(scores[j][r] - top[r]);
-                total[r] += scores[j][r];
-            }
+            for (int r = 0; r < TILE; r++) scores[j][r] = exp2_of(scores[j][r] - top[r]);
+        std::fill(scores[count], scores[KEYS], 0.0f);
+        for (int r = 0; r < TILE; r += LANES)
+            vec(total + r) = add_product(totals_of((const float(*)[TILE])(scores[0] + r)),
+                                         load(total + r), load(shrink + r));
+        if constexpr (is_codes<T>)
+            for (int j = 0; j < count; j++)
+                for (int r = 0; r < TILE; r++) scores[j][r] *= value_scales[j];
         multiply<true, V>(state.sums, values, 1, head_dim, scores, int(value_dim), count, shrink);
     });
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.kernels.cpu import attention as attending
 from nanovllm.kernels.cpu.attention import NO_WINDOW, AttentionPlan, Step, slot_bytes
 from nanovllm.kernels.cpu.library import DTYPES, MAX_HEAD_DIM, address, function
 from nanovllm.kernels.cpu.products import ProductStruct, function_address, products
@@ -229,5 +230,6 @@ def context_struct(
         k_stride=stride, v_stride=stride, table_stride=tables.stride(0), block_size=block_size,
         q_heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim, value_dim=head_dim,
         window=reach, threads=torch.get_num_threads(), slot_bytes=of_slot,
+        part_keys=attending.SPLIT_KEYS,
     )  # fmt: skip
     return ContextStruct(attention, slots.data_ptr()), partial
