@@ -42,9 +42,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "after sleep": dict(options=dict(enable_sleep_mode=True), sleeps=True),
     "all of it": dict(
         small_pool=True,
-        options=dict(
-            max_num_batched_tokens=96, scheduling="mixed", speculative_config=NGRAM
-        ),
+        options=dict(max_num_batched_tokens=96, scheduling="mixed", speculative_config=NGRAM),
     ),
 }
 

@@ -23,6 +23,11 @@ def check_invariance(config: "Config", model_config: "ModelConfig") -> None:
 def _not_on_a_gpu(config: "Config", model_config: "ModelConfig") -> str | None:
     """Which kernels for GPUs have no order of sums that holds for all steps, if some have none."""
     caches = [cache for layer in model_config.layers for cache in layer.cache.each]
+    dtype = model_config.dtype if config.dtype == "auto" else config.dtype
+    if dtype != "bfloat16":
+        return f"with dtype={dtype!r}"
+    if config.kv_cache_dtype != "auto":
+        return f"with kv_cache_dtype={config.kv_cache_dtype!r}"
     if config.tensor_parallel_size > 1:
         return f"with tensor_parallel_size={config.tensor_parallel_size}"
     quantization = model_config.quantization

@@ -205,11 +205,11 @@ def test_kernels_in_one_order_leave_nothing_to_onednn(monkeypatch: pytest.Monkey
     for dtype in (BF16, F32):
         weight = torch.randn(64, 64).to(dtype)
         assert cpu_kernels().arrange_plain(weight) is None
-        operand = cpu_kernels(batch_invariant=True).arrange_plain(weight)
+        operand = cpu_kernels(one_order=True).arrange_plain(weight)
         assert isinstance(operand, TiledMatrix)
         found = cpu_kernels().plain_of(operand)
         assert found is not None and torch.equal(found, weight)
-    assert cpu_kernels(batch_invariant=True).arrange_plain(torch.ones(64, 64).half()) is None
+    assert cpu_kernels(one_order=True).arrange_plain(torch.ones(64, 64).half()) is None
 
 
 def test_units_have_pairs_of_inputs_next_to_each_other() -> None:

@@ -24,7 +24,7 @@ from nanovllm.layers.sparse_gelu import SparseGeluAndMul
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
-KERNELS = cpu_kernels(batch_invariant=True)
+KERNELS = cpu_kernels(one_order=True)
 COUNTS = (*range(1, 20), 37, 40, 55, 70)  # PyTorch has another order for some of them
 DTYPES = [torch.float32, torch.bfloat16]
 MAKE = Build(ALONE, PLAIN_FORMATS, 64)

@@ -35,13 +35,13 @@ CPU_PLACES = PLAIN_PLACES | {
 IN_ONE_ORDER = {"arrange_plain": "cpu.tiled_linear:arrange_in_one_order"}
 
 
-def cpu_kernels(batch_invariant: bool = False) -> Kernels:
+def cpu_kernels(one_order: bool = False) -> Kernels:
     """The CPU's kernels in C++; each call is a RuntimeError where they cannot be compiled.
 
-    If `batch_invariant`, oneDNN multiplies no weights.
+    If sums have one order, oneDNN multiplies no weights.
     """
-    places = CPU_PLACES | IN_ONE_ORDER if batch_invariant else CPU_PLACES
+    places = CPU_PLACES | IN_ONE_ORDER if one_order else CPU_PLACES
     return Kernels(
         "C++", places, rounding=nothing, few_rows=nothing, router=nothing,
-        write_table=None, peers=None, in_one_order=batch_invariant,
+        write_table=None, peers=None, in_one_order=one_order,
     )  # fmt: skip

@@ -253,7 +253,7 @@ def _cpu_kernels(specs: Specs) -> Kernels:
     for name, is_needed in needed.items():
         if is_needed:
             prepare(name)
-    return _try_kernels(cpu_kernels(), specs)
+    return _try_kernels(cpu_kernels(spec.one_order), specs)
 
 
 def _triton_kernels(specs: Specs) -> Kernels:
