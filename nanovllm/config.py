@@ -164,10 +164,7 @@ class Config:
     )
     enforce_eager: bool = option(False, "do not use CUDA graphs", TRUE_OR_FALSE)
     batch_invariant: bool = option(
-        False,
-        "bit for bit the same tokens and log-probabilities of a request, whatever else runs:"
-        " docs/exactness.md",
-        TRUE_OR_FALSE,
+        False, "answers never depend on other requests: docs/exactness.md", TRUE_OR_FALSE
     )
     kvcache_block_size: int | None = option(
         None,

@@ -30,7 +30,7 @@ class AllFeatures(Features):
         """The parts of every rank's shard for these options."""
         drafting, steps, memory = None, list[MakeStepPart](), None
         if config.batch_invariant:
-            from nanovllm.batch_invariance import check_invariance
+            from nanovllm.models.invariance import check_invariance
 
             check_invariance(config, model_config)
         if config.speculative_config is not None:

@@ -116,13 +116,7 @@ class Prefills:
                 table[:, : width or None].index_select(0, table_rows)
                 for table in self.table.block_tables[: len(groups)]
             ]
-        context = Context(
-            is_prefill=True,
-            slot_mapping=groups[0],
-            cu_seqlens_q=q_ends,
-            cu_seqlens_k=k_ends,
-            max_seqlen_q=int(np.diff(prefill.cu_seqlens_q).max()),
-            max_seqlen_k=int(np.diff(prefill.cu_seqlens_k).max()),
-            block_tables=tables[0],
-        )
+        ends = prefill.cu_seqlens_q, prefill.cu_seqlens_k
+        queries, keys = (int(np.diff(each).max()) for each in ends)
+        context = Context(True, groups[0], q_ends, k_ends, queries, keys, block_tables=tables[0])
         return input_ids, positions, contexts_of(context, groups[1:], tables[1:])

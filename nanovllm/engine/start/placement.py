@@ -41,17 +41,13 @@ class Placement:
 
     def settle(self, config: Config) -> Config:
         """The options with this placement's choices, so that other ranks choose the same."""
+        batched = config.max_num_batched_tokens or BATCHED_TOKENS[self.device.type]
         return replace(
-            config,
-            device=str(self.device),
-            dtype=str(self.dtype),
-            kvcache_block_size=self.block_size,
-            attention_backend=self.backend.attention.name,
-            max_num_batched_tokens=config.max_num_batched_tokens
-            or BATCHED_TOKENS[self.device.type],
-            max_num_seqs=config.max_num_seqs or self.num_seqs,
+            config, device=str(self.device), dtype=str(self.dtype),
+            kvcache_block_size=self.block_size, attention_backend=self.backend.attention.name,
+            max_num_batched_tokens=batched, max_num_seqs=config.max_num_seqs or self.num_seqs,
             overlap=self.device.type == "cuda" if config.overlap is None else config.overlap,
-        )
+        )  # fmt: skip
 
 
 def resolve_placement(config: Config, model_config: ModelConfig, ranks: Ranks) -> Placement:
