@@ -63,13 +63,13 @@ def _expert_rows_kernel(  # type: ignore[no-untyped-def]
                 w = weight_tiles.load([first_row, at])
             else:
                 w = tl.load(w_at + at, mask=(n < N)[:, None] & inside, other=0.0)
-            acc += dot(w, tl.trans(x))
+            acc = dot(w, tl.trans(x), acc)
             if GATED:
                 if COPIED:
                     w = weight_tiles.load([first_row + N, at])
                 else:
                     w = tl.load(w_at + N * K + at, mask=(n < N)[:, None] & inside, other=0.0)
-                up += dot(w, tl.trans(x))
+                up = dot(w, tl.trans(x), up)
         let_next_begin(EARLY)
         if P:
             p = tl.arange(0, BLOCK_P)[None, :]

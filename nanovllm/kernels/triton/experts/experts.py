@@ -64,7 +64,7 @@ def _grouped_linear_kernel(  # type: ignore[no-untyped-def]
             left = k < size_in - at
             x = tl.load(x_at + at, mask=real[:, None] & left[None, :], other=0.0)
             w = tl.load(weight_at + at, mask=inside[None, :] & left[:, None], other=0.0)
-            acc += dot(x, w)
+            acc = dot(x, w, acc)
         _store_pairs(acc, out_ptr, shares_ptr, pair, real, n, size_out, SHARES)
 
 

@@ -64,10 +64,10 @@ def multiply_tiles(  # type: ignore[no-untyped-def]
     for k in range(0, K, BLOCK_K):
         x = x_tiles.load([first_t, k])
         weight = weight_tiles.load([first_n, k])
-        acc += dot(weight, tl.trans(x)) if TURNED else dot(x, tl.trans(weight))
+        acc = dot(weight, tl.trans(x), acc) if TURNED else dot(x, tl.trans(weight), acc)
         if GATED:
             weight = weight_tiles.load([N + first_n, k])
-            up += dot(weight, tl.trans(x)) if TURNED else dot(x, tl.trans(weight))
+            up = dot(weight, tl.trans(x), up) if TURNED else dot(x, tl.trans(weight), up)
     let_next_begin(EARLY)
     if TURNED:
         acc = tl.trans(acc)

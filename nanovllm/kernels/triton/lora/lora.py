@@ -68,7 +68,7 @@ def multiply_down(  # type: ignore[no-untyped-def]
                 left = k < stop - at
                 x = tl.load(x_at + at, mask=real[:, None] & left[None, :], other=0.0)
                 a = tl.load(a_at + at, mask=wanted[None, :] & left[:, None], other=0.0)
-                acc += dot(x, a)
+                acc = dot(x, a, acc)
         row = part * num_rows + pair
         down_at = down_ptr + row[:, None] * width + r[None, :]
         tl.store(down_at, acc, mask=real[:, None] & wanted[None, :])
@@ -153,7 +153,7 @@ def _up_kernel(  # type: ignore[no-untyped-def]
             b = tl.load(
                 b_at + at * size_out, mask=(r < rank - at)[:, None] & inside[None, :], other=0.0
             )
-            acc += dot(down.to(b.dtype), b)
+            acc = dot(down.to(b.dtype), b, acc)
         if SHARES:
             acc *= tl.load(shares_ptr + pair, mask=real, other=0.0)[:, None]
         if P:
