@@ -207,27 +207,6 @@ def mx_experts(tokens: int, dtype: torch.dtype = torch.bfloat16, is_wide: bool =
     biased_experts(of_type(tokens, 2880), stack(5760), stack(2880), ids, shares, 32, biases)
 
 
-def mx_held(tokens: int, runs: int) -> None:
-    """Experts whose codes registers hold, in kernels that begin early."""
-    from nanovllm.kernels.triton.experts import mx_experts as grouped
-    from nanovllm.kernels.triton.experts import mx_few
-
-    held = dict(HELD_RUNS=runs, HELD_RUNS_OF_ONE=runs)
-    with (
-        mock.patch.multiple(mx_few, **held, MOST_EARLY_PAIRS=4 * tokens),
-        mock.patch.multiple(grouped, **held),
-    ):
-        mx_experts(tokens)
-
-
-def ring_rows(rows: int) -> None:
-    """The layers of gpt-oss, whose weights pass through rings."""
-    from nanovllm.kernels.triton.linear import held_weights
-
-    with mock.patch.object(held_weights, "MOST_RING_ROWS", rows):
-        few_rows(2880, 4096, 2880, 5120, rows, bias=True)
-
-
 def quantized_experts(form: Format, tokens: int) -> None:
     from nanovllm.kernels.triton.experts.experts import experts
     from nanovllm.kernels.triton.linear.quantized_linear import arrange
@@ -740,15 +719,10 @@ CALLS: dict[str, Callable[[], object]] = {
     "biased_experts, gpt-oss": partial(biased_experts, 64),
     **{
         f"mx_experts, gpt-oss, {tokens} tokens": partial(mx_experts, tokens)
-        for tokens in (8, 200, 256, 8 * TOKENS - 95, 8 * TOKENS)
+        for tokens in (32, 64, 200, 256, 8 * TOKENS - 95, 8 * TOKENS)
     },
     "few_mx_experts, gpt-oss": partial(mx_experts, 1),
     "few_mx_experts, large scales": partial(mx_experts, 3, is_wide=True),
-    **{
-        f"few_mx_held, gpt-oss, {tokens} tokens, {runs} runs": partial(mx_held, tokens, runs)
-        for tokens in (1, 32)
-        for runs in (3, 4, 6)
-    },
     "mx_experts, float32": partial(mx_experts, 3, torch.float32),
     "mx_experts, large scales": partial(mx_experts, 8, is_wide=True),
     "route, 256 experts": partial(route, 32 * TOKENS, num_experts=256),
@@ -778,9 +752,6 @@ CALLS: dict[str, Callable[[], object]] = {
             few_rows, 896, 896, 4864, 1152, rows, bias=True
         )
         for rows in (1, 8)
-    },
-    **{
-        f"few_ring_rows, gpt-oss, {rows} rows": partial(ring_rows, rows) for rows in (1, 16, 32, 64)
     },
     **{
         f"quantized_rows, {name}, {rows} rows": partial(
@@ -1045,6 +1016,7 @@ SPILLS = {
     "ordered_prefill": 288,
     "experts, int4": 160,
     "mx_experts, float32": 448,  # tensor cores do not multiply them
+    "mx_experts, gpt-oss, 64 tokens": 8,  # the grouping of 256 pairs, on an RTX 50
     "lora, 64 rows": 16,  # on an RTX 50
     "block_products, 256 rows, Q8_0": 16,  # not on Hopper, whose tiles are larger
     "few_adapted_rows, 1024, 64 rows": 16,
@@ -1071,8 +1043,7 @@ RARER_ROWS = (" 16 rows", " 32 rows", "float32")
 def capabilities(name: str) -> tuple[int, ...]:
     """The GPUs where its kernels are used, and differ enough from those of another case."""
     parts = (
-        "few_rows", "few_ring_rows", "few_mx_held", "few_experts", "few_adapted",
-        "hopper", "eager", "many tokens",
+        "few_rows", "few_experts", "few_adapted", "hopper", "eager", "many tokens",
         "codes, block size 16",  # which must be asked for
     )  # fmt: skip
     alone = any(part in name for part in parts)

@@ -35,12 +35,7 @@ from nanovllm.kernels.triton.linear import few_rows as module
 from nanovllm.kernels.triton.linear import held_weights
 from nanovllm.kernels.triton.linear.few_rows import FewRows, few_rows_for
 from nanovllm.kernels.triton.linear.few_rows_tiles import tiles_for
-from nanovllm.kernels.triton.linear.held_weights import (
-    can_hold_tiles,
-    can_share_tiles,
-    can_use_rings,
-    ring_splits,
-)
+from nanovllm.kernels.triton.linear.held_weights import can_hold_tiles, can_share_tiles
 from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers import few_rows as layers_few_rows
 from nanovllm.layers.few_rows_forms import expert_weights
@@ -173,30 +168,6 @@ def test_up_to_32_rows_of_small_weights_share_memory(
     assert launched == [rows for rows in (17, 24, 31, 32) for _ in range(calls)] * used
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(
-    ("size_in", "size_out"), [(2880, 640), (4096, 2880), (8192, 192), (768, 64), (64 * 17, 4096)]
-)
-def test_weights_may_pass_through_rings(
-    size_in: int, size_out: int, gated: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the results of the twin, and zeros left behind, whatever the steps and the stages."""
-    from nanovllm.kernels.triton.linear import shared_tiles
-
-    monkeypatch.setattr(held_weights, "MOST_RING_ROWS", 64)
-    monkeypatch.setattr(held_weights, "LEAST_RING_BYTES", 0)
-    monkeypatch.setattr(held_weights, "can_hold_tiles", lambda *_: False)
-    monkeypatch.setattr(shared_tiles, "can_share_tiles", lambda *_: False)
-    weight = torch.zeros(size_out * (1 + gated), size_in, dtype=bf16, device="meta")
-    launched = rows_of_launches(shared_tiles, monkeypatch)
-    for rows in (1, 2, 7, 16, 17, 32, 64):
-        few = compare_with_twins(Shape(rows, size_in, size_out, True, 3, seed=rows), gated)
-        assert few.arrivals is not None and not few.arrivals.any()
-    calls = 7 * (1 if gated else 3)
-    assert len(launched) == calls * can_use_rings(1, weight)
-
-
 def rows_of_launches(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of each launch of a kernel's module, from now on."""
     launched: list[int] = []
@@ -265,29 +236,6 @@ def test_memory_is_shared_by_the_weights_that_it_has_room_for(
     assert can_share_tiles(rows, weight) == can
     tiles = size_out // held_weights.SHARED_OUTPUTS
     assert not can or tiles * (size_in // held_weights.TILE_INPUTS) <= module.MOST_TILES
-
-
-@pytest.mark.parametrize(
-    ("size_out", "size_in", "splits"),
-    [
-        (5120, 2880, 3), (2880, 4096, 4), (2560, 2880, 5), (6144, 4096, 2), (4096, 4096, 4),
-        (8448, 4096, 2), (8512, 4096, 1), (2880, 2880, 5), (5120, 2896, 1), (5136, 2880, 1),
-        (640, 2880, 1), (64, 1 << 17, 256),
-    ],
-)  # fmt: skip
-def test_programs_that_share_a_tile_of_a_ring_run_at_once(
-    size_out: int, size_in: int, splits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With equally many inputs; weights that are small, or of other sizes, have no rings."""
-    weight = torch.zeros(size_out, size_in, dtype=bf16, device="meta")
-    assert not can_use_rings(held_weights.MOST_RING_ROWS + 1, weight)
-    monkeypatch.setattr(held_weights, "MOST_RING_ROWS", 8)
-    assert can_use_rings(8, weight) == (splits > 1) and not can_use_rings(9, weight)
-    if splits > 1:
-        tiles = size_out // held_weights.SHARED_OUTPUTS
-        assert ring_splits(tiles, size_in) == splits
-        assert size_in % (splits * held_weights.RING_INPUTS) == 0
-        assert tiles <= module.MOST_TILES and splits * tiles <= held_weights.MOST_RINGS
 
 
 def scaled_of(shape: Shape, device: str) -> Scaled:

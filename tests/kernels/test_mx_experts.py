@@ -56,7 +56,10 @@ def values(weights: list[BlockMatrix]) -> torch.Tensor:
 SHAPES = [
     Shape(1, 1, 1, 32, 96),
     Shape(9, 3, 6, 160, 96, below=1, above=2, last=False),
-    Shape(1, 3, 6, 416, 288, bf16, below=1, above=1),  # few pairs, which are not grouped
+    # Few pairs, which are not grouped; some, whose codes registers hold; many in tiles of 16.
+    Shape(1, 3, 6, 608, 160, bf16, below=1, above=1),
+    Shape(9, 2, 3, 288, 32, bf16, below=1),
+    Shape(65, 2, 16, 32, 32, bf16),
     Shape(3, 4, 5, 160, 96, torch.float16, last=False),
     Shape(40, 2, 4, 128, 160, bf16),
     Shape(33, 2, 2, 160, 32, torch.float16, below=1),
@@ -98,23 +101,14 @@ def test_experts_are_those_of_their_values(kernel_device: str, shape: Shape) -> 
     assert float((out - expected).abs().max()) <= error * float(expected.abs().max())
 
 
-@pytest.mark.parametrize(
-    ("shape", "runs"),
-    [(SHAPES[2], 2), (SHAPES[2], 6), (Shape(10, 2, 6, 288, 160, bf16, below=1), 2)],
-    ids=str,
-)
-def test_registers_may_hold_codes(
-    kernel_device: str, shape: Shape, runs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of few pairs and of grouped ones, with runs that do not exist in the last part."""
-    from nanovllm.kernels.triton.experts import mx_experts, mx_few
+def test_small_tiles_of_measured_layers_hold_codes() -> None:
+    """Of both products; other layers read ahead in stages."""
+    from nanovllm.kernels.triton.experts.mx_experts import held_runs
 
-    for module in (mx_experts, mx_few):
-        monkeypatch.setattr(module, "HELD_RUNS", runs)
-        monkeypatch.setattr(module, "HELD_RUNS_OF_ONE", max(1, runs - 1))
-    monkeypatch.setattr(mx_few, "MOST_EARLY_PAIRS", mx_few.MOST_PAIRS)
-    assert mx_experts.tiles_for(16, True, bf16, True).held == runs
-    test_experts_are_those_of_their_values(kernel_device, shape)
+    x = torch.zeros(1, 1, dtype=bf16)
+    assert held_runs(16, 128, x, gated=True) == 2 and held_runs(16, 128, x, gated=False) == 3
+    assert held_runs(16, 129, x, gated=True) == held_runs(32, 128, x, gated=True) == 0
+    assert held_runs(16, 128, x.float(), gated=True) == 0
 
 
 class Additions:

@@ -18,8 +18,12 @@ from nanovllm.kernels.triton.common import await_inputs, early, let_next_begin
 from nanovllm.kernels.triton.experts.clamped_gate import clamped_gate
 from nanovllm.kernels.triton.experts.experts import Stack, grouped_linear
 from nanovllm.kernels.triton.experts.grouping import group, tile_pairs
-from nanovllm.kernels.triton.experts.mx_experts import mx_linear, mx_parts, rows_of_tile
-from nanovllm.kernels.triton.experts.mx_few import begins_early
+from nanovllm.kernels.triton.experts.mx_experts import (
+    begins_early,
+    mx_linear,
+    mx_parts,
+    rows_of_tile,
+)
 from nanovllm.kernels.triton.experts.mx_stack import MxStack
 from nanovllm.kernels.triton.linear.silu_and_mul import BLOCK
 

@@ -4,7 +4,8 @@ T tokens, K experts of each, N = T * K pairs of a token and an expert, E experts
 first launch computes gate and up, adds their biases and applies the gate; its results are in the
 order of experts. The second one adds its bias too, and multiplies by the pairs' shares. The codes
 of a tile are converted in registers, once for each tile of pairs, and multiplied by the tensor
-cores as the left matrix. Nothing syncs, and all shapes depend only on those of the arguments.
+cores as the left matrix. In small tiles, registers hold the codes of several runs, whose loads are
+in flight together. Nothing syncs, and all shapes depend only on those of the arguments.
 
 Sums: float32, over runs of 128 inputs one after the other. A token's experts are added up in the
 order of its choices; with tiles of 128 pairs, each part is rounded to the type of x before that.
@@ -28,15 +29,15 @@ from nanovllm.kernels.triton.common import (
 from nanovllm.kernels.triton.experts.clamped_gate import Gate, clamped_gate
 from nanovllm.kernels.triton.experts.grouping import TiledPairs, tile_pairs
 from nanovllm.kernels.triton.experts.many_pairs import tile_of
-from nanovllm.kernels.triton.experts.mx_few import begins_early, few_parts, takes_few
+from nanovllm.kernels.triton.experts.mx_few import few_parts, takes_few
 from nanovllm.kernels.triton.experts.mx_stack import RUN, MxStack
 from nanovllm.kernels.triton.experts.mx_values import hold_mx_words, load_mx_values, mx_values
 from nanovllm.kernels.triton.linear.block_values import lanes
 
 TOGETHER = 8  # tiles of pairs for which neighbouring programs read the same weights
 LEAST, MOST = 16, 128  # pairs of a tile
-# Runs whose codes registers hold, for tiles of LEAST pairs: with a gate and without; 0: none.
-HELD_RUNS, HELD_RUNS_OF_ONE = 0, 0
+MOST_EARLY_PAIRS = 128  # of layers whose kernels begin early and hold codes: as measured
+HELD_RUNS, HELD_RUNS_OF_ONE = 2, 3  # with a gate, which has two matrices, and without
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,6 @@ class MxTiles:
     outputs: int
     stages: int
     warps: int
-    held: int = 0  # runs whose codes registers hold, instead of stages
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def _mx_experts_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """BLOCK_N outputs of one tile's pairs; surplus programs do nothing.
 
-    Registers hold the codes of HOLD runs at a time, if it is not 0.
+    Registers hold the codes of HOLD runs at a time; if HOLD is 0, STAGES runs are read ahead.
 
     GATED: rows of x are tokens, and results are in the order of experts. Else rows of x are in that
     order, and results in the order of pairs.
@@ -189,15 +189,25 @@ def rows_of_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> int:
     return max(LEAST, min(most, next_power_of_2(mean + mean // 2)))
 
 
-def tiles_for(rows: int, copies_tiles: bool, dtype: torch.dtype, gated: bool = False) -> MxTiles:
+def begins_early(num_pairs: int) -> bool:
+    """Whether the kernels of a layer's pairs begin while the kernel before them ends."""
+    return num_pairs <= MOST_EARLY_PAIRS
+
+
+def held_runs(rows: int, num_pairs: int, x: torch.Tensor, gated: bool) -> int:
+    """The runs whose codes registers hold, in tiles with this number of pairs; 0: none."""
+    small = rows == LEAST and x.dtype.itemsize == 2 and can_copy_tiles(x.device)
+    if not small or num_pairs > MOST_EARLY_PAIRS:
+        return 0
+    return HELD_RUNS if gated else HELD_RUNS_OF_ONE
+
+
+def tiles_for(rows: int, copies_tiles: bool, dtype: torch.dtype) -> MxTiles:
     """The other sizes of tiles with this number of pairs: on Hopper GPUs, and on others."""
     if dtype.itemsize > 2:
         return MxTiles(16, 2, 4)
     if rows < 64:
-        held = HELD_RUNS if gated else HELD_RUNS_OF_ONE
-        return MxTiles(
-            64, 4 if copies_tiles else 3, 4, held if rows == LEAST and copies_tiles else 0
-        )
+        return MxTiles(64, 4 if copies_tiles else 3, 4)
     if rows < MOST or not copies_tiles:
         return MxTiles(64, 3 if copies_tiles else 2, 4 if rows < MOST else 8)
     return MxTiles(128, 3, 8)
@@ -213,14 +223,15 @@ def multiply(
     gate: Gate | None = None,
 ) -> None:
     """One product, of tokens with a gate, or of pairs in the order of experts."""
-    size_in, size_out = x.shape[1], out.shape[1]
-    tiles = tiles_for(pairs.rows, can_copy_tiles(x.device), x.dtype, gate is not None)
+    size_in, size_out, num_pairs = x.shape[1], out.shape[1], len(pairs.order)
+    tiles = tiles_for(pairs.rows, can_copy_tiles(x.device), x.dtype)
     alpha, limit, per_row = gate or (0.0, 0.0, 0)
     _mx_experts_kernel[(len(pairs.tiles) * cdiv(size_out, tiles.outputs),)](
         x, weight.codes, weight.scales, bias, shares, out, pairs.order, pairs.tiles,
         pairs.num_tiles, alpha, limit,
         N=size_out, K=size_in, RUN=RUN, IS_WIDE=weight.is_wide, PER_ROW=per_row,
         GATED=gate is not None, TOGETHER=TOGETHER, BLOCK_M=pairs.rows, BLOCK_N=tiles.outputs,
-        STAGES=tiles.stages, HOLD=tiles.held, num_warps=tiles.warps,
-        **(early(x.device) if begins_early(len(pairs.order)) else {"EARLY": False}),
+        STAGES=tiles.stages, HOLD=held_runs(pairs.rows, num_pairs, x, gate is not None),
+        num_warps=tiles.warps,
+        **(early(x.device) if begins_early(num_pairs) else {"EARLY": False}),
     )  # fmt: skip

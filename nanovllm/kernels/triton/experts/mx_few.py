@@ -2,7 +2,8 @@
 
 Each pair reads its expert's matrix, so pairs need not be grouped. There are few programs, so
 several share a tile of outputs, each with a part of the inputs, and the last one to finish adds up
-the parts in their order.
+the parts in their order. A program loads the codes of its part into registers at once, those of the
+second product while the first one ends.
 
 Sums: float32, over runs of 128 inputs one after the other within a part, then over the parts.
 """
@@ -24,15 +25,13 @@ from nanovllm.kernels.triton.common import (
 )
 from nanovllm.kernels.triton.experts.clamped_gate import Gate, clamped_gate
 from nanovllm.kernels.triton.experts.mx_stack import RUN, MxStack
-from nanovllm.kernels.triton.experts.mx_values import hold_mx_words, load_mx_values, mx_values
+from nanovllm.kernels.triton.experts.mx_values import hold_mx_words, mx_values
 from nanovllm.kernels.triton.linear.block_values import lanes
 
 MOST_PAIRS = 16
 OUTPUTS = 64  # of a program
 COLUMNS = 16  # of a tensor core's right matrix, of which the first one is the pair's row
-# The most runs of a program whose codes registers hold, with a gate and without; 0: none.
-HELD_RUNS, HELD_RUNS_OF_ONE = 0, 0
-MOST_EARLY_PAIRS = 0  # the most pairs whose kernels begin while the kernel before them ends
+HELD_RUNS = 4  # the most of a program: with 3, four tokens take 3% longer
 
 
 @triton.jit
@@ -41,12 +40,12 @@ def _mx_few_kernel(  # type: ignore[no-untyped-def]
     num_here, size, alpha, limit,
     N: tl.constexpr, K: tl.constexpr, RUN: tl.constexpr, IS_WIDE: tl.constexpr,
     PER_ROW: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """A part of the inputs for BLOCK_N outputs of a pair. Pairs of other ranks are left out.
 
     GATED: PER_ROW pairs share a row of x, the token. Else each pair has a row. `size` is the number
-    of outputs of all pairs. If HOLD, registers hold the codes of all inputs of a program.
+    of outputs of all pairs.
     """
     pair, split = tl.program_id(1), tl.program_id(2)
     if GATED:  # the kernel before this one chooses the experts
@@ -65,11 +64,10 @@ def _mx_few_kernel(  # type: ignore[no-untyped-def]
     matrix = expert.to(tl.int64) * (RUNS * ROWS)
     codes_ptr += matrix * 16
     scales_ptr += matrix
-    if HOLD:
-        first, end = split * SHARE, tl.where(is_here, RUNS, 0)
-        held = hold_mx_words(codes_ptr, scales_ptr, n, other_n, first, end, ROWS, SHARE)
-        if GATED:
-            ups = hold_mx_words(codes_ptr, scales_ptr, N + n, N + other_n, first, end, ROWS, SHARE)
+    first, end = split * SHARE, tl.where(is_here, RUNS, 0)
+    held = hold_mx_words(codes_ptr, scales_ptr, n, other_n, first, end, ROWS, SHARE)
+    if GATED:
+        ups = hold_mx_words(codes_ptr, scales_ptr, N + n, N + other_n, first, end, ROWS, SHARE)
     if not GATED:
         await_inputs(EARLY)
         let_next_begin(EARLY)
@@ -77,29 +75,15 @@ def _mx_few_kernel(  # type: ignore[no-untyped-def]
         acc = tl.zeros([BLOCK_N, COLUMNS], tl.float32)
         up = acc
         x_at = tl.broadcast_to(x_ptr + k[None, :], [COLUMNS, RUN])
-        if HOLD:
-            rows = ()
-            for i in tl.static_range(SHARE):
-                first_k = (split * SHARE + i) * RUN
-                inside = (k < K - first_k)[None, :] & is_first[:, None]
-                rows += (  # type: ignore[assignment]
-                    tl.load(x_at + first_k, mask=inside, other=0.0),
-                )
-            for i in tl.static_range(SHARE):
-                acc = dot(mx_values(held[i], rows[i], IS_WIDE), tl.trans(rows[i]), acc)
-                if GATED:
-                    up = dot(mx_values(ups[i], rows[i], IS_WIDE), tl.trans(rows[i]), up)
-        else:
-            for run in range(split * SHARE, tl.minimum((split + 1) * SHARE, RUNS)):
-                inside = (k < K - run * RUN)[None, :] & is_first[:, None]
-                x = tl.load(x_at + run * RUN, mask=inside, other=0.0)
-                values = load_mx_values(codes_ptr, scales_ptr, n, other_n, run, x, ROWS, IS_WIDE)
-                acc = dot(values, tl.trans(x), acc)
-                if GATED:
-                    values = load_mx_values(
-                        codes_ptr, scales_ptr, N + n, N + other_n, run, x, ROWS, IS_WIDE
-                    )
-                    up = dot(values, tl.trans(x), up)
+        rows = ()
+        for i in tl.static_range(SHARE):
+            first_k = (first + i) * RUN
+            inside = (k < K - first_k)[None, :] & is_first[:, None]
+            rows += (tl.load(x_at + first_k, mask=inside, other=0.0),)  # type: ignore[assignment]
+        for i in tl.static_range(SHARE):
+            acc = dot(mx_values(held[i], rows[i], IS_WIDE), tl.trans(rows[i]), acc)
+            if GATED:
+                up = dot(mx_values(ups[i], rows[i], IS_WIDE), tl.trans(rows[i]), up)
         acc = tl.sum(tl.where(is_first[None, :], acc, 0.0), axis=1)
         up = tl.sum(tl.where(is_first[None, :], up, 0.0), axis=1) if GATED else acc
         out_n = first_n + tl.arange(0, BLOCK_N)
@@ -125,11 +109,6 @@ def _mx_few_kernel(  # type: ignore[no-untyped-def]
 def takes_few(x: torch.Tensor, num_pairs: int) -> bool:
     """Whether this is faster than to group the pairs: on Hopper GPUs, where it was measured."""
     return 0 < num_pairs <= MOST_PAIRS and x.dtype.itemsize == 2 and can_copy_tiles(x.device)
-
-
-def begins_early(num_pairs: int) -> bool:
-    """Whether the kernels of a layer's pairs begin while the kernel before them ends."""
-    return num_pairs <= MOST_EARLY_PAIRS
 
 
 def few_parts(
@@ -162,8 +141,7 @@ def _multiply(
     """One product: of tokens with a gate, or of pairs."""
     (num_pairs, size_out), size_in = out.shape, x.shape[1]
     columns = cdiv(size_out, OUTPUTS)
-    runs, held = cdiv(size_in, RUN), HELD_RUNS if gate else HELD_RUNS_OF_ONE
-    splits = cdiv(runs, held) if held else max(1, min(4, MOST_PAIRS // num_pairs, runs))
+    splits = cdiv(cdiv(size_in, RUN), HELD_RUNS)
     parts = out  # not used
     if splits > 1:
         parts = x.new_empty(splits, 1 + (gate is not None), *out.shape, dtype=torch.float32)
@@ -173,8 +151,6 @@ def _multiply(
         x, weight.codes, weight.scales, bias, shares, out, expert_ids, parts, weight.arrivals,
         weight.shape[0], out.numel(), alpha, limit,
         N=size_out, K=size_in, RUN=RUN, IS_WIDE=weight.is_wide, PER_ROW=per_row,
-        GATED=gate is not None, COLUMNS=COLUMNS, BLOCK_N=OUTPUTS, SPLIT=splits, HOLD=held > 0,
-        num_warps=4,
-        num_stages=1,  # programs hide the time of loads better than a pipeline of a few runs does
-        **(early(x.device) if begins_early(num_pairs) else {"EARLY": False}),
+        GATED=gate is not None, COLUMNS=COLUMNS, BLOCK_N=OUTPUTS, SPLIT=splits, num_warps=4,
+        **early(x.device),
     )  # fmt: skip

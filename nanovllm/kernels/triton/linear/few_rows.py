@@ -11,7 +11,6 @@ multiplies its outputs by it.
 A program computes one tile of the outputs, from all inputs. Hopper's tensor memory accelerator
 copies the tiles that it reads. For small weights, up to 16 rows use `held_tiles`, and up to 32 rows
 `shared_tiles`. If these do not support the weight's size, one or two rows use `held_weights`.
-Larger weights with few tiles of outputs may use rings of `shared_tiles`.
 """
 
 import math
@@ -202,8 +201,7 @@ class FewRows:
             from nanovllm.kernels.triton.linear import held_tiles
 
             return held_tiles.launch(rows, weight)
-        shares = held_weights.can_share_tiles, held_weights.can_use_rings
-        if any(can(num_rows, weight) for can in shares) and can_overlap(x.device):
+        if held_weights.can_share_tiles(num_rows, weight) and can_overlap(x.device):
             from nanovllm.kernels.triton.linear import shared_tiles
 
             zeros = self.arrivals

@@ -26,11 +26,6 @@ TILE = 16  # outputs of a program of `held_tiles`, which has at most 4 times as 
 TILE_INPUTS = 16 * 64  # 64 for each of its warps: two loads of 16 bytes by 4 threads
 MOST_SHARED_ROWS = 32  # the most rows for `shared_tiles`
 SHARED_OUTPUTS = 64  # outputs of a program of `shared_tiles`
-# The most rows of larger weights that pass through rings of `shared_tiles`, and their least bytes.
-MOST_RING_ROWS, LEAST_RING_BYTES = 0, 11 << 20
-RING_INPUTS = 64  # inputs of a copy
-LEAST_COPIES = 4  # of a program
-MOST_RINGS = 2 * 132  # programs: two on each of an H100's multiprocessors
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -99,26 +94,6 @@ def can_share_tiles(num_rows: int, weight: torch.Tensor) -> bool:
         MOST_TILE_ROWS < num_rows <= MOST_SHARED_ROWS and weight.nbytes <= MOST_BYTES
         and size_in % TILE_INPUTS == 0 and size_out % SHARED_OUTPUTS == 0
     )  # fmt: skip
-
-
-def can_use_rings(num_rows: int, weight: torch.Tensor) -> bool:
-    """Whether rings of `shared_tiles` are faster than `few_rows`: a weight [N, K], or [2 * N, K].
-
-    Only if several programs share each tile: `few_rows` is as fast if there are many tiles.
-    """
-    size_out, size_in = weight.shape
-    return (
-        num_rows <= MOST_RING_ROWS and weight.nbytes >= LEAST_RING_BYTES
-        and size_in % RING_INPUTS == 0 and size_out % SHARED_OUTPUTS == 0
-        and ring_splits(size_out // SHARED_OUTPUTS, size_in) > 1
-    )  # fmt: skip
-
-
-def ring_splits(tiles: int, size_in: int) -> int:
-    """The number of programs that share a tile, with equally many inputs: all run at once."""
-    copies = size_in // RING_INPUTS
-    most = min(MOST_RINGS // tiles, copies // LEAST_COPIES)
-    return next((splits for splits in range(most, 1, -1) if copies % splits == 0), 1)
 
 
 def launch(rows: RowOperands, weight: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Fused linear layer for few rows: shared memory holds the weights for `wgmma`.
+"""Fused linear layer for 17 to 32 rows: shared memory holds the weights for `wgmma`.
 
 T rows, K inputs, N outputs.
 
@@ -10,14 +10,10 @@ larger, several programs share a tile, and the last one to finish adds up their 
 tensor memory accelerator copies weights and rows, so that no registers are needed for data in
 flight.
 
-Shared memory does not hold all of a larger weight: there a program's inputs pass through a ring of
-STAGES copies. The first ones are loaded while the kernel before it ends.
-
 Gluon has no interpreter: the kernel's results are tested on a GPU.
 """
 
 import torch
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -33,29 +29,24 @@ from nanovllm.kernels.integers import next_power_of_2
 from nanovllm.kernels.triton.attention.hopper_tiles import MATRIX
 from nanovllm.kernels.triton.common import leave_parts, with_room
 from nanovllm.kernels.triton.linear.held_tiles import begin, sum_squares
-from nanovllm.kernels.triton.linear.held_weights import (
-    RING_INPUTS,
-    SHARED_OUTPUTS,
-    TILE_INPUTS,
-    can_share_tiles,
-    ring_splits,
-)
+from nanovllm.kernels.triton.linear.held_weights import SHARED_OUTPUTS, TILE_INPUTS
 from nanovllm.kernels.triton.linear.row_outputs import RowOperands, store_outputs
 
 OUTPUTS = gl.constexpr(SHARED_OUTPUTS)  # rows of the weight; if gated, half gates and half ups
-COPIED = 256  # inputs that are copied together, if shared memory holds all weights
-RING_BYTES = 110 << 10  # of a ring: two programs run on a multiprocessor
+INPUTS = gl.constexpr(TILE_INPUTS)  # inputs of a program
+COPIED = gl.constexpr(256)  # inputs that are copied together
+STEPS = gl.constexpr(INPUTS.value // COPIED.value)
 WARPS = gl.constexpr(4)
 
 
 @gluon.jit
-def _barriers(num_bytes: gl.constexpr, STAGES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Make a barrier for each of STAGES copies of `num_bytes` bytes."""
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
+def _barriers(num_bytes: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Make a barrier for each of STEPS copies of `num_bytes` bytes."""
+    bars = gl.allocate_shared_memory(gl.int64, [STEPS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STEPS):
         mbarrier.init(bars.index(i), count=1)
     fence_async_shared()  # the accelerator signals these barriers
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(STEPS):
         mbarrier.expect(bars.index(i), num_bytes)
     return bars
 
@@ -86,29 +77,26 @@ def _shared_tiles_kernel(  # type: ignore[no-untyped-def]
     x_tiles, weight_tiles, squares_ptr, bias_ptr, residual_ptr, norm_ptr, out_ptr, product_ptr,
     out_squares_ptr, parts_ptr, arrivals_ptr, num_rows, eps,
     N: gl.constexpr, K: gl.constexpr, BLOCK_P: gl.constexpr, P: gl.constexpr, BIAS: gl.constexpr,
-    GATED: gl.constexpr, ADD: gl.constexpr, BLOCK_T: gl.constexpr, SPLIT: gl.constexpr,
-    COPIED: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr,
+    GATED: gl.constexpr, ADD: gl.constexpr, BLOCK_T: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of outputs of all rows, or a part of its sums: one of SPLIT."""
+    """Compute a tile of outputs of all rows, or a part of its sums."""
     TENSORS: gl.constexpr = 2 if GATED else 1  # noqa: N806
     BLOCK_N: gl.constexpr = OUTPUTS // TENSORS  # noqa: N806
-    STEPS: gl.constexpr = K // (SPLIT * COPIED)  # of a program  # noqa: N806
-    WEIGHTS: gl.constexpr = OUTPUTS * COPIED * 2  # bytes of a step  # noqa: N806
-    ROWS: gl.constexpr = BLOCK_T * COPIED * 2  # noqa: N806
+    SPLIT: gl.constexpr = K // INPUTS  # noqa: N806
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_T, 16])  # noqa: N806
     OUT: gl.constexpr = gl.BlockedLayout(  # noqa: N806
         [1, 4], [128 // BLOCK_N, BLOCK_N // 4], [WARPS, 1], [1, 0]
     )
     dtype: gl.constexpr = x_tiles.dtype
-    first_k = gl.program_id(0) * (STEPS * COPIED)
+    first_k = gl.program_id(0) * INPUTS
     first_n = gl.program_id(1) * BLOCK_N
     weights = gl.allocate_shared_memory(
-        dtype, [STAGES, TENSORS, BLOCK_N, COPIED], weight_tiles.layout
+        dtype, [STEPS, TENSORS, BLOCK_N, COPIED], weight_tiles.layout
     )
-    rows = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_T, COPIED], x_tiles.layout)
-    bars = _barriers(WEIGHTS, STAGES)
-    rows_bars = _barriers(ROWS, STAGES)
-    for i in gl.static_range(STAGES):
+    rows = gl.allocate_shared_memory(dtype, [STEPS, BLOCK_T, COPIED], x_tiles.layout)
+    bars = _barriers(OUTPUTS * COPIED * 2)
+    rows_bars = _barriers(BLOCK_T * COPIED * 2)
+    for i in gl.static_range(STEPS):
         tma.async_copy_global_to_shared(
             weight_tiles, [0, first_n, first_k + i * COPIED], bars.index(i), weights.index(i)
         )
@@ -120,7 +108,7 @@ def _shared_tiles_kernel(  # type: ignore[no-untyped-def]
     if ADD:
         norm = gl.load(norm_ptr + n)
     begin(EARLY)
-    for i in gl.static_range(STAGES):
+    for i in gl.static_range(STEPS):
         tma.async_copy_global_to_shared(
             x_tiles, [0, first_k + i * COPIED], rows_bars.index(i), rows.index(i)
         )
@@ -130,24 +118,10 @@ def _shared_tiles_kernel(  # type: ignore[no-untyped-def]
         residual = gl.load(residual_ptr + at, mask=real, other=0.0)
     acc = gl.zeros([OUTPUTS, BLOCK_T], gl.float32, MMA)
     for i in gl.static_range(STEPS):
-        at_stage = i % STAGES
-        phase = i // STAGES % 2
-        mbarrier.wait(bars.index(at_stage), phase)
-        mbarrier.wait(rows_bars.index(at_stage), phase)
-        weight = weights.index(at_stage)._reinterpret(dtype, [OUTPUTS, COPIED], MATRIX)
-        acc = warpgroup_mma(weight, rows.index(at_stage).permute((1, 0)), acc, is_async=True)
-        if i + STAGES < STEPS:  # the memory of this step is used again
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            tl.debug_barrier()  # for all warps
-            k = first_k + (i + STAGES) * COPIED
-            mbarrier.expect(bars.index(at_stage), WEIGHTS)
-            tma.async_copy_global_to_shared(
-                weight_tiles, [0, first_n, k], bars.index(at_stage), weights.index(at_stage)
-            )
-            mbarrier.expect(rows_bars.index(at_stage), ROWS)
-            tma.async_copy_global_to_shared(
-                x_tiles, [0, k], rows_bars.index(at_stage), rows.index(at_stage)
-            )
+        mbarrier.wait(bars.index(i), 0)
+        mbarrier.wait(rows_bars.index(i), 0)
+        weight = weights.index(i)._reinterpret(dtype, [OUTPUTS, COPIED], MATRIX)
+        acc = warpgroup_mma(weight, rows.index(i).permute((1, 0)), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     if SPLIT > 1:
         last, acc = _sum_parts(acc, parts_ptr, arrivals_ptr, SPLIT, BLOCK_T)
@@ -169,32 +143,24 @@ def _shared_tiles_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch(rows: RowOperands, weight: torch.Tensor, arrivals: torch.Tensor) -> torch.Tensor:
-    """Launch the kernel for a weight of which `can_share_tiles` or `can_use_rings` is true.
+    """Launch the kernel for a weight that `can_share_tiles`. Returns the sums of squares, if any.
 
-    Returns the sums of squares, if any. `arrivals` are zeros, one for each tile of outputs.
+    `arrivals` are zeros, one for each tile of outputs.
     """
     x, gated, (num_rows, size_out), size_in = rows.x, rows.gated, rows.out.shape, rows.x.shape[1]
     assert x.is_contiguous() and weight.is_contiguous()
     block_t, block_n = max(8, next_power_of_2(num_rows)), OUTPUTS.value // (1 + gated)
-    tiles = size_out // block_n
-    if can_share_tiles(num_rows, weight):
-        splits, copied = size_in // TILE_INPUTS, COPIED
-        stages = TILE_INPUTS // COPIED
-    else:
-        splits, copied = ring_splits(tiles, size_in), RING_INPUTS
-        held = RING_BYTES // (2 * copied * (OUTPUTS.value + block_t))
-        stages = min(held, size_in // (splits * copied))
+    tiles, splits = size_out // block_n, size_in // INPUTS.value
     assert splits == 1 or tiles <= len(arrivals)
     tensors, constants = rows.arguments(tiles)
     parts = squares = tensors[-1]
     if splits > 1:
         parts = x.new_empty(tiles, splits, OUTPUTS.value, block_t, dtype=torch.float32)
     _shared_tiles_kernel[(splits, tiles)](
-        _described(with_room(x, block_t), [block_t, copied]),
-        _described(weight.view(1 + gated, size_out, size_in), [1 + gated, block_n, copied]),
+        _described(with_room(x, block_t), [block_t, COPIED.value]),
+        _described(weight.view(1 + gated, size_out, size_in), [1 + gated, block_n, COPIED.value]),
         *tensors, parts, arrivals, num_rows, rows.eps,
-        BLOCK_T=block_t, SPLIT=splits, COPIED=copied, STAGES=stages, num_warps=WARPS.value,
-        **constants,
+        BLOCK_T=block_t, num_warps=WARPS.value, **constants,
     )  # fmt: skip
     return squares
 
