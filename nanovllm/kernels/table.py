@@ -65,7 +65,7 @@ class Kernels:
     graph_safe: bool  # whether CUDA graphs can contain them: no function of a decode step syncs
     reads_plain: bool
     reads_stacks: bool
-    in_one_order: bool = False  # whether no product's order of sums depends on the number of rows
+    in_one_order: bool = False  # of a CPU: layers avoid functions of PyTorch without a fixed order
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]

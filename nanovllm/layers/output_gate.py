@@ -1,5 +1,6 @@
 """Self-attention whose output is multiplied by gates, which a projection of their own computes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,6 +46,9 @@ class SoftplusGate(OutputGate):
     """The same with softplus, in float32, of a gate for each element or for each head."""
 
     def gated(self, attended: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        factors = F.softplus(gates.float()).to(attended.dtype)
+        softplus: Callable[[torch.Tensor], torch.Tensor] = F.softplus
+        if self.attn.kernels.in_one_order:
+            from nanovllm.kernels.cpu.activations import softplus
+        factors = softplus(gates.float()).to(attended.dtype)
         heads = attended.view(len(attended), factors.shape[1], -1)
         return (heads * factors.unsqueeze(-1)).view(attended.shape)

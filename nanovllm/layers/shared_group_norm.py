@@ -1,9 +1,9 @@
 """SharedGroupNorm: RMS norms of groups that several ranks have a part of."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels.plain.sigmoid import sigmoid
 from nanovllm.layers.gated_norm import GatedNorm
 from nanovllm.layers.ranks import Ranks
 
@@ -27,7 +27,8 @@ class SharedGroupNorm(GatedNorm):
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Normalize this rank's channels of its group, with a gate for each."""
-        opened = F.silu(gate.float())
+        wide = gate.float()
+        opened = wide * sigmoid(wide)
         values = x.float() * opened if self.gate_first else x.float()
         squares = values.new_zeros(len(x), self.num_groups)
         squares[:, self.group] = values.square().sum(-1)

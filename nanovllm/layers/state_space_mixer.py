@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.formats.stored import Loaded, RankPart, copy_into
 from nanovllm.kernels.operands.rates import SpaceRates
 from nanovllm.kernels.table import PLAIN, Kernels, Rounding
+from nanovllm.layers.activations import PlainActivation
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import state_step
 from nanovllm.layers.gated_norm import GatedNorm
@@ -63,6 +63,8 @@ class StateSpaceMixer(StateMixer, Layer):
             self.register_parameter(name, nn.Parameter(values, requires_grad=False))
         if space.norm is not None:
             self.norm = _norm(space, eps, ranks)
+        else:
+            self.opened = PlainActivation("silu")
         self.out_proj = RowParallelLinear(
             space.inner, hidden_size, space.out_bias, ranks, make.formats.of("out_proj")
         )
@@ -95,7 +97,8 @@ class StateSpaceMixer(StateMixer, Layer):
         xbc = self.conv1d(xbc, of_conv)
         out = self.kernels.state_space(xbc, dt, self.rates, of_heads, state_step()).flatten(1)
         if self.space.norm is None:
-            return out * F.silu(gate)
+            opened: torch.Tensor = self.opened(gate)
+            return out * opened
         normed: torch.Tensor = self.norm(out, gate)
         return normed
 

@@ -16,8 +16,17 @@ def check_invariance(config: "Config", model_config: "ModelConfig") -> None:
     on_gpu = config.device.startswith("cuda") or (
         config.device == "auto" and torch.cuda.is_available()
     )
-    if on_gpu and (reason := _not_on_a_gpu(config, model_config)):
-        raise ValueError(f"batch_invariant=True does not yet hold on a GPU {reason}")
+    reason = (_not_on_a_gpu if on_gpu else _not_on_a_cpu)(config, model_config)
+    if reason is not None:
+        where = "GPU" if on_gpu else "CPU"
+        raise ValueError(f"batch_invariant=True does not yet hold on a {where} {reason}")
+
+
+def _not_on_a_cpu(config: "Config", model_config: "ModelConfig") -> str | None:
+    """Which products PyTorch computes, if there are some."""
+    if config.enable_lora and _has_latents(model_config):
+        return "with adapters next to latent attention"
+    return None
 
 
 def _not_on_a_gpu(config: "Config", model_config: "ModelConfig") -> str | None:
@@ -34,9 +43,18 @@ def _not_on_a_gpu(config: "Config", model_config: "ModelConfig") -> str | None:
     if quantization is not None and quantization.method in ("gguf", "mxfp4"):
         return f"with weights in {quantization.method}"
     if config.enable_lora and any(layer.experts for layer in model_config.layers):
-        return "with adapters beside experts"
+        return "with adapters next to experts"
     if any(isinstance(cache, State) for cache in caches):
         return "with recurrent or convolution states"
-    if any(isinstance(cache, TokenCache) and cache.value_width is not None for cache in caches):
+    if _has_latents(model_config):
         return "with latent attention"
+    # PyTorch divides the sums of norms and of gates by the number of rows.
+    names = (matrix.name for layer in model_config.layers for matrix in layer.matrices)
+    if any(name.startswith("altup.") for name in names):
+        return "with several streams of hidden states"
     return None
+
+
+def _has_latents(model_config: "ModelConfig") -> bool:
+    caches = (cache for layer in model_config.layers for cache in layer.cache.each)
+    return any(isinstance(cache, TokenCache) and cache.value_width is not None for cache in caches)

@@ -38,11 +38,9 @@ MODELS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
-    "dense, FP8 KV": dict(kv_cache_dtype="fp8"),
     "dense, FP8 weights": dict(quantization="fp8"),
     "dense, int8 weights": dict(quantization="int8"),
     "dense, int4 weights": dict(quantization="int4"),
-    "dense, float16": dict(dtype="float16"),
     "dense, room for adapters": dict(enable_lora=True),
     "experts, FP8 weights": dict(quantization="fp8"),
     "experts, int4 weights": dict(quantization="int4"),

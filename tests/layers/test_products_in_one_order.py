@@ -13,14 +13,19 @@ from nanovllm.kernels.plain.sigmoid import sigmoid
 from nanovllm.kernels.table import PLAIN
 from nanovllm.layers.activations import ACTIVATIONS, activation_of
 from nanovllm.layers.backend import Backend, TorchBackend
+from nanovllm.layers.cache_spec import KeysAndValues
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.gelu_experts import GeluExperts
 from nanovllm.layers.latent_expansion import LatentExpansion
 from nanovllm.layers.latent_sizes import LatentSizes
 from nanovllm.layers.layer import Build
+from nanovllm.layers.output_gate import SoftplusGate
 from nanovllm.layers.ranks import ALONE
 from nanovllm.layers.shared_experts import SharedSparseMLP
+from nanovllm.layers.shared_group_norm import SharedGroupNorm
 from nanovllm.layers.sparse_gelu import SparseGeluAndMul
+from nanovllm.layers.state_space import StateSpace
+from nanovllm.layers.state_space_mixer import StateSpaceMixer
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -103,6 +108,31 @@ def test_sparse_gelu(dtype: torch.dtype) -> None:
     expected = layer(x)
     layer.bind(Backend(TorchBackend(), KERNELS))
     torch.testing.assert_close(check(layer, x), expected)
+
+
+def test_gates_by_softplus() -> None:
+    heads = KeysAndValues(num_heads=51, num_kv_heads=17, head_dim=8)
+    layer, values = SoftplusGate(MAKE, 24, heads, gates=8), torch.randn(91, 408) * 9
+
+    def gated(gates: torch.Tensor) -> torch.Tensor:
+        return layer.gated(torch.ones_like(gates), gates)
+
+    expected = gated(values)
+    layer.attn.bind(Backend(TorchBackend(), KERNELS))
+    torch.testing.assert_close(check(gated, values), expected)
+
+
+def test_gates_of_state_spaces_without_a_norm() -> None:
+    space = StateSpace(num_heads=51, head_dim=8, num_groups=1, state_size=4, width=3, norm=None)
+    opened, gates = StateSpaceMixer(MAKE, 24, space, 1e-5).opened, torch.randn(91, 408)
+    expected = opened(gates)
+    opened.bind(Backend(TorchBackend(), KERNELS))
+    torch.testing.assert_close(check(opened, gates), expected)
+
+
+def test_gates_of_groups_that_ranks_share() -> None:
+    layer = SharedGroupNorm(408, 1e-6, num_groups=1, gate_first=True, ranks=ALONE)
+    check(lambda gates: layer(torch.ones_like(gates), gates), torch.randn(91, 408))
 
 
 @pytest.mark.parametrize("kind", [Experts, GeluExperts])

@@ -1,7 +1,7 @@
 """Activations of parts without a gate, with the same bits at any place of a batch.
 
 PyTorch's own functions compute the last numbers of each thread's part by other instructions. These
-take longer: they copy x, so that kernels of gated layers compute it.
+take longer: silu and gelu by tanh copy x, so that kernels of gated layers compute it.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,6 +26,11 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
     """Gelu in float32. PyTorch's error function does not depend on the place."""
     wide = x.float()
     return (wide.mul(0.5**0.5).erf_().add_(1).mul_(wide).mul_(0.5)).to(x.dtype)
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """log(1 + exp(x)). PyTorch's logarithm and exponential do not depend on the place."""
+    return x.exp().log1p_().where(x <= 20, x)
 
 
 def _times_one(x: torch.Tensor) -> torch.Tensor:
