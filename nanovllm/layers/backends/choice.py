@@ -55,6 +55,8 @@ def fastest(*specs: AttentionSpec) -> Backend | None:
             logger.info("auto skips a backend: %s", error)
             reasons.append(str(error))
             has_failed |= error.__cause__ is not None  # its check has passed
+    if spec.one_order:
+        raise ValueError(f"batch_invariant=True: no kernels for it work here: {'; '.join(reasons)}")
     is_slow = spec.device.type != "cpu" or spec.dtype == torch.float16  # which CPUs emulate
     level = logging.WARNING if is_slow or has_failed else logging.INFO
     logger.log(level, "auto selects plain PyTorch: %s", "; ".join(reasons))
@@ -136,7 +138,7 @@ def _check_cpu(spec: AttentionSpec, refusal: str) -> None:
 
 def _check_triton(spec: AttentionSpec, refusal: str) -> None:
     try:
-        from nanovllm.kernels.triton.common import INTERPRETED
+        from nanovllm.kernels.triton.common import INTERPRETED, MEASURED, capability
     except ImportError as error:
         raise ValueError(f"{refusal} cannot import Triton ({error}); 'torch' needs none") from error
     if spec.device.type != "cuda" and not INTERPRETED:
@@ -145,6 +147,8 @@ def _check_triton(spec: AttentionSpec, refusal: str) -> None:
             " everywhere (and TRITON_INTERPRET=1, set before Python starts, interprets the kernels"
             " on the CPU, very slowly)"
         )
+    if spec.one_order and not INTERPRETED and capability(spec.device) != MEASURED:
+        raise ValueError("batch_invariant=True needs a Hopper GPU (H100, H200)")
     if spec.value_width is not None:
         from nanovllm.layers.backends.triton_latents import check_latents
 
