@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.bench.shapes import write_shape
+from nanovllm.bench.shapes import SHAPES, write_shape
 
 Prompts = list[list[int]]
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 255, 256, 257)  # around the ends of tiles and blocks
+MOST_IDS = 20_000  # different tokens of prompts
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 # How requests are computed: options of the engine, how many run together, other changes.
 WAYS: dict[str, dict[str, Any]] = {
@@ -47,14 +48,17 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def requests_of(count: int, longest: int, tokens: int) -> tuple[Prompts, list[SamplingParams]]:
-    """Prompts of many lengths, some of which share a beginning; repeated words allow drafts."""
+def requests_of(
+    count: int, longest: int, tokens: int, vocab_size: int = MOST_IDS
+) -> tuple[Prompts, list[SamplingParams]]:
+    """Prompts of many lengths, some of which share a beginning."""
     chosen = random.Random(0)
-    shared = [chosen.randrange(100, 20_000) for _ in range(longest)]
+    vocab_size = min(vocab_size, MOST_IDS)
+    shared = [chosen.randrange(vocab_size) for _ in range(longest)]
     prompts = []
     for index in range(count):
-        length = min(longest, chosen.choice([*LENGTHS, chosen.randint(2, longest)]))
-        own = [chosen.randrange(100, 20_000) for _ in range(length)]
+        length = min(longest, chosen.choice([*LENGTHS, chosen.randint(1, longest)]))
+        own = [chosen.randrange(vocab_size) for _ in range(length)]
         prompts.append(shared[: length // 2] + own[length // 2 :] if index % 3 else own)
     params = [
         SamplingParams(
@@ -107,7 +111,8 @@ def compute(
         with LLM(model, load_format="dummy", **json.loads(options)) as llm:
             for name in names:
                 way = ways[name]
-                more = requests_of(way.get("others", 0), max(map(len, prompts)), tokens)
+                lengths, ids = map(len, prompts), (max(prompt) for prompt in prompts)
+                more = requests_of(way.get("others", 0), max(lengths), tokens, max(ids) + 1)
                 company = [*more[0], *shuffled[0]], [*more[1], *shuffled[1]]
                 if way.get("sleeps"):
                     llm.sleep(1)
@@ -119,25 +124,26 @@ def compute(
 def main() -> None:
     """Print a line for each way."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--shape", default="qwen3-0.6b")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--model", help="a directory with config.json, instead of a shape")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=4, help="of the model; 0: as it has")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--longest", type=int, default=700, help="tokens of the longest prompt")
     parser.add_argument("--tokens", type=int, default=32, help="of an answer")
     parser.add_argument("--only", nargs="*", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--options", type=json.loads, default={"batch_invariant": True})
     args = parser.parse_args()
-    prompts, params = requests_of(args.requests, args.longest, args.tokens)
+    if min(args.requests, args.longest, args.tokens) < 1:
+        parser.error("requests, longest and tokens must be 1 or more")
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or write_shape(args.shape, Path(folder))
+        shape = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
         if args.layers:
-            path = Path(model, "config.json")
-            shape = json.loads(path.read_text(encoding="utf-8")) | {
-                "num_hidden_layers": args.layers
-            }
+            shape["num_hidden_layers"] = args.layers
             model = folder
             Path(folder, "config.json").write_text(json.dumps(shape), encoding="utf-8")
+        vocab_size = shape.get("vocab_size", MOST_IDS)
+        prompts, params = requests_of(args.requests, args.longest, args.tokens, vocab_size)
         alone = dict(args.options, enable_prefix_caching=False)
         ((_, expected),) = compute(model, {"alone": dict(size=1)}, alone, prompts, params)
         ways = {name: WAYS[name] for name in args.only}
