@@ -20,6 +20,7 @@ from families.sigmoid_experts import SAMPLES as SIGMOIDS
 from families.spaces import SPARSE as SPARSE_HYBRIDS
 from reference import (
     HARD,
+    MAX_LOGIT_ERROR,
     REGIMES,
     SMALL_POOL,
     Case,
@@ -56,6 +57,8 @@ SPARSE = [
     *SPARSE_HYBRIDS,
     *(name for name in SAMPLES if name.startswith("LFM2-MoE")),
 ]
+# Transformers' own logits of such models in float32 differ by 1.8e-4 from those in float64.
+SENSITIVE = dict.fromkeys(("Qwen3.5 whole", "Qwen3-Next partly dense"), 2e-4)
 OTHERS = ("hits", "aborts", "samples")  # what else is checked
 
 
@@ -75,7 +78,7 @@ def case(name: str, cases: dict[str, Case], tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_logits_equal_transformers(name: str, case: Case) -> None:
-    check_logits(case)
+    check_logits(case, SENSITIVE.get(name, MAX_LOGIT_ERROR))
 
 
 @pytest.mark.sampled(share=0.025)

@@ -49,11 +49,11 @@ def chat_texts(
     """
     given = dict(keywords)
     more = check_template_options(given.pop("chat_template_kwargs", None))
-    options = dict(tools=tools, add_generation_prompt=add_generation_prompt)
+    options = {"tools": tools, "add_generation_prompt": add_generation_prompt, **more}
+    prompts = check_bool("add_generation_prompt", options["add_generation_prompt"])
     _check_template(tokenizer, {**more, **given})
     given = template_keywords(template, given)
-    template_options = {**options, **more, **given}
-    prompts = check_bool("add_generation_prompt", template_options["add_generation_prompt"])
+    template_options = {**options, **given}
     if prompts and template_options.get("continue_final_message"):
         raise ValueError("continue_final_message needs add_generation_prompt to be False")
     _check_keywords(template, given)
