@@ -159,18 +159,18 @@ def test_rows_with_adapters_do_not_depend_on_others(kernels: Kernels, kernel_dev
 
 
 def test_heads_of_a_token_do_not_depend_on_others(kernels: Kernels, kernel_device: str) -> None:
-    qkv = random(150, 12, 64, device=kernel_device)
+    qkv = random(130, 12, 64, device=kernel_device)
     norms = (random(64, device=kernel_device, seed=1), random(64, device=kernel_device, seed=2))
-    angles = random(150, 1, 32, device=kernel_device, dtype=torch.float32, seed=3)
+    angles = random(130, 1, 32, device=kernel_device, dtype=torch.float32, seed=3)
     nowhere = torch.empty(0, device=kernel_device)
-    slots = torch.full((150,), -1, device=kernel_device)
+    slots = torch.full((130,), -1, device=kernel_device)
 
     def heads(tokens: int) -> tuple[torch.Tensor, ...]:
         rope = angles[:tokens].cos(), angles[:tokens].sin()
         kv = KVLayer(nowhere, nowhere, 1.0)
         return kernels.norm_rope_store(qkv[:tokens], 2, rope, norms, 1e-6, kv, slots[:tokens])
 
-    assert_alone_as_among_others(heads, [1, 5, 128, 129, 150])
+    assert_alone_as_among_others(heads, [1, 128, 130])
 
 
 @pytest.mark.parametrize("vocab_size", [32, 33, 50_257])

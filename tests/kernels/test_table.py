@@ -7,16 +7,18 @@ import pytest
 import torch
 from changed_kernels import changed
 
-from nanovllm.kernels.cpu.table import CPU_PLACES
+from nanovllm.kernels.cpu.table import CPU_PLACES, IN_ONE_ORDER
 from nanovllm.kernels.table import PLAIN, PLAIN_PLACES, Kernels
-from nanovllm.kernels.triton.table import TRITON_PLACES
+from nanovllm.kernels.triton.table import ORDERED_PLACES, TRITON_PLACES
 
 
 @pytest.mark.parametrize(
-    "places", [PLAIN_PLACES, CPU_PLACES, TRITON_PLACES], ids=["plain", "cpu", "triton"]
+    "places",
+    [PLAIN_PLACES, CPU_PLACES | IN_ONE_ORDER, CPU_PLACES, TRITON_PLACES, ORDERED_PLACES],
+    ids=["plain", "cpu in one order", "cpu", "triton", "triton in one order"],
 )
 def test_every_operation_is_where_the_table_says(places: dict[str, str]) -> None:
-    if places is TRITON_PLACES:
+    if places in (TRITON_PLACES, ORDERED_PLACES):
         pytest.importorskip("triton")
     for operation, place in places.items():
         module, _, name = place.partition(":")

@@ -129,7 +129,6 @@ def norm_rope_store(
     eps: float,
     kv: KVLayer,
     slots: torch.Tensor,
-    block_h: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries [T, H, D], keys and values [T, KVH, D] of qkv [T, H + 2 * KVH, D].
 
@@ -137,8 +136,22 @@ def norm_rope_store(
     are also written to their slots of the cache (not if the slot is -1), and returned as the cache
     stores them: values as a view, unless the cache is quantized. Bytes moved: qkv is read once;
     queries and values are written once, keys twice; with a quantized cache, values twice too.
-    A program computes `block_h` heads of a token; by default, the number of tokens says how many.
     """
+    block_h = 4 if len(qkv) <= FEW_TOKENS else 16
+    return by_heads(block_h, qkv, num_kv_heads, rope, norms, eps, kv, slots)
+
+
+def by_heads(
+    block_h: int,
+    qkv: torch.Tensor,
+    num_kv_heads: int,
+    rope: Rope,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    kv: KVLayer,
+    slots: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`norm_rope_store`, by programs of `block_h` heads of a token each."""
     num_tokens, num_heads, head_dim = qkv.shape
     quantized = kv.k_scales is not None
     k_cache, v_cache = (qkv, qkv) if kv.is_empty else (as_bytes(kv.k_cache), as_bytes(kv.v_cache))
@@ -151,7 +164,6 @@ def norm_rope_store(
     k = qkv.new_empty(num_tokens, num_kv_heads, head_dim)
     v = torch.empty_like(k) if quantized else qkv[:, num_q_heads + num_kv_heads :]
     q_weight, k_weight = norms if norms is not None else (qkv, qkv)
-    block_h = block_h or (4 if num_tokens <= FEW_TOKENS else 16)
     _norm_rope_store_kernel[(num_tokens, cdiv(num_heads, block_h))](
         qkv, q_weight, k_weight, cos, sin, q, k, k_cache, v_cache, slots,
         v, kv.k_scales, kv.v_scales, *fixed_scales(kv),

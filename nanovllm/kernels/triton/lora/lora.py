@@ -176,19 +176,20 @@ def num_parts(num_rows: int, size_in: int) -> int:
     return max(1, min(most, size_in // LEAST_PART))
 
 
-def lora_down(
-    x: torch.Tensor, weights: LowRank, groups: RowGroups, parts: int | None = None
-) -> torch.Tensor:
+def lora_down(x: torch.Tensor, weights: LowRank, groups: RowGroups) -> torch.Tensor:
     """`x @ A.T` for rows with an adapter, in float32, in parts that `lora_up` adds up.
 
-    The number of rows chooses the number of parts, if it is not given. Bytes moved: A up to the
-    group's rank, once for each tile of the group's rows.
+    Bytes moved: A up to the group's rank, once for each tile of the group's rows.
     """
+    return down_in_parts(num_parts(groups.num_rows, x.shape[1]), x, weights, groups)
+
+
+def down_in_parts(parts: int, x: torch.Tensor, weights: LowRank, groups: RowGroups) -> torch.Tensor:
+    """`lora_down` with this number of parts."""
     sorted_rows, num_rows = groups.groups, groups.num_rows
     size_in, projections = x.shape[1], weights.ranks.shape[1]
     assert x.stride(1) == 1 and weights.a.is_contiguous() and weights.a.shape[2] == size_in
     assert len(weights.a) == groups.num_groups
-    parts = parts or num_parts(num_rows, size_in)
     down = x.new_empty(parts, num_rows, weights.a.shape[1], dtype=torch.float32)
     if not num_rows:
         return down

@@ -49,4 +49,4 @@ def experts(
 
 def lora_down(x: torch.Tensor, weights: LowRank, groups: RowGroups) -> torch.Tensor:
     """`x @ A.T` for rows with an adapter, in float32, in as many parts as for few rows."""
-    return lora.lora_down(x, weights, groups, lora.num_parts(1, x.shape[1]))
+    return lora.down_in_parts(lora.num_parts(1, x.shape[1]), x, weights, groups)

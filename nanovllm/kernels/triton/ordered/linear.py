@@ -92,29 +92,30 @@ def agreeing(
     )
 
 
-def ordered_linear(x: torch.Tensor, operand: object, bias: torch.Tensor | None) -> torch.Tensor:
+def ordered_linear(
+    x: torch.Tensor, weight: OrderedWeight | ArrangedMatrix, bias: torch.Tensor | None
+) -> torch.Tensor:
     """`x @ weight.T + bias`, each row in the order of the contract."""
-    if isinstance(operand, ArrangedMatrix):
-        return _quantized_linear(x, operand, bias)
-    assert isinstance(operand, OrderedWeight)
-    weight = operand.weight
-    agreed = operand.agreed if bias is None else operand.agreed_with_bias
+    if isinstance(weight, ArrangedMatrix):
+        return _quantized_linear(x, weight, bias)
+    plain = weight.weight
+    agreed = weight.agreed if bias is None else weight.agreed_with_bias
     pieces = pieces_of(len(x), agreed) if x.is_contiguous() else []
     if not pieces:
-        return _multiply(x, weight, bias)
+        return _multiply(x, plain, bias)
     if pieces == [len(x)]:
-        return F.linear(x, weight, bias)
-    out = x.new_empty(len(x), len(weight))
+        return F.linear(x, plain, bias)
+    out = x.new_empty(len(x), len(plain))
     start = 0
     for rows in pieces:
         part = slice(start, start + rows)
         if bias is None:
-            torch.mm(x[part], weight.t(), out=out[part])
+            torch.mm(x[part], plain.t(), out=out[part])
         else:
-            torch.addmm(bias, x[part], weight.t(), out=out[part])
+            torch.addmm(bias, x[part], plain.t(), out=out[part])
         start += rows
     if start < len(x):
-        _multiply(x[start:], weight, bias, out[start:])
+        _multiply(x[start:], plain, bias, out[start:])
     return out
 
 
