@@ -23,4 +23,4 @@ def compile_in_threads(call: Callable[[], object], device: torch.device) -> None
         return
     has_list = hasattr(os, "sched_getaffinity")  # on Linux
     cores = len(os.sched_getaffinity(0)) if has_list else os.cpu_count() or 1
-    dry_run(call, min(MOST_THREADS, allowed_cores(), cores))
+    dry_run(call, min(MOST_THREADS, allowed_cores(), cores), device)

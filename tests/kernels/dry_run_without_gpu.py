@@ -57,7 +57,7 @@ def main() -> None:
     driver.set_active(GPU(90))
     triton.knobs.compilation.listener = listen
     run = triton.JITFunction.run
-    dry_run(call, num_threads=2)
+    dry_run(call, 2, torch.device("cpu"))
     kernels = list(_fill_kernel.device_caches[90][0].values())
     error = ""
     try:

@@ -16,6 +16,7 @@ from waiting import LIMIT
 triton = pytest.importorskip("triton")
 from nanovllm.kernels.triton.dry_run import Compilers, dry_run  # noqa: E402
 
+CPU = torch.device("cpu")
 SCRIPT = Path(__file__).with_name("dry_run_without_gpu.py")
 
 
@@ -42,7 +43,7 @@ def test_only_the_calling_thread_launches_nothing(launches: list[tuple[str, bool
         other.start()
         other.join()
 
-    dry_run(call, num_threads=1)
+    dry_run(call, 1, CPU)
     launch()
     here = threading.current_thread().name
     assert launches == [(here, True), ("other", False), (here, False)]
@@ -56,9 +57,9 @@ def test_after_an_error_of_the_call_kernels_are_launched(
         raise error("of the call")
 
     with pytest.raises(error, match="of the call"):
-        dry_run(call, num_threads=1)
+        dry_run(call, 1, CPU)
     launch()
-    dry_run(launch, num_threads=1)
+    dry_run(launch, 1, CPU)
     assert [is_dry for _, is_dry in launches] == [False, True]
 
 
@@ -74,7 +75,7 @@ def test_new_tensors_hold_zeros() -> None:
         assert like.sum() == 5
 
     torch.full((1 << 10,), 7)  # freed: memory that is likely to be found again
-    dry_run(call, num_threads=1)
+    dry_run(call, 1, CPU)
     assert len(made) == 4
     assert not any(part.any() for part in made)
 

@@ -20,8 +20,8 @@ def test_no_more_threads_than_allowed_cores(
     """Other systems do not list the cores of a process."""
     runs = []
 
-    def dry_run(call: object, num_threads: int) -> None:
-        runs.append((call, num_threads))
+    def dry_run(call: object, num_threads: int, device: torch.device) -> None:
+        runs.append((call, num_threads, device.type))
 
     monkeypatch.setattr("nanovllm.kernels.triton.dry_run.dry_run", dry_run)
     monkeypatch.setattr(compiling, "allowed_cores", lambda: allowed)
@@ -31,7 +31,7 @@ def test_no_more_threads_than_allowed_cores(
         monkeypatch.delattr("os.sched_getaffinity")
         monkeypatch.setattr("os.cpu_count", lambda: 99)
     compile_in_threads(dry_run, torch.device("cuda"))  # type: ignore[arg-type]
-    assert runs == [(dry_run, min(allowed, MOST_THREADS))]
+    assert runs == [(dry_run, min(allowed, MOST_THREADS), "cuda")]
 
 
 @pytest.mark.parametrize("missing", [False, True])

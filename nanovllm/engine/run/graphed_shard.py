@@ -29,7 +29,7 @@ class GraphedShard(Protocol):
     parts: list[StepPart]
     marking: StepPart | None  # the part whose marks steps have, if there is one
     make_redraws: "MakeRedraws | None"
-    has_captured: bool  # whether all steps have run in this process
+    are_loaded: bool  # whether the kernels of all steps are on the device
 
     @property
     def model(self) -> CausalLM:

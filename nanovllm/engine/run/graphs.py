@@ -32,19 +32,19 @@ MAX_GRAPH_BATCH = 512  # above it a step is long enough to launch its kernels on
 class Capture:
     """Captures calls as CUDA graphs, all in one memory pool: one of them runs at a time.
 
-    Lazy initialization must not happen under capture: each call runs once before, unless all calls
-    have run in this process (`has_run`). The stream is created here: PyTorch's own stream for
-    captures belongs to the first device.
+    Lazy initialization must not happen under capture: each call runs once before, unless
+    `are_loaded` says that all kernels are on the device. The stream is created here: PyTorch's own
+    stream for captures belongs to the first device.
     """
 
-    def __init__(self, device: torch.device, has_run: bool = False) -> None:
-        self._device, self._has_run = device, has_run
+    def __init__(self, device: torch.device, are_loaded: bool = False) -> None:
+        self._device, self._are_loaded = device, are_loaded
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """The graph of a call, and its result, which each replay overwrites."""
-        if not self._has_run:
+        if not self._are_loaded:
             run()
             torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -81,9 +81,9 @@ class DecodeGraphs:
             self._fitting[batch] = next((size for size in self.sizes if size.holds(batch)), None)
         return self._fitting[batch]
 
-    def capture(self, capture: Capture) -> None:
-        """Capture every size, largest first."""
-        for size in reversed(self.sizes):
+    def capture(self, capture: Capture, one_in: int = 1) -> None:
+        """Capture every size, or one in so many, largest first."""
+        for size in self.sizes[::-one_in]:
             self.graphs[size] = capture(functools.partial(self.run, size))
             if self.redraws is not None:
                 self.redraws.capture(self.graphs[size][1], capture)

@@ -169,9 +169,9 @@ class PrefillGraphs:
         self._device = table.block_tables.device
         self._steps = {size: PaddedStep(size, num_groups, parts, self._device) for size in sizes}
 
-    def capture(self, capture: Capture) -> None:
-        """Capture every size: those with marks first, and the largest ones before others."""
-        for size in reversed(self.sizes):
+    def capture(self, capture: Capture, one_in: int = 1) -> None:
+        """Capture sizes as of decode steps: those with marks first."""
+        for size in self.sizes[::-one_in]:
             self.graphs[size] = capture(functools.partial(self.run, size))
 
     def release(self) -> None:
@@ -286,13 +286,13 @@ def prefill_graphs(
 
 
 def captured_graphs(
-    shard: GraphedShard, num_running: int, num_tokens: int
+    shard: GraphedShard, num_running: int, num_tokens: int, one_in: int = 1
 ) -> tuple[DecodeGraphs, PrefillGraphs | None]:
-    """Capture the decode steps and short prefills of a shard."""
-    capture = Capture(shard.placement.device, shard.has_captured)
+    """Capture the decode steps and short prefills of a shard, or one in so many sizes of each."""
+    capture = Capture(shard.placement.device, shard.are_loaded)
     decodes = decode_graphs(shard, num_running)
     prefills = prefill_graphs(shard, num_running, num_tokens)
-    decodes.capture(capture)
+    decodes.capture(capture, one_in)
     if prefills is not None:
-        prefills.capture(capture)
+        prefills.capture(capture, one_in)
     return decodes, prefills

@@ -74,7 +74,7 @@ class Shard:
         self.marking = next((part for part in self.parts if part.marks_rows), None)
         self.graphs: DecodeGraphs | None = None
         self.short_prefills: PrefillGraphs | None = None
-        self.has_captured = False
+        self.are_loaded = False
         self._num_threads = num_threads
         self.make_redraws = make_redraws
         self.memory = memory  # of weights and caches, if sleep can free it
@@ -176,12 +176,11 @@ class Shard:
 
         return decode_graphs(self, num_running)
 
-    def capture_graphs(self, num_running: int, num_tokens: int) -> None:
-        """Capture decode steps and short prefills."""
+    def capture_graphs(self, num_running: int, num_tokens: int, one_in: int = 1) -> None:
+        """Capture decode steps and short prefills, or one in so many sizes of each."""
         from nanovllm.engine.run.prefill_graphs import captured_graphs
 
-        self.graphs, self.short_prefills = captured_graphs(self, num_running, num_tokens)
-        self.has_captured = True
+        self.graphs, self.short_prefills = captured_graphs(self, num_running, num_tokens, one_in)
 
     def drop_graphs(self) -> None:
         """Free the graphs and their memory."""

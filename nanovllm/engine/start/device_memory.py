@@ -1,5 +1,8 @@
 """Measures the memory of a GPU that the largest step leaves for the KV pool."""
 
+import sys
+from typing import NamedTuple
+
 import torch
 
 from nanovllm.config import Config
@@ -8,12 +11,14 @@ from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.start.warm_up import warm_up
 from nanovllm.kernels.kv_layer import CODES
 
+SAMPLED = 8  # the measured sizes of graphs: one in so many
+
 
 def free_device_bytes(shard: Shard, config: Config) -> int:
     """Device memory for KV, its copies and states: what remains of the share that may be used.
 
-    The largest prefill and the largest sampling batch are run, and all graphs are captured on a
-    placeholder cache: all memory that is subtracted is measured.
+    The largest prefill and the largest sampling batch are run, and some graphs are captured on a
+    placeholder cache.
     """
     device, num_running = shard.device, most_running(config)
     activations = _activation_bytes(shard, config, num_running)
@@ -49,15 +54,47 @@ def copies_of_cache(shard: Shard) -> float:
 
 
 def _graph_bytes(shard: Shard, num_running: int, num_tokens: int) -> int:
-    """Measure the memory of all graphs, by capturing them on a placeholder cache."""
+    """The memory of all graphs, of which only some are captured, on a placeholder cache.
+
+    Graphs share memory for their results: the largest graphs take nearly all of it, and what the
+    other sampled ones add is counted twice. The memory of their launches grows with each graph.
+    """
     if not shard.placement.uses_graphs:
         return 0
     shard.caches.allocate(1, num_running)
-    before, _ = torch.cuda.mem_get_info(shard.device)
-    shard.capture_graphs(num_running, num_tokens)
-    torch.cuda.empty_cache()  # of the steps that ran before their capture
-    after, _ = torch.cuda.mem_get_info(shard.device)
-    shard.drop_graphs()
+    free, reserved = _memory(shard)
+    taken = []
+    for one_in in (sys.maxsize, SAMPLED):
+        shard.capture_graphs(num_running, num_tokens, one_in)
+        torch.cuda.empty_cache()  # of steps that ran before their capture
+        left, results = _memory(shard)
+        kinds = [graphs for graphs in (shard.graphs, shard.short_prefills) if graphs is not None]
+        number = sum(len(graphs.graphs) for graphs in kinds)
+        taken.append(Graphs(number, free - left, results - reserved))
+        shard.drop_graphs()
     shard.caches.release()
     torch.cuda.empty_cache()
-    return before - after
+    largest, sampled = taken
+    return bytes_of_all(largest, sampled, sum(len(graphs.sizes) for graphs in kinds))
+
+
+class Graphs(NamedTuple):
+    """The memory of captured graphs: all of it, and what their results take."""
+
+    number: int
+    num_bytes: int
+    results: int
+
+
+def bytes_of_all(largest: Graphs, sampled: Graphs, number: int) -> int:
+    """The memory of `number` graphs, of which the sampled ones were captured."""
+    results = max(0, sampled.results - largest.results)
+    launches = max(0, sampled.num_bytes - largest.num_bytes - results)
+    others = (number - sampled.number) / max(1, sampled.number - largest.number)
+    return sampled.num_bytes + results + int(launches * others)
+
+
+def _memory(shard: Shard) -> tuple[int, int]:
+    """The device's free memory, and what PyTorch has of it."""
+    free, _ = torch.cuda.mem_get_info(shard.device)
+    return free, torch.cuda.memory_reserved(shard.device)

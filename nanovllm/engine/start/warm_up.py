@@ -64,6 +64,8 @@ def compile_steps(shard: Shard, config: Config) -> None:
         for _, model in shard.models:
             stack.enter_context(_two_layers_of_each_kind(model))
         compile_in_threads(steps, shard.device)
+    # With peers, only a launch connects them.
+    shard.are_loaded = shard.ranks.size == 1
     shard.caches.release()
 
 

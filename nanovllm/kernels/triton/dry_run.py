@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from triton import AsyncCompileMode, JITFunction
-from triton.runtime import driver
 
 LOCK = threading.Lock()  # one dry run of a process at a time: each replaces `JITFunction.run`
 UNINITIALIZED = {
@@ -27,12 +26,13 @@ UNINITIALIZED = {
 }  # fmt: skip
 
 
-def dry_run(call: Callable[[], object], num_threads: int) -> None:
-    """Call it, and wait until all kernels that it would have launched are compiled.
+def dry_run(call: Callable[[], object], num_threads: int, device: torch.device) -> None:
+    """Call it, and wait until all kernels that it would have launched are on the device.
 
     If a kernel does not compile, its launch later raises the compiler's error.
     """
-    with LOCK, ThreadPoolExecutor(num_threads) as pool:
+    use_device = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())
+    with LOCK, ThreadPoolExecutor(num_threads, "", *use_device) as pool:
         # Triton's mode is a context variable: in a copied context, it ends with the call.
         copy_context().run(_compile_only, call, pool)
 
@@ -53,9 +53,10 @@ def _compile_only(call: Callable[[], object], pool: ThreadPoolExecutor) -> None:
 
 
 class Compilers(AsyncCompileMode):  # type: ignore[misc]
-    """Triton's mode in which a pool compiles kernels, each once; their launchers too.
+    """Triton's mode in which a pool compiles kernels, each once, and loads them on the device.
 
-    A launcher is a C program in Triton 3.6; compiling it takes a third of a second.
+    That makes a launcher, too, which is a C program in Triton 3.6: compiling it takes a third of a
+    second.
     """
 
     raw_futures: list[Future[Any]]
@@ -64,7 +65,7 @@ class Compilers(AsyncCompileMode):  # type: ignore[misc]
         def compile_all() -> Any:
             compiled = compile_fn()
             with suppress(Exception):  # the launch tries again, and raises the error
-                driver.active.launcher_cls(compiled.src, compiled.metadata)
+                compiled._init_handles()
             return compiled
 
         kernel = super().submit(key, compile_all, finalize_fn)

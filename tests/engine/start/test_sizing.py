@@ -1,5 +1,6 @@
 """How much device memory the KV cache gets; a CPU stands for the device."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,11 @@ from thread_ranks import on_ranks
 from nanovllm import LLM
 from nanovllm.config import Config
 from nanovllm.engine.cache.pools import CacheBytes
+from nanovllm.engine.run.graphs import DecodeGraphs
 from nanovllm.engine.run.shard import Shard
+from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.start import device_memory, sizing
+from nanovllm.engine.start.device_memory import Graphs, bytes_of_all
 from nanovllm.layers.ranks import Ranks
 from nanovllm.utils.resources import MIB
 
@@ -110,3 +114,22 @@ def test_the_measured_step_stores_into_a_block(path: Path, monkeypatch: pytest.M
         with shard.computing():
             device_memory.free_device_bytes(shard, config)
     assert blocks == [1, 0]
+
+
+def test_graphs_that_are_not_captured_are_counted() -> None:
+    """The sampled ones took 9 MiB of results beyond the largest, and 2 each for launches."""
+    largest = Graphs(2, 130 * MIB, results=100 * MIB)
+    sampled = Graphs(5, 145 * MIB, results=109 * MIB)
+    assert bytes_of_all(largest, sampled, 65) == (145 + 9 + 60 * 2) * MIB
+    assert bytes_of_all(largest, largest, 3) == largest.num_bytes
+
+
+def test_one_in_so_many_sizes_is_captured_from_the_largest_one_on() -> None:
+    sizes = [Size(rows) for rows in (1, 2, 4, 8, 12)]
+    step: Any = lambda size, out: size  # noqa: E731
+    capture: Any = lambda run: (None, run())  # noqa: E731
+    graphs = DecodeGraphs(step, sizes, torch.empty(12, 1))
+    for one_in, captured in ((1, [12, 8, 4, 2, 1]), (2, [12, 4, 1]), (sys.maxsize, [12])):
+        graphs.capture(capture, one_in)
+        assert [size.num_seqs for size in graphs.graphs] == captured
+        graphs.graphs.clear()
