@@ -35,8 +35,6 @@ def _not_on_a_gpu(config: "Config", model_config: "ModelConfig") -> str | None:
     dtype = model_config.dtype if config.dtype == "auto" else config.dtype
     if dtype != "bfloat16":
         return f"with dtype={dtype!r}"
-    if config.kv_cache_dtype != "auto":
-        return f"with kv_cache_dtype={config.kv_cache_dtype!r}"
     if config.tensor_parallel_size > 1:
         return f"with tensor_parallel_size={config.tensor_parallel_size}"
     quantization = model_config.quantization

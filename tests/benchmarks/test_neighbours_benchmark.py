@@ -42,6 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dense, int8 weights": dict(quantization="int8"),
     "dense, int4 weights": dict(quantization="int4"),
     "dense, room for adapters": dict(enable_lora=True),
+    "windows, FP8 cache": dict(kv_cache_dtype="fp8"),
     "experts, FP8 weights": dict(quantization="fp8"),
     "experts, int4 weights": dict(quantization="int4"),
 }

@@ -62,7 +62,6 @@ def test_each_model_is_supported_or_named(name: str) -> None:
     [
         ("dtype='float32'", {"dtype": "float32"}),
         ("dtype='float16'", {"dtype": "float16"}),
-        ("kv_cache_dtype='fp8'", {"kv_cache_dtype": "fp8"}),
         ("tensor_parallel_size=2", {"tensor_parallel_size": 2}),
     ],
 )
