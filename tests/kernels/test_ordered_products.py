@@ -5,6 +5,7 @@ The interpreter's products and sums depend on shapes as those of a GPU do (`gpu_
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.operands.routing import Routing
 from nanovllm.kernels.table import Kernels
 from nanovllm.kernels.triton.table import triton_kernels
+from nanovllm.layers.backend import Backend
+from nanovllm.layers.linear import ReplicatedLinear
 
 pytestmark = pytest.mark.usefixtures("one_thread", "sums_of_a_gpu")
 BF16 = torch.bfloat16
@@ -79,11 +82,29 @@ def test_the_library_computes_pieces_of_sizes_that_agree(kernel_device: str) -> 
     for rows in (8, 15, 16, 31, 50):
         x = random(rows, 64, device=kernel_device, seed=3)
         for added in (None, bias):
-            agreed = OrderedWeight(weight, (16, 8), (16, 8))
+            agreed = OrderedWeight(weight, (16, 8), added is not None)
             out = ordered_linear(x, agreed, added)
             alone = ordered_linear(x, OrderedWeight(weight), added)
             assert torch.allclose(out.float(), alone.float(), rtol=2**-6, atol=2**-6)
             assert torch.equal(out[rows // 8 * 8 :], alone[rows // 8 * 8 :])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_library_is_compared_once_as_the_layer_calls_it(
+    bias: bool, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nanovllm.kernels.triton.ordered import linear
+
+    compared = []
+
+    def agreeing(*given: Any) -> tuple[int, ...]:
+        compared.append(given[-1])
+        return ()
+
+    monkeypatch.setattr(linear, "agreeing", agreeing)
+    layer = ReplicatedLinear(64, 48, bias)
+    layer.bind(Backend(cast(Any, None), kernels))
+    assert compared == [bias]
 
 
 @pytest.mark.cuda
