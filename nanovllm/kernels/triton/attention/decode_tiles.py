@@ -47,10 +47,10 @@ def queries_of(  # type: ignore[no-untyped-def]
     head = kv_head * G + (g % G if Q > 1 else g)
     wide_row = row.to(tl.int64)
     first_row = wide_row * ROWS + FIRST if ROWS > 1 else wide_row
-    q_at = q_ptr + first_row * row_stride + head * head_stride
+    q_at = q_ptr + first_row * row_stride
     if Q > 1:
         q_at += g // G * row_stride
-    return q_at, head, first_row
+    return q_at + head * head_stride, head, first_row
 
 
 @triton.jit
