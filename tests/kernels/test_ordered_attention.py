@@ -163,6 +163,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(share=0.6)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_query_gets_equal_bits_from_every_step(kernel_device: str, shape: Shape) -> None:
     """Alone, among others, in parts of prompts of any size, after a hit, and with drafts."""
@@ -278,6 +279,7 @@ DECODES = [
 ]
 
 
+@pytest.mark.sampled(share=0.5)
 @pytest.mark.parametrize("shape", DECODES, ids=str)
 def test_ordered_decode_equals_its_twin(kernel_device: str, shape: Shape) -> None:
     assert_decodes_as_its_twin(shape, kernel_device, Ordered, layers=2)
@@ -293,6 +295,7 @@ PREFILLS = [
 ]
 
 
+@pytest.mark.sampled(share=0.5)
 @pytest.mark.parametrize("shape", PREFILLS, ids=str)
 def test_ordered_prefill_equals_its_twin(kernel_device: str, shape: Shape) -> None:
     if shape.queries == shape.contexts and not shape.quantized:

@@ -49,6 +49,7 @@ def assert_alone_as_among_others(
             assert torch.equal(some, every[:size]), f"rows of {size} differ"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("size_out", "size_in"), [(64, 1536), (80, 272), (33, 100), (1, 64)])
 def test_rows_of_a_product_do_not_depend_on_others(
@@ -127,6 +128,7 @@ QUANTIZED = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("form", QUANTIZED, ids=lambda form: f"{form.kind} {form.block}")
 def test_rows_of_a_quantized_product_do_not_depend_on_others(
