@@ -1,19 +1,12 @@
 """LLM: the facade. Prompts in, texts out, in the order of the prompts."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import proxy
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.requests.generation import (
-    accept_prompts,
-    check_call,
-    complete,
-    params_list,
-    stream,
-)
+from nanovllm.engine.requests.generation import Params, accept_prompts, check_call, complete, stream
 from nanovllm.features import AllFeatures
 from nanovllm.outputs import RequestOutput, StreamEvent
 from nanovllm.prompts import Prompt
@@ -37,8 +30,6 @@ if TYPE_CHECKING:
     from nanovllm.vectors.preparer import Prompts
     from nanovllm.weights.weights import NamedTensors, Running
 
-Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
-
 
 class LLM(LLMEngine):
     """A model, ready to generate: `LLM(model, **options)`; `Config` has the options.
@@ -54,7 +45,7 @@ class LLM(LLMEngine):
         """The parts that only some calls need."""
         from nanovllm.llm_parts import LLMParts
 
-        return LLMParts(proxy(self))
+        return LLMParts(self)
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt] | None = None, sampling_params: Params = None,
@@ -109,11 +100,7 @@ class LLM(LLMEngine):
             parallel_tool_calls=parallel_tool_calls, add_generation_prompt=add_generation_prompt,
             **chat_template_kwargs,
         )  # fmt: skip
-        accepted = self.intake.accept_all([turn.asked for turn in turns], lora_request)
-        outputs = complete(self, accepted, use_tqdm)
-        for turn, output in zip(turns, outputs, strict=True):
-            turn.answer.add_messages(output)
-        return outputs
+        return self.parts.chats.answer(turns, lora_request, use_tqdm)
 
     def stream_chat(
         self, messages: Iterable[Any], sampling_params: Params = None, *,
@@ -127,14 +114,13 @@ class LLM(LLMEngine):
         self.check_open()
         turns = self.chat_turns(messages, sampling_params, **options)
         accepted = self.intake.accept_all([turn.asked for turn in turns], lora_request)
-        return self.parts.chat_format.with_deltas(turns, stream(self, accepted))
+        return self.parts.chats.format.with_deltas(turns, stream(self, accepted))
 
     def chat_turns(
         self, messages: Iterable[Any], sampling_params: Params = None, **options: Any
     ) -> "list[Turn]":
         """The prompts and parameters of `chat`; `turn.answer.message(text)` reads an answer."""
-        params = functools.partial(params_list, sampling_params)
-        return self.parts.chat_format.turns(messages, params, **options)
+        return self.parts.chats.turns(messages, sampling_params, **options)
 
     def chat_prompts(self, messages: Iterable[Any], **options: Any) -> list[list[int]]:
         """The token ids of the prompts that `chat` makes."""
@@ -143,7 +129,7 @@ class LLM(LLMEngine):
     @property
     def has_chat_template(self) -> bool:
         """Whether there is a chat template for `chat`."""
-        return self.parts.chat_format.has_template
+        return self.parts.chats.format.has_template
 
     def get_tokenizer(self) -> Any:
         """The tokenizer, one of transformers; a ValueError if the model has none."""

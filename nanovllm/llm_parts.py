@@ -2,10 +2,11 @@
 
 import functools
 from typing import TYPE_CHECKING
+from weakref import proxy
 
 if TYPE_CHECKING:
     from nanovllm.beams.beams import Beams
-    from nanovllm.chat.chat_format import ChatFormat
+    from nanovllm.chat.chats import Chats
     from nanovllm.engine.llm_engine import LLMEngine
     from nanovllm.engine.run.profile import Profiles
     from nanovllm.vectors.vectors import Vectors
@@ -17,16 +18,14 @@ class LLMParts:
     """The parts that an LLM delegates to. They refer to it weakly, so that `del llm` closes it."""
 
     def __init__(self, engine: "LLMEngine") -> None:
-        self.engine = engine
+        self.engine = proxy(engine)
 
-    @property
-    def chat_format(self) -> "ChatFormat":
-        """Makes prompts of chats and reads answers, by the LLM's current tokenizer."""
-        from nanovllm.chat.chat_format import ChatFormat
+    @functools.cached_property
+    def chats(self) -> "Chats":
+        """Answers conversations."""
+        from nanovllm.chat.chats import Chats
 
-        asked, most = self.engine.asked, self.engine.config.max_model_len
-        parsers = asked.tool_parser, asked.reasoning_parser
-        return ChatFormat(self.engine.tokenizer, *parsers, most, reads_files=True)
+        return Chats(self.engine)
 
     @functools.cached_property
     def vectors(self) -> "Vectors":

@@ -30,7 +30,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core, and so one
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background jobs this way
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-import numpy as np
 import pytest
 import torch
 
@@ -321,60 +320,9 @@ def kernel_device() -> str:
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         return "cuda"
-    from triton.runtime import interpreter
+    import interpreter
 
-    convert = interpreter._convert_float
-    call = interpreter.InterpretedFunction.__call__
-    get_np_dtype = interpreter._get_np_dtype
-    reduce = interpreter.ReduceOps.generic_reduce
-    patched: set[str] = set()
-    np_dtypes: dict[str, Any] = {}
-
-    def rounding(x: Any, source: Any, target: Any, mode: Any) -> Any:
-        """GPUs round float32 to narrower types; the interpreter cuts it off."""
-        if source.name == "fp32" and target.name == "bf16":
-            return torch.tensor(x).bfloat16().view(torch.uint16).numpy()
-        if source.name == "fp32" and target.name == "fp8e4nv":
-            return torch.tensor(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-        return convert(x, source, target, mode)
-
-    def quick_call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        """The interpreter patches Triton's language at each call; once for each module will do."""
-        module = function.fn.__module__
-        if module in patched:
-            return function.rewrite()(*args, **kwargs)
-        patched.add(module)
-        return call(function, *args, **kwargs)
-
-    def quick_reduce(operation: Any, inputs: Any) -> Any:
-        """The interpreter combines one element after the other; GPUs combine pairs, too."""
-        parts = [(x.handle.data, x.dtype) for x in inputs]
-        if operation.axis != 0 or operation.keep_dims or parts[0][0].ndim != 1:
-            return reduce(operation, inputs)
-        while (length := len(parts[0][0])) > 1:
-            even, odd = (
-                [operation.to_tensor(data[start : length - length % 2 : 2], t) for data, t in parts]
-                for start in (0, 1)
-            )
-            pairs = operation.combine_fn.fn(*even, *odd)
-            pairs = pairs if isinstance(pairs, tuple) else (pairs,)
-            parts = [
-                (np.concatenate([pair.handle.data, data[length - length % 2 :]]), t)
-                for pair, (data, t) in zip(pairs, parts, strict=True)
-            ]
-        return [operation.to_tensor(data[0], t) for data, t in parts]
-
-    def quick_np_dtype(type_: Any) -> Any:
-        """The interpreter builds a table at each call."""
-        name = type_.scalar.name
-        if name not in np_dtypes:
-            np_dtypes[name] = get_np_dtype(type_)
-        return np_dtypes[name]
-
-    interpreter.InterpretedFunction.__call__ = quick_call
-    interpreter._get_np_dtype = quick_np_dtype
-    interpreter.ReduceOps.generic_reduce = quick_reduce
-    interpreter._convert_float = rounding
+    interpreter.round_and_hurry()
     return "cpu"
 
 

@@ -2,8 +2,10 @@
 
 Some tests have more combinations than a change needs: `sampled` keeps some of them, so that every
 value of every parameter occurs (with `pairs=True`: every pair of values of two parameters), or a
-`share` of them. Which ones, and which examples hypothesis tries, follows from a seed: the commit,
-or $NANOVLLM_TESTS_SEED, so that the same commit has the same tests and the next one others.
+`share` of them. With `kind`, a function, it keeps one `name` of each kind, or a `share` of these;
+all tests of a file have the same names. Which ones, and which examples hypothesis tries, follows
+from a seed: the commit, or $NANOVLLM_TESTS_SEED, so that the same commit has the same tests and the
+next one others.
 """
 
 import itertools
@@ -53,10 +55,20 @@ def one_of_each(values: Iterable[T], kind: Callable[[T], Any], group: str) -> li
     kinds: dict[Any, list[T]] = {}
     for value in values:
         kinds.setdefault(kind(value), []).append(value)
-    rng = random.Random(f"{SEED} {group}")
     return [
-        value for same in kinds.values() for value in (same if everything else [rng.choice(same)])
+        value
+        for key, same in kinds.items()
+        for value in (same if everything else [random.Random(f"{SEED} {group} {key}").choice(same)])
     ]
+
+
+def of_each_kind(
+    items: list[pytest.Item], kind: Callable[[str], str], file: str
+) -> list[pytest.Item]:
+    """The tests with one `name` of each kind."""
+    names = [item.callspec.params["name"] for item in items]  # type: ignore[attr-defined]
+    chosen = one_of_each(dict.fromkeys(names), kind, file)
+    return [item for item, name in zip(items, names, strict=True) if name in chosen]
 
 
 def examples(number: int) -> int:
@@ -111,9 +123,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for name, group in groups.items():
         marker = group[0].get_closest_marker("sampled")
         assert marker is not None
+        candidates = group
+        if kind := marker.kwargs.get("kind"):
+            candidates = of_each_kind(group, kind, name.partition("::")[0])
+            kept = set(candidates)
         if share := marker.kwargs.get("share"):
-            kept = set(sample(group, share, name))
-        else:
+            kept = set(sample(candidates, share, name))
+        elif not kind:
             combinations = [
                 {name: id(value) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
                 for item in group

@@ -159,7 +159,7 @@ def case(
     return written[name]
 
 
-@pytest.mark.sampled(share=0.4)
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_do_not_change_an_answer(name: str, regime: str, case: Written) -> None:

@@ -61,6 +61,23 @@ def test_one_of_each_kind_is_kept_unless_all_are_wanted(
     assert sorted(selection.one_of_each(words, lambda word: word[0], "group")) == sorted(words)
 
 
+def test_tests_of_a_file_have_the_same_name_of_each_kind(seed: str) -> None:
+    def of(name: str, regime: int) -> pytest.Item:
+        return SimpleNamespace(callspec=SimpleNamespace(params=dict(name=name, regime=regime)))  # type: ignore[return-value]
+
+    names = [f"{family}, {n}" for family in "abcdefgh" for n in range(3)]
+
+    def chosen(some: list[str]) -> set[str]:
+        items = [of(name, regime) for name in some for regime in range(2)]
+        kept = selection.of_each_kind(items, lambda name: name[0], "a.py")
+        found = [item.callspec.params["name"] for item in kept]  # type: ignore[attr-defined]
+        assert sorted(found) == sorted([*set(found)] * 2), "all regimes of a name"
+        return set(found)
+
+    assert [name[0] for name in sorted(chosen(names))] == list("abcdefgh")
+    assert chosen(names[6:]) == {name for name in chosen(names) if name[0] > "b"}
+
+
 def test_files_that_grew_are_named_whatever_the_machines_speed() -> None:
     recorded = {f"{n}.py": float(n) for n in range(5, 40)}
     twice_as_slow = {file: 2 * cost for file, cost in recorded.items()}

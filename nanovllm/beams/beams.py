@@ -9,7 +9,8 @@ from nanovllm.beam_search_params import BeamSearchParams
 from nanovllm.beams.outputs import BeamSearchOutput, BeamSearchSequence
 from nanovllm.beams.search import FinishedBeam, Search
 from nanovllm.engine.engine_config import EngineConfig
-from nanovllm.engine.llm_engine import LLMEngine, exclusive
+from nanovllm.engine.exclusive import exclusive
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.requests.generation import check_call, run_until_done
 from nanovllm.engine.requests.intake import Accepted
 from nanovllm.engine.requests.progress import progress_bar

@@ -1,6 +1,5 @@
 """LLMEngine: requests in, outputs out, one step at a time. It owns the scheduler and the runner."""
 
-import functools
 import os
 import time
 import weakref
@@ -33,17 +32,6 @@ if TYPE_CHECKING:
     from nanovllm.metrics import Metric
 
 T = TypeVar("T")
-
-
-def exclusive(method: Callable[..., T]) -> Callable[..., T]:
-    """Make a method of an engine, or of a part with an `engine`, run in `LLMEngine.alone`."""
-
-    @functools.wraps(method)
-    def run(self: Any, *args: Any) -> T:
-        engine: LLMEngine = getattr(self, "engine", self)
-        return engine.alone(method, self, *args)
-
-    return run
 
 
 class LLMEngine:

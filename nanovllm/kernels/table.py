@@ -85,7 +85,7 @@ class Kernels:
     accept: Callable[["TableState", "Decoding", Tensor, int], Tensor]
     arrange: Callable[["QuantizedMatrix"], Any]
     arrange_blocks: Callable[[Any], Any]
-    arrange_plain: Callable[..., Any | None]  # of a weight, and whether it is a table
+    arrange_plain: Callable[..., Any | None]  # of a weight; if it is a table; if it has a bias
     plain_of: Callable[[Any], Tensor | None]
     arranged_linear: Callable[[Any, Any, Tensor | None], Tensor]
     block_linear: Callable[[Any, Any, Tensor | None], Tensor]

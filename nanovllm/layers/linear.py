@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 BIAS = Stored((ROWS,), fill=lambda values, *_: values.zero_())
 
 
-def matrix_of(weight: LayerWeight, kernels: Kernels, is_table: bool = False) -> Matrix:
+def matrix_of(
+    weight: LayerWeight, kernels: Kernels, is_table: bool = False, has_bias: bool = False
+) -> Matrix:
     """The fastest form of a weight [N, K] here. Peak memory: up to three times the weight.
 
     A plain table's rows are not copied if the kernels can multiply them where they are.
@@ -40,7 +42,8 @@ def matrix_of(weight: LayerWeight, kernels: Kernels, is_table: bool = False) -> 
     if isinstance(weight, list):
         from nanovllm.formats.layouts import JoinedMatrix
 
-        return JoinedMatrix([matrix_of(w, kernels) for w in weight], [_num_rows(w) for w in weight])
+        matrices = [matrix_of(w, kernels, has_bias=has_bias) for w in weight]
+        return JoinedMatrix(matrices, [_num_rows(w) for w in weight])
     if not _num_rows(weight):
         from nanovllm.formats.layouts import EmptyMatrix
 
@@ -51,7 +54,7 @@ def matrix_of(weight: LayerWeight, kernels: Kernels, is_table: bool = False) -> 
         return in_layout(weight, kernels)
     if not weight.numel():
         return DenseMatrix(weight)
-    if (operand := kernels.arrange_plain(weight, is_table)) is not None:
+    if (operand := kernels.arrange_plain(weight, is_table, has_bias)) is not None:
         from nanovllm.formats.layouts import KernelMatrix
 
         return KernelMatrix(operand, kernels)
@@ -106,7 +109,8 @@ class LinearBase(Layer):
         if self.matrix is None:
             weight = self.weight_format.weight(self.stored_tensors(), self.rank_part)
             self.weight_format.drop(self)
-            self.matrix = matrix_of(weight, backend.kernels, self.is_tied)
+            has_bias = self.added_bias is not None
+            self.matrix = matrix_of(weight, backend.kernels, self.is_tied, has_bias)
 
     @property
     def operand_and_bias(self) -> tuple[Any, torch.Tensor | None]:

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from nanovllm.engine.llm_engine import LLMEngine, exclusive
+from nanovllm.engine.exclusive import exclusive
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.requests.generation import check_call, run_until_done
 from nanovllm.engine.requests.intake import Accepted
 from nanovllm.lora_request import LoRARequest, LoRARequests, check_lora_request, lora_requests

@@ -1,6 +1,6 @@
 """SleepMode: an engine frees the device's memory for a while."""
 
-from nanovllm.engine.llm_engine import exclusive
+from nanovllm.engine.exclusive import exclusive
 from nanovllm.utils.checks import as_list, check_choice, check_int
 from nanovllm.weights.sleeping import MEMORIES, DropSaved, Memory, Save, Sleep, WakeUp
 from nanovllm.weights.weights import Running, Weights

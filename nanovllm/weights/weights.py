@@ -6,7 +6,8 @@ from typing import Any, Literal
 import torch
 
 from nanovllm.engine.errors import NotReadyError
-from nanovllm.engine.llm_engine import LLMEngine, exclusive
+from nanovllm.engine.exclusive import exclusive
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.requests.request import Request
 from nanovllm.utils.checks import as_list, check_choice, shorten
 from nanovllm.weights.live import LiveWeights, live_weights

@@ -174,7 +174,7 @@ class Paged:
     def decode(self, layers: int = 1) -> torch.Tensor:
         """Layers with one plan: a second one reads the counters that the first one has reset."""
         from nanovllm.kernels.triton.attention import decode_attention as kernels
-        from nanovllm.kernels.triton.attention import decode_plan
+        from nanovllm.kernels.triton.attention import decode_plan, decode_tiles
 
         with pytest.MonkeyPatch.context() as patch:
             heads = self.shape.kv_heads
@@ -187,7 +187,7 @@ class Paged:
         torch.zeros(1, device=self.device)  # as in a step, a kernel lies between
         outs = []
         for _ in range(layers):
-            with self.conversion(kernels):
+            with self.conversion(decode_tiles):
                 outs.append(kernels.decode_attention(self.q, self.kernel_layer(), plan))
             assert not plan.arrivals.any(), "the counters are not reset for the next layer"
         assert not outs[0].isnan().any(), "it read unowned memory, or did not write a result"

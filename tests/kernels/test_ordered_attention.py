@@ -58,8 +58,8 @@ def ordered_decode(
     num_queries: int = 1, layers: int = 1, slots: int | None = None, wide: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Layers with one plan: a second one reads the counters that the first one has reset."""
+    from nanovllm.kernels.triton.attention import decode_tiles, ordered_plan
     from nanovllm.kernels.triton.attention import ordered_decode as kernels
-    from nanovllm.kernels.triton.attention import ordered_plan
 
     shape = paged.shape
     heads = (shape.kv_heads * shape.group, shape.kv_heads, shape.head_dim)
@@ -77,7 +77,7 @@ def ordered_decode(
     torch.zeros(1, device=paged.device)  # as in a step, a kernel lies between
     outs = []
     for _ in range(layers):
-        with paged.conversion(kernels), pytest.MonkeyPatch.context() as patch:
+        with paged.conversion(decode_tiles), pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "rows_with_room", wide_rows if wide else kernels.rows_with_room)
             outs.append(kernels.ordered_decode(q, paged.kernel_layer(), plan))
         assert not plan.arrivals.any(), "the counters are not reset for the next layer"
@@ -163,6 +163,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(share=0.6)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_query_gets_equal_bits_from_every_step(kernel_device: str, shape: Shape) -> None:
     """Alone, among others, in parts of prompts of any size, after a hit, and with drafts."""
@@ -278,6 +279,7 @@ DECODES = [
 ]
 
 
+@pytest.mark.sampled(share=0.5)
 @pytest.mark.parametrize("shape", DECODES, ids=str)
 def test_ordered_decode_equals_its_twin(kernel_device: str, shape: Shape) -> None:
     assert_decodes_as_its_twin(shape, kernel_device, Ordered, layers=2)
@@ -293,6 +295,7 @@ PREFILLS = [
 ]
 
 
+@pytest.mark.sampled(share=0.5)
 @pytest.mark.parametrize("shape", PREFILLS, ids=str)
 def test_ordered_prefill_equals_its_twin(kernel_device: str, shape: Shape) -> None:
     if shape.queries == shape.contexts and not shape.quantized:

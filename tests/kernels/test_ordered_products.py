@@ -5,6 +5,7 @@ The interpreter's products and sums depend on shapes as those of a GPU do (`gpu_
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.operands.routing import Routing
 from nanovllm.kernels.table import Kernels
 from nanovllm.kernels.triton.table import triton_kernels
+from nanovllm.layers.backend import Backend
+from nanovllm.layers.linear import ReplicatedLinear
 
 pytestmark = pytest.mark.usefixtures("one_thread", "sums_of_a_gpu")
 BF16 = torch.bfloat16
@@ -46,6 +49,7 @@ def assert_alone_as_among_others(
             assert torch.equal(some, every[:size]), f"rows of {size} differ"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("size_out", "size_in"), [(64, 1536), (80, 272), (33, 100), (1, 64)])
 def test_rows_of_a_product_do_not_depend_on_others(
@@ -79,11 +83,29 @@ def test_the_library_computes_pieces_of_sizes_that_agree(kernel_device: str) -> 
     for rows in (8, 15, 16, 31, 50):
         x = random(rows, 64, device=kernel_device, seed=3)
         for added in (None, bias):
-            agreed = OrderedWeight(weight, (16, 8), (16, 8))
+            agreed = OrderedWeight(weight, (16, 8), added is not None)
             out = ordered_linear(x, agreed, added)
             alone = ordered_linear(x, OrderedWeight(weight), added)
             assert torch.allclose(out.float(), alone.float(), rtol=2**-6, atol=2**-6)
             assert torch.equal(out[rows // 8 * 8 :], alone[rows // 8 * 8 :])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_library_is_compared_once_as_the_layer_calls_it(
+    bias: bool, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nanovllm.kernels.triton.ordered import linear
+
+    compared = []
+
+    def agreeing(*given: Any) -> tuple[int, ...]:
+        compared.append(given[-1])
+        return ()
+
+    monkeypatch.setattr(linear, "agreeing", agreeing)
+    layer = ReplicatedLinear(64, 48, bias)
+    layer.bind(Backend(cast(Any, None), kernels))
+    assert compared == [bias]
 
 
 @pytest.mark.cuda
@@ -106,6 +128,7 @@ QUANTIZED = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 @pytest.mark.parametrize("form", QUANTIZED, ids=lambda form: f"{form.kind} {form.block}")
 def test_rows_of_a_quantized_product_do_not_depend_on_others(

@@ -185,7 +185,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return loop_case(path, lambda ids: loop.logits(ids)[-1], make_some_prompts())
 
 
-@pytest.mark.sampled(share=0.25)
+@pytest.mark.sampled(share=0.15)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_stranger_with_states_equals_the_loop_with(name: str, case: Case) -> None:
@@ -354,6 +354,7 @@ def test_prefix_hits_restore_states(case: Case) -> None:
     check_hits(case, kvcache_block_size=4, max_num_batched_tokens=64)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, dict(overlap=True), dict(NGRAMS, overlap=True)])
 @pytest.mark.parametrize("backend", ["auto", "torch"])  # drafts of the host, and of the device
 def test_turns_of_a_conversation_go_on_at_the_last_full_block(

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from nanovllm.lora_request import LoRARequests
     from nanovllm.utils.interrupts import Bar
 
+Params = SamplingParams | Sequence[SamplingParams] | None  # for all prompts, or one for each
+
 
 def accept_prompts(
-    engine: LLMEngine, prompts: Any, sampling_params: Any, lora_request: "LoRARequests"
+    engine: LLMEngine, prompts: Any, sampling_params: Params, lora_request: "LoRARequests"
 ) -> list[Accepted]:
     """Check and encode all prompts, before any is queued."""
     items = prompt_list("prompts", prompts)

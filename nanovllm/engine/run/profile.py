@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from nanovllm.engine.llm_engine import LLMEngine, exclusive
+from nanovllm.engine.exclusive import exclusive
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.run.shard import Shard
 
 _running: dict[int, profile] = {}  # by the id of a shard of this process; at most one

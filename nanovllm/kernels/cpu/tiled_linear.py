@@ -82,7 +82,11 @@ def arrange(weight: QuantizedMatrix) -> TiledMatrix:
     return _arranged(codes, kind, group, _tiled(scales), zeros, weight.order)
 
 
-def arrange_plain(weight: torch.Tensor, is_table: bool = False) -> TiledMatrix | None:
+def arrange_plain(
+    weight: torch.Tensor,
+    is_table: bool = False,
+    has_bias: bool = False,  # noqa: ARG001
+) -> TiledMatrix | None:
     """Copy a plain weight; None if oneDNN is faster. Peak memory: three times the weight.
 
     A table's rows, which an embedding needs too, are not copied if AMX multiplies them.
@@ -94,7 +98,11 @@ def arrange_plain(weight: torch.Tensor, is_table: bool = False) -> TiledMatrix |
     return arrange_in_one_order(weight, is_table)
 
 
-def arrange_in_one_order(weight: torch.Tensor, is_table: bool = False) -> TiledMatrix | None:
+def arrange_in_one_order(
+    weight: torch.Tensor,
+    is_table: bool = False,
+    has_bias: bool = False,  # noqa: ARG001
+) -> TiledMatrix | None:
     """The same also where oneDNN is faster, whose order of sums depends on the number of rows.
 
     None for types that the kernels do not multiply.

@@ -931,6 +931,7 @@ def test_ctrl_c_while_loading_ends_the_caller(endless_model: Path) -> None:
 
 
 @pytest.mark.cold
+@pytest.mark.sampled(share=1 / 3)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["file", "command", "stdin"])
 def test_a_script_needs_no_main_guard(how: str, tmp_path: Path) -> None:

@@ -23,9 +23,7 @@ for scores, and two of half the width for the output.
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.triton.attention.attend_codes import (
     attend_codes,
@@ -34,7 +32,12 @@ from nanovllm.kernels.triton.attention.attend_codes import (
     with_room,
 )
 from nanovllm.kernels.triton.attention.decode_plan import HALF, DecodePlan
-from nanovllm.kernels.triton.attention.kv_codes import as_pairs
+from nanovllm.kernels.triton.attention.decode_tiles import (
+    copy_tile,
+    launches,
+    load_tile,
+    queries_of,
+)
 from nanovllm.kernels.triton.attention.merge import merge_if_last
 from nanovllm.kernels.triton.attention.queries import (
     NONE,
@@ -42,27 +45,8 @@ from nanovllm.kernels.triton.attention.queries import (
     load_sinks,
     longest,
     out_heads,
-    sees,
 )
-from nanovllm.kernels.triton.common import (
-    LOG2E,
-    TILE,
-    attend,
-    await_inputs,
-    cache_offsets,
-    cap_log2,
-    converts_codes,
-    early,
-    let_next_begin,
-    rows_with_room,
-    tile_keys,
-    tiles_of,
-)
-
-MOST_QUERIES = 64  # queries of a key head in a program: as many as registers hold
-NEXT_FIRST_ROWS = 32  # up to this many rows, the next kernel begins at the start of this one
-MOST_COPIED = 256  # the largest heads whose tiles are copied
-CODES_STAGES = 5  # stages for codes: two tiles are in flight
+from nanovllm.kernels.triton.common import attend, await_inputs, let_next_begin, rows_with_room
 
 
 @triton.jit(do_not_specialize=["batch_size", "table_stride"])
@@ -91,7 +75,6 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     await_inputs(EARLY)
     if NEXT_FIRST:
         let_next_begin(EARLY)
-    WIDTH: tl.constexpr = D // 2 if CODES else D  # noqa: N806
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     w = tl.arange(0, BLOCK_D // 2 if CODES else BLOCK_D)
@@ -105,25 +88,17 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         stop = tl.minimum(row_end, last)
         end_key = tl.minimum((stop - row_begin) * TILE, length)
         lens, shortest = lengths(lens_ptr, row, length, g, ROWS, FIRST, Q, G)
-        asked = g < Q * G if CODES else real
+        asked = g < Q * G
         if ROWS > 1:
-            asked &= lens > 0 if CODES else lens[:, None] > 0
+            asked &= lens > 0
             lens = lens[None, :] if CODES else lens[:, None]
-        head, query = kv_head * G + (g % G if Q > 1 else g), g // G
-        if not CODES:
-            head, query = head[:, None], query[:, None]
-        wide_row = row.to(tl.int64)
-        first_row = wide_row * ROWS + FIRST if ROWS > 1 else wide_row
-        q_at = q_ptr + first_row * q_row_stride + head * q_head_stride
-        if not CODES:
-            q_at += d[None, :]
-        if Q > 1:
-            q_at += query * q_row_stride
+        q_at, head, first_row = queries_of(
+            q_ptr, row, kv_head, g, q_row_stride, q_head_stride, ROWS, FIRST, Q, G
+        )
         top = tl.full([BLOCK_G], -float("inf") if ROWS == 1 else NONE, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)
         if sinks_ptr is not None:  # the part with the row's first keys has the sink
-            heads_of_sinks = kv_head * G + (g % G if Q > 1 else g)
-            sink = load_sinks(sinks_ptr, heads_of_sinks, g < Q * G)
+            sink = load_sinks(sinks_ptr, head, g < Q * G)
             top = tl.where(tile == row_begin, sink, top)
             total += tl.where(tile == row_begin, 1.0, 0.0)
             if CODES:
@@ -134,9 +109,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             even = tl.zeros([BLOCK_D // 2, BLOCK_G], tl.float32)
             odd = even
         else:
-            q = tl.load(q_at, mask=asked, other=0.0)
+            asked_columns = asked[:, None] & (d < D)[None, :]
+            q = tl.load(q_at[:, None] + d[None, :], mask=asked_columns, other=0.0)
             acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-        table = tables_ptr + wide_row * table_stride
+        table = tables_ptr + row.to(tl.int64) * table_stride
         begin_key = (tile - row_begin) * TILE
         if WINDOW:  # skip tiles before it, maybe all tiles of the row in this share
             begin_key = tl.maximum(begin_key, (shortest - WINDOW) // BLOCK_N * BLOCK_N)
@@ -144,54 +120,38 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             common = tl.minimum(end_key, shortest) if ROWS > 1 else end_key
             whole_end = tl.maximum(begin_key, common // BLOCK_N * BLOCK_N)
             for key in range(begin_key, whole_end, BLOCK_N):
-                block = tl.load(table + key // BLOCK_SIZE)
-                at = block * BLOCK_SIZE + key % BLOCK_SIZE
-                k = k_tiles.load([at, kv_head * WIDTH])
-                v = v_tiles.load([at, kv_head * WIDTH])
+                k, v, k_scale, v_scale, visible = copy_tile(
+                    k_tiles, v_tiles, k_scale_tiles, v_scale_tiles, table, key, kv_head,
+                    num_kv_heads, n, lens, D, BLOCK_SIZE, WINDOW, CODES,
+                )  # fmt: skip
                 if CODES:
-                    # 32 bits: a cache of 2^31 heads has 2^31 * D bytes.
-                    scale_at = (block * num_kv_heads + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
-                    k_scale = k_scale_tiles.load([scale_at])
-                    v_scale = v_scale_tiles.load([scale_at])
-                    visible = (key + n)[:, None] >= lens - WINDOW
                     top, total, even, odd = attend_codes(
                         q_even, q_odd, k, v, k_scale, v_scale, factor, visible, top, total,
                         even, odd, WINDOW > 0, CONVERTED,
                     )  # fmt: skip
                 else:
-                    visible = (key + n)[None, :] >= lens - WINDOW
                     top, total, acc = attend(
                         q, k, v, visible, scale_log2, top, total, acc, WINDOW > 0, CAP
                     )
             begin_key = whole_end
         for key in tl.range(begin_key, end_key, BLOCK_N, num_stages=1 if COPIED else None):
-            at, scale_at = cache_offsets(
-                table, key, end_key, kv_head, num_kv_heads, WIDTH, BLOCK_SIZE, BLOCK_N
-            )
-            inside = key + n < end_key
-            if WINDOW:
-                inside &= key + n >= shortest - WINDOW
+            k, v, k_scale, v_scale, visible = load_tile(
+                k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, key, end_key, shortest, kv_head,
+                num_kv_heads, n, w, lens, D, BLOCK_SIZE, BLOCK_N, ROWS, WINDOW, CODES,
+            )  # fmt: skip
             if CODES:
-                visible = sees(lens, (key + n)[:, None], WINDOW) if ROWS > 1 else inside[:, None]
-            loaded = inside[:, None] & (w < WIDTH)[None, :]
-            k = tl.load(k_ptr + at[:, None] + w[None, :], mask=loaded, other=0)
-            v = tl.load(v_ptr + at[:, None] + w[None, :], mask=loaded, other=0)
-            if CODES:
-                k_scale = tl.load(k_scales_ptr + scale_at, mask=inside, other=1.0)
-                v_scale = tl.load(v_scales_ptr + scale_at, mask=inside, other=1.0)
                 top, total, even, odd = attend_codes(
                     q_even, q_odd, k, v, k_scale, v_scale, factor, visible, top, total,
                     even, odd, True, CONVERTED,
                 )  # fmt: skip
             else:
-                visible = sees(lens, (key + n)[None, :], WINDOW) if ROWS > 1 else inside[None, :]
                 top, total, acc = attend(q, k, v, visible, scale_log2, top, total, acc, True, CAP)
         if CODES:
             acc = interleave(even, odd, CONVERTED)
         safe_total = tl.where(total == 0.0, 1.0, total)  # a row without keys gives zeros
         acc = acc / safe_total[:, None]
         if ROWS > 1:
-            acc = tl.where(asked[:, None] if CODES else asked, acc, 0.0)
+            acc = tl.where(asked[:, None], acc, 0.0)
         out_row = first_row * num_kv_heads * G + kv_head * G
         if (tile == row_begin) & (stop == row_end):
             heads = out_heads(g, out_row, num_kv_heads, Q, G)
@@ -223,58 +183,19 @@ def decode_attention(q: torch.Tensor, kv: KVLayer, plan: DecodePlan) -> torch.Te
     such layers are less well balanced.
     """
     out = rows_with_room(len(q), q.shape[1] * q.shape[2], q).view(q.shape)
-    limit = MOST_QUERIES if kv.k_scales is None else HALF
-    most = max(1, limit // (q.shape[1] // kv.k_cache.shape[2]))
-    count = cdiv(plan.num_queries, cdiv(plan.num_queries, most))
-    for first in range(0, plan.num_queries, count):
-        _attend(q, kv, plan, out, first, min(count, plan.num_queries - first))
+    programs = len(plan.starts)
+    for launch in launches(q, kv, plan, out):
+        parts = programs * 2 * launch.num_heads
+        partial = q.new_empty(parts, q.shape[2], dtype=torch.float32)
+        lse = q.new_empty(parts, dtype=torch.float32)
+        block_g, narrow, copied = launch.block_g, launch.is_narrow, launch.is_copied
+        warps = 2 if (copied and block_g <= HALF) or (narrow and block_g < 16) else 4
+        most = 4096 if narrow or copied else 2048
+        merged, unrolled = min(16, max(1, most // (block_g * max(128, launch.block_d)))), 1
+        if plan.num_queries > 1:  # two parts are in flight, as iterations of the loop
+            merged, unrolled = 1, 1 if block_g > HALF else 2
+        _decode_kernel[(kv.k_cache.shape[2], programs)](
+            *launch.operands, partial, lse, *launch.sizes, **launch.constants,
+            MERGED=merged, UNROLLED=unrolled, num_warps=warps,
+        )  # fmt: skip
     return out
-
-
-def _attend(
-    q: torch.Tensor, kv: KVLayer, plan: DecodePlan, out: torch.Tensor, first: int, count: int
-) -> None:
-    """Launch the kernel for `count` queries of each sequence, from `first` on."""
-    _, num_heads, head_dim = q.shape
-    quantized = kv.k_scales is not None
-    assert not quantized or kv.soft_cap is None
-    k_cache, v_cache = (as_pairs(x) if quantized else x for x in (kv.k_cache, kv.v_cache))
-    _, block_size, num_kv_heads, width = k_cache.shape  # for codes, the width is half of head_dim
-    assert q.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
-    group = num_heads // num_kv_heads
-    parts = len(plan.starts) * num_kv_heads * 2 * count * group
-    partial = q.new_empty(parts, head_dim, dtype=torch.float32)
-    lse = q.new_empty(parts, dtype=torch.float32)
-    block_d, block_g = next_power_of_2(head_dim), next_power_of_2(count * group)
-    block_n = tile_keys(block_d, q.dtype)
-    narrow = block_n == TILE  # heads of at most 256 bytes
-    copied = (
-        plan.copies_tiles and (narrow or (block_d <= MOST_COPIED and not quantized))
-        and block_d == head_dim and block_size % TILE == 0 and q.dtype.itemsize == 2
-        and block_g <= MOST_QUERIES
-    )  # fmt: skip
-    tiles = [
-        tiles_of(cache.view(-1, num_kv_heads * width), block_n, width) if copied else None
-        for cache in (k_cache, v_cache)
-    ]
-    scales = [None if x is None else x.view(-1) for x in (kv.k_scales, kv.v_scales)]
-    scale_tiles = [
-        TensorDescriptor(x, [len(x)], [1], [block_n]) if copied and x is not None else None
-        for x in scales
-    ]
-    warps = 2 if (copied and block_g <= HALF) or (narrow and block_g < 16) else 4
-    merged = min(16, max(1, (4096 if narrow or copied else 2048) // (block_g * max(128, block_d))))
-    unrolled = 1
-    if plan.num_queries > 1:  # two parts are in flight, as iterations of the loop
-        merged, unrolled = 1, 1 if block_g > HALF else 2
-    least, stages = (8, CODES_STAGES) if quantized else (16, 2)
-    _decode_kernel[(num_kv_heads, len(plan.starts))](
-        q, k_cache, v_cache, *scales, *tiles, *scale_tiles, plan.block_tables, plan.context_lens,
-        plan.starts, plan.arrivals, kv.sinks, out, partial, lse, kv.scale * LOG2E, q.stride(0),
-        q.stride(1), plan.block_tables.stride(0), len(q) // plan.num_queries, num_kv_heads,
-        ROWS=plan.num_queries, FIRST=first, Q=count, G=group, D=head_dim, BLOCK_SIZE=block_size,
-        BLOCK_G=max(least, block_g), BLOCK_D=block_d, BLOCK_N=block_n, TILE=TILE,
-        MERGED=merged, UNROLLED=unrolled, WINDOW=kv.window or 0, COPIED=copied, CODES=quantized,
-        CONVERTED=quantized and converts_codes(q.device), NEXT_FIRST=len(q) <= NEXT_FIRST_ROWS,
-        CAP=cap_log2(kv), num_stages=stages, num_warps=warps, **early(q.device),
-    )  # fmt: skip

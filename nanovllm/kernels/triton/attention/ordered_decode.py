@@ -11,18 +11,14 @@ the last program to finish adds them to the sums of the row's first program.
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nanovllm.kernels.integers import cdiv, next_power_of_2
 from nanovllm.kernels.kv_layer import KVLayer
-from nanovllm.kernels.triton.attention.decode_attention import (
-    CODES_STAGES,
-    MOST_COPIED,
-    MOST_QUERIES,
-    NEXT_FIRST_ROWS,
+from nanovllm.kernels.triton.attention.decode_tiles import (
+    copy_tile,
+    launches,
+    load_tile,
+    queries_of,
 )
-from nanovllm.kernels.triton.attention.decode_plan import HALF
-from nanovllm.kernels.triton.attention.kv_codes import as_pairs
 from nanovllm.kernels.triton.attention.ordered import (
     CHUNK,
     UNFUSED,
@@ -37,20 +33,8 @@ from nanovllm.kernels.triton.attention.ordered import (
 )
 from nanovllm.kernels.triton.attention.ordered_merge import merge_if_last, slot_of, store_sums
 from nanovllm.kernels.triton.attention.ordered_plan import OrderedDecodePlan
-from nanovllm.kernels.triton.attention.queries import lengths, longest, out_heads, sees
-from nanovllm.kernels.triton.common import (
-    LOG2E,
-    TILE,
-    await_inputs,
-    cache_offsets,
-    cap_log2,
-    converts_codes,
-    early,
-    let_next_begin,
-    rows_with_room,
-    tile_keys,
-    tiles_of,
-)
+from nanovllm.kernels.triton.attention.queries import lengths, longest, out_heads
+from nanovllm.kernels.triton.common import await_inputs, let_next_begin, rows_with_room
 
 
 @triton.jit
@@ -95,7 +79,6 @@ def _ordered_decode_kernel(  # type: ignore[no-untyped-def]
     await_inputs(EARLY)
     if NEXT_FIRST:
         let_next_begin(EARLY)
-    WIDTH: tl.constexpr = D // 2 if CODES else D  # noqa: N806
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     w = tl.arange(0, BLOCK_D // 2 if CODES else BLOCK_D)
@@ -109,12 +92,9 @@ def _ordered_decode_kernel(  # type: ignore[no-untyped-def]
         if ROWS > 1:
             asked &= lens > 0
             lens = lens[None, :] if CODES else lens[:, None]
-        head = kv_head * G + (g % G if Q > 1 else g)
-        wide_row = row.to(tl.int64)
-        first_row = wide_row * ROWS + FIRST if ROWS > 1 else wide_row
-        q_at = q_ptr + first_row * q_row_stride + head * q_head_stride
-        if Q > 1:
-            q_at += g // G * q_row_stride
+        q_at, head, first_row = queries_of(
+            q_ptr, row, kv_head, g, q_row_stride, q_head_stride, ROWS, FIRST, Q, G
+        )
         if CODES:
             q_even, q_odd, factor = halves_of_query(q_at, asked, scale_log2, D, BLOCK_D, CONVERTED)
         else:
@@ -125,7 +105,7 @@ def _ordered_decode_kernel(  # type: ignore[no-untyped-def]
             sinks_ptr, head, g < Q * G, BLOCK_G, BLOCK_D, CODES
         )
         top, total, even, odd = none_yet(BLOCK_G, BLOCK_D, CODES)
-        table = tables_ptr + wide_row * table_stride
+        table = tables_ptr + row.to(tl.int64) * table_stride
         begin_key = (tile - row_begin) * TILE
         if WINDOW:  # skip tiles before it, maybe all tiles of the row in this share
             begin_key = tl.maximum(begin_key, (shortest - WINDOW) // BLOCK_N * BLOCK_N)
@@ -133,22 +113,16 @@ def _ordered_decode_kernel(  # type: ignore[no-untyped-def]
             common = tl.minimum(end_key, shortest) if ROWS > 1 else end_key
             whole_end = tl.maximum(begin_key, common // BLOCK_N * BLOCK_N)
             for key in range(begin_key, whole_end, BLOCK_N):
-                block = tl.load(table + key // BLOCK_SIZE)
-                at = block * BLOCK_SIZE + key % BLOCK_SIZE
-                k = k_tiles.load([at, kv_head * WIDTH])
-                v = v_tiles.load([at, kv_head * WIDTH])
+                k, v, k_scale, v_scale, visible = copy_tile(
+                    k_tiles, v_tiles, k_scale_tiles, v_scale_tiles, table, key, kv_head,
+                    num_kv_heads, n, lens, D, BLOCK_SIZE, WINDOW, CODES,
+                )  # fmt: skip
                 if CODES:
-                    # 32 bits: a cache of 2^31 heads has 2^31 * D bytes.
-                    scale_at = (block * num_kv_heads + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
-                    k_scale = k_scale_tiles.load([scale_at])
-                    v_scale = v_scale_tiles.load([scale_at])
-                    visible = (key + n)[:, None] >= lens - WINDOW
                     top, total, even, odd = fold_codes(
                         q_even, q_odd, k, v, k_scale, v_scale, factor, visible, top, total,
                         even, odd, WINDOW > 0, CONVERTED,
                     )  # fmt: skip
                 else:
-                    visible = (key + n)[None, :] >= lens - WINDOW
                     top, total, even = fold(
                         q, k, v, visible, scale_log2, top, total, even, WINDOW > 0, CAP
                     )
@@ -161,25 +135,16 @@ def _ordered_decode_kernel(  # type: ignore[no-untyped-def]
                     top, total, even, odd = none_yet(BLOCK_G, BLOCK_D, CODES)
             begin_key = whole_end
         for key in tl.range(begin_key, end_key, BLOCK_N, num_stages=1 if COPIED else None):
-            at, scale_at = cache_offsets(
-                table, key, end_key, kv_head, num_kv_heads, WIDTH, BLOCK_SIZE, BLOCK_N
-            )
-            inside = key + n < end_key
-            if WINDOW:
-                inside &= key + n >= shortest - WINDOW
-            loaded = inside[:, None] & (w < WIDTH)[None, :]
-            k = tl.load(k_ptr + at[:, None] + w[None, :], mask=loaded, other=0)
-            v = tl.load(v_ptr + at[:, None] + w[None, :], mask=loaded, other=0)
+            k, v, k_scale, v_scale, visible = load_tile(
+                k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, key, end_key, shortest, kv_head,
+                num_kv_heads, n, w, lens, D, BLOCK_SIZE, BLOCK_N, ROWS, WINDOW, CODES,
+            )  # fmt: skip
             if CODES:
-                visible = sees(lens, (key + n)[:, None], WINDOW) if ROWS > 1 else inside[:, None]
-                k_scale = tl.load(k_scales_ptr + scale_at, mask=inside, other=1.0)
-                v_scale = tl.load(v_scales_ptr + scale_at, mask=inside, other=1.0)
                 top, total, even, odd = fold_codes(
                     q_even, q_odd, k, v, k_scale, v_scale, factor, visible, top, total,
                     even, odd, True, CONVERTED,
                 )  # fmt: skip
             else:
-                visible = sees(lens, (key + n)[None, :], WINDOW) if ROWS > 1 else inside[None, :]
                 top, total, even = fold(q, k, v, visible, scale_log2, top, total, even, True, CAP)
             if ((key + BLOCK_N) % CHUNK == 0) | (key + BLOCK_N >= end_key):
                 all_top, all_total, all_even, all_odd = _finish(
@@ -226,56 +191,15 @@ def ordered_decode(q: torch.Tensor, kv: KVLayer, plan: OrderedDecodePlan) -> tor
     As `decode_attention`. It stores float32 sums of each chunk in the middle of a divided row.
     """
     out = rows_with_room(len(q), q.shape[1] * q.shape[2], q).view(q.shape)
-    limit = MOST_QUERIES if kv.k_scales is None else HALF
-    most = max(1, limit // (q.shape[1] // kv.k_cache.shape[2]))
-    count = cdiv(plan.num_queries, cdiv(plan.num_queries, most))
-    for first in range(0, plan.num_queries, count):
-        _attend(q, kv, plan, out, first, min(count, plan.num_queries - first))
+    programs = len(plan.arrivals)
+    for launch in launches(q, kv, plan, out):
+        rows = (programs + plan.slots) * launch.num_heads
+        parts = q.new_empty(rows, q.shape[2], dtype=torch.float32)
+        sums = q.new_empty(rows, 2, dtype=torch.float32)
+        size = launch.constants["BLOCK_G"] * launch.block_d
+        warps = 2 if launch.is_copied and size <= 2048 else 4  # which hold two such sums
+        _ordered_decode_kernel[(kv.k_cache.shape[2], programs)](
+            *launch.operands, parts, sums, *launch.sizes, **launch.constants, CHUNK=CHUNK,
+            num_warps=warps, **UNFUSED,
+        )  # fmt: skip
     return out
-
-
-def _attend(
-    q: torch.Tensor, kv: KVLayer, plan: OrderedDecodePlan, out: torch.Tensor, first: int, count: int
-) -> None:
-    """Launch the kernel for `count` queries of each sequence, from `first` on."""
-    _, num_heads, head_dim = q.shape
-    quantized = kv.k_scales is not None
-    assert not quantized or kv.soft_cap is None
-    k_cache, v_cache = (as_pairs(x) if quantized else x for x in (kv.k_cache, kv.v_cache))
-    _, block_size, num_kv_heads, width = k_cache.shape  # for codes, the width is half of head_dim
-    assert q.stride(2) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
-    group, programs = num_heads // num_kv_heads, len(plan.arrivals)
-    rows = (programs + plan.slots) * num_kv_heads * count * group
-    parts = q.new_empty(rows, head_dim, dtype=torch.float32)
-    sums = q.new_empty(rows, 2, dtype=torch.float32)
-    block_d, block_g = next_power_of_2(head_dim), next_power_of_2(count * group)
-    block_n = tile_keys(block_d, q.dtype)
-    narrow = block_n == TILE  # heads of at most 256 bytes
-    copied = (
-        plan.copies_tiles and (narrow or (block_d <= MOST_COPIED and not quantized))
-        and block_d == head_dim and block_size % TILE == 0 and q.dtype.itemsize == 2
-        and block_g <= MOST_QUERIES
-    )  # fmt: skip
-    tiles = [
-        tiles_of(cache.view(-1, num_kv_heads * width), block_n, width) if copied else None
-        for cache in (k_cache, v_cache)
-    ]
-    scales = [None if x is None else x.view(-1) for x in (kv.k_scales, kv.v_scales)]
-    scale_tiles = [
-        TensorDescriptor(x, [len(x)], [1], [block_n]) if copied and x is not None else None
-        for x in scales
-    ]
-    least, stages = (8, CODES_STAGES) if quantized else (16, 2)
-    block_g = max(least, block_g)
-    warps = 2 if copied and block_g * block_d <= 2048 else 4  # which hold two such sums
-    _ordered_decode_kernel[(num_kv_heads, programs)](
-        q, k_cache, v_cache, *scales, *tiles, *scale_tiles, plan.block_tables, plan.context_lens,
-        plan.starts, plan.arrivals, kv.sinks, out, parts, sums, kv.scale * LOG2E, q.stride(0),
-        q.stride(1), plan.block_tables.stride(0), len(q) // plan.num_queries, num_kv_heads,
-        ROWS=plan.num_queries, FIRST=first, Q=count, G=group, D=head_dim, BLOCK_SIZE=block_size,
-        BLOCK_G=block_g, BLOCK_D=block_d, BLOCK_N=block_n, TILE=TILE,
-        WINDOW=kv.window or 0, COPIED=copied, CODES=quantized,
-        CONVERTED=quantized and converts_codes(q.device), NEXT_FIRST=len(q) <= NEXT_FIRST_ROWS,
-        CAP=cap_log2(kv), CHUNK=CHUNK, num_stages=stages, num_warps=warps, **UNFUSED,
-        **early(q.device),
-    )  # fmt: skip

@@ -25,13 +25,19 @@ from nanovllm.kernels.triton.attention.ordered import (
     none_yet,
     quotient,
 )
-from nanovllm.kernels.triton.attention.prefill_attention import _is_matrix_of_heads, _tile_queries
 from nanovllm.kernels.triton.attention.prefill_plan import TiledPrefillPlan
-from nanovllm.kernels.triton.attention.queries import surplus_row
+from nanovllm.kernels.triton.attention.prefill_tiles import (
+    clear_surplus,
+    is_matrix_of_heads,
+    keys_of,
+    load_tile,
+    queries_of,
+    tile_queries,
+    tiles_in_flight,
+    visible_keys,
+)
 from nanovllm.kernels.triton.common import (
     LOG2E,
-    TILE,
-    cache_offsets,
     cap_log2,
     converts_codes,
     rows_with_room,
@@ -50,53 +56,20 @@ def _fold_tiles(  # type: ignore[no-untyped-def]
     CAP: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the keys [start, stop) of a sequence. MASKED: some query does not see all of them."""
-    WIDTH: tl.constexpr = D // 2 if CODES else D  # noqa: N806
-    w = tl.arange(0, BLOCK_D // 2 if CODES else BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     for key in range(start, stop, BLOCK_N):
-        if COPIED and not MASKED:
-            k = k_tiles.load([first_row + key, kv_head * D])
-            v = v_tiles.load([first_row + key, kv_head * D])
-        else:
-            if BLOCK_SIZE:
-                k_at, scale_at = cache_offsets(
-                    table_ptr, key, end, kv_head, num_kv_heads, WIDTH, BLOCK_SIZE, BLOCK_N
-                )
-                v_at = k_at
-            else:
-                row = (first_row + key).to(tl.int64)
-                k_at = row * k_row_stride + kv_head * k_head_stride + n * k_row_stride
-                v_at = row * v_row_stride + kv_head * v_head_stride + n * v_row_stride
-            k_at = k_ptr + k_at[:, None] + w[None, :]
-            v_at = v_ptr + v_at[:, None] + w[None, :]
-            if MASKED or w.shape[0] > WIDTH:
-                inside = key + n < end
-                if WINDOW:  # blocks before the window may belong to another sequence now
-                    inside &= key + n >= begin
-                loaded = inside[:, None] & (w < WIDTH)[None, :]
-                k = tl.load(k_at, mask=loaded, other=0)
-                v = tl.load(v_at, mask=loaded, other=0)
-            else:
-                k = tl.load(k_at)
-                v = tl.load(v_at)
+        k, v, k_scale, v_scale = load_tile(
+            k_ptr, v_ptr, k_tiles, v_tiles, k_scales_ptr, v_scales_ptr, table_ptr, key, begin, end,
+            first_row, kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride,
+            num_kv_heads, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, COPIED, CODES, MASKED,
+        )  # fmt: skip
+        visible = visible_keys(key + n, position, end, WINDOW, CODES)
         if CODES:
-            if MASKED:
-                k_scale = tl.load(k_scales_ptr + scale_at, mask=inside, other=1.0)
-                v_scale = tl.load(v_scales_ptr + scale_at, mask=inside, other=1.0)
-            else:
-                k_scale = tl.load(k_scales_ptr + scale_at)
-                v_scale = tl.load(v_scales_ptr + scale_at)
-            visible = (key + n < end)[:, None] & ((key + n)[:, None] <= position[None, :])
-            if WINDOW:
-                visible &= (key + n)[:, None] > position[None, :] - WINDOW
             top, total, even, odd = fold_codes(
                 q, q_odd, k, v, k_scale, v_scale, factor, visible, top, total, even, odd, MASKED,
                 CONVERTED,
             )  # fmt: skip
         else:
-            visible = (key + n < end)[None, :] & ((key + n)[None, :] <= position[:, None])
-            if WINDOW:
-                visible &= (key + n)[None, :] > position[:, None] - WINDOW
             top, total, even = fold(q, k, v, visible, factor, top, total, even, MASKED, CAP)
         if ((key + BLOCK_N) % CHUNK == 0) | (key + BLOCK_N >= end):
             all_top, all_total, all_even, all_odd = add_chunk(
@@ -129,32 +102,17 @@ def _ordered_prefill_kernel(  # type: ignore[no-untyped-def]
     d = tl.arange(0, BLOCK_D)
     head = kv_head * G + m % BLOCK_G
     if seq >= num_seqs:
-        first = surplus_row(number, cu_q_ptr, tile_ends_ptr, num_seqs, BLOCK_Q)
-        row = (first + m // BLOCK_G).to(tl.int64)
-        at = out_ptr + (row * num_kv_heads * G + head)[:, None] * D + d[None, :]
-        unused = (row < num_rows) & (m % BLOCK_G < G)
-        nothing = tl.zeros([M, BLOCK_D], out_ptr.dtype.element_ty)
-        tl.store(at, nothing, mask=unused[:, None] & (d < D)[None, :])
+        clear_surplus(
+            out_ptr, number, head, m, cu_q_ptr, tile_ends_ptr, num_rows, num_seqs, num_kv_heads,
+            G, D, BLOCK_Q, BLOCK_G, BLOCK_D,
+        )  # fmt: skip
     else:
-        # Tiles are counted from a sequence's end, so that those with the most keys start first.
-        tile = tl.load(tile_ends_ptr + seq) - 1 - number
-        first_row = tl.load(cu_q_ptr + seq)
-        num_queries = tl.load(cu_q_ptr + seq + 1) - first_row
-        num_keys = tl.load(cu_k_ptr + seq + 1) - tl.load(cu_k_ptr + seq)
-        query = tile * BLOCK_Q + m // BLOCK_G
-        inside = (query < num_queries) & (m % BLOCK_G < G)
+        query, inside, row, first_row, num_queries, num_keys, first_position = queries_of(
+            number, seq, m, cu_q_ptr, cu_k_ptr, tile_ends_ptr, G, BLOCK_Q, BLOCK_G
+        )
         real = inside[:, None] & (d < D)[None, :]
-        row = (first_row + query).to(tl.int64)
         q_at = q_ptr + row * q_row_stride + head * q_head_stride
-        first_position = num_keys - num_queries + tile * BLOCK_Q
-        end = tl.minimum(first_position + BLOCK_Q, num_keys)
-        begin = 0
-        start = 0
-        seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
-        if WINDOW:
-            begin = tl.maximum(first_position + 1 - WINDOW, 0)
-            start = begin // BLOCK_N * BLOCK_N
-            seen_by_all = start  # any tile may be at the edge of some query's window
+        begin, end, start, seen_by_all = keys_of(first_position, num_keys, BLOCK_Q, BLOCK_N, WINDOW)
         if CODES:
             q, q_odd, factor = halves_of_query(q_at, inside, scale_log2, D, BLOCK_D, CONVERTED)
         else:
@@ -206,17 +164,15 @@ def ordered_prefill(
         if quantized:
             k, v = as_pairs(k), as_pairs(v)
     group, block_d = num_heads // num_kv_heads, next_power_of_2(head_dim)
-    queries = _tile_queries(group, head_dim, q.dtype)
+    queries = tile_queries(group, head_dim, q.dtype)
     if quantized:  # sums of twice as many queries do not fit registers
         queries = max(1, queries // 2)
     tiles = plan.tiles(queries)
     tables = plan.block_tables if plan.block_tables is not None else tiles.seqs[None]
     block_n = tile_keys(block_d, q.dtype)
-    # Tiles in flight: the fastest number, or as many as fit in shared memory.
-    stages = 1 if block_n == 16 else 2 if paged or block_n < TILE else 3
     # With a window, all tiles may be masked, and masked tiles are not copied.
     copied = plan.copies_tiles and kv.window is None and not paged
-    copied &= all(map(_is_matrix_of_heads, (k, v)))
+    copied &= all(map(is_matrix_of_heads, (k, v)))
     k_tiles, v_tiles = (
         tiles_of(x.flatten(1), block_n, head_dim) if copied else None for x in (k, v)
     )
@@ -231,6 +187,6 @@ def ordered_prefill(
         BLOCK_N=block_n, WINDOW=kv.window or 0, COPIED=copied,
         CODES=quantized, CONVERTED=quantized and converts_codes(q.device), CAP=cap_log2(kv),
         CHUNK=CHUNK, num_warps=8 if block_d == 256 and q.dtype.itemsize == 2 else 4,
-        num_stages=stages, **UNFUSED,
+        num_stages=tiles_in_flight(block_n, paged), **UNFUSED,
     )  # fmt: skip
     return out

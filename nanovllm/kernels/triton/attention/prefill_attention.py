@@ -21,12 +21,20 @@ from nanovllm.kernels.triton.attention.attend_codes import (
 )
 from nanovllm.kernels.triton.attention.kv_codes import as_pairs
 from nanovllm.kernels.triton.attention.prefill_plan import TiledPrefillPlan
-from nanovllm.kernels.triton.attention.queries import load_sinks, surplus_row
+from nanovllm.kernels.triton.attention.prefill_tiles import (
+    clear_surplus,
+    is_matrix_of_heads,
+    keys_of,
+    load_tile,
+    queries_of,
+    tile_queries,
+    tiles_in_flight,
+    visible_keys,
+)
+from nanovllm.kernels.triton.attention.queries import load_sinks
 from nanovllm.kernels.triton.common import (
     LOG2E,
-    TILE,
     attend,
-    cache_offsets,
     cap_log2,
     converts_codes,
     tile_keys,
@@ -43,36 +51,14 @@ def _fold_tiles(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr, COPIED: tl.constexpr, CAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the keys [start, stop) of a sequence. MASKED: some query does not see all of them."""
-    d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     for key in range(start, stop, BLOCK_N):
-        if COPIED and not MASKED:
-            k = k_tiles.load([first_row + key, kv_head * D])
-            v = v_tiles.load([first_row + key, kv_head * D])
-        else:
-            if BLOCK_SIZE:
-                k_at, _ = cache_offsets(
-                    table_ptr, key, end, kv_head, num_kv_heads, D, BLOCK_SIZE, BLOCK_N
-                )
-                v_at = k_at
-            else:
-                row = (first_row + key).to(tl.int64)
-                k_at = row * k_row_stride + kv_head * k_head_stride + n * k_row_stride
-                v_at = row * v_row_stride + kv_head * v_head_stride + n * v_row_stride
-            k_at = k_ptr + k_at[:, None] + d[None, :]
-            v_at = v_ptr + v_at[:, None] + d[None, :]
-            if MASKED or D < BLOCK_D:
-                loaded = (key + n < end)[:, None] & (d < D)[None, :]
-                if WINDOW:  # blocks before the window may belong to another sequence now
-                    loaded &= (key + n >= begin)[:, None]
-                k = tl.load(k_at, mask=loaded, other=0)
-                v = tl.load(v_at, mask=loaded, other=0)
-            else:
-                k = tl.load(k_at)
-                v = tl.load(v_at)
-        visible = (key + n < end)[None, :] & ((key + n)[None, :] <= position[:, None])
-        if WINDOW:
-            visible &= (key + n)[None, :] > position[:, None] - WINDOW
+        k, v, _, _ = load_tile(
+            k_ptr, v_ptr, k_tiles, v_tiles, None, None, table_ptr, key, begin, end, first_row,
+            kv_head, k_row_stride, k_head_stride, v_row_stride, v_head_stride, num_kv_heads, D,
+            BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, COPIED, False, MASKED,
+        )  # fmt: skip
+        visible = visible_keys(key + n, position, end, WINDOW, False)
         top, total, acc = attend(q, k, v, visible, scale_log2, top, total, acc, MASKED, CAP)
     return top, total, acc
 
@@ -85,21 +71,14 @@ def _fold_codes(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr, CONVERTED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """As `_fold_tiles`, with pairs of codes from the cache."""
-    pair = tl.arange(0, BLOCK_D // 2)
     n = tl.arange(0, BLOCK_N)
     for key in range(start, stop, BLOCK_N):
-        at, scale_at = cache_offsets(
-            table_ptr, key, end, kv_head, num_kv_heads, D // 2, BLOCK_SIZE, BLOCK_N
-        )
-        inside = (key + n < end) & (key + n >= begin)
-        loaded = inside[:, None] & (pair < D // 2)[None, :]
-        k = tl.load(k_ptr + at[:, None] + pair[None, :], mask=loaded, other=0)
-        v = tl.load(v_ptr + at[:, None] + pair[None, :], mask=loaded, other=0)
-        k_scale = tl.load(k_scales_ptr + scale_at, mask=inside, other=1.0)
-        v_scale = tl.load(v_scales_ptr + scale_at, mask=inside, other=1.0)
-        visible = (key + n < end)[:, None] & ((key + n)[:, None] <= position[None, :])
-        if WINDOW:
-            visible &= (key + n)[:, None] > position[None, :] - WINDOW
+        k, v, k_scale, v_scale = load_tile(
+            k_ptr, v_ptr, None, None, k_scales_ptr, v_scales_ptr, table_ptr, key, begin, end, 0,
+            kv_head, 0, 0, 0, 0, num_kv_heads, D, BLOCK_SIZE, BLOCK_D, BLOCK_N, WINDOW, False,
+            True, True,
+        )  # fmt: skip
+        visible = visible_keys(key + n, position, end, WINDOW, True)
         top, total, even, odd = attend_codes(
             q_even, q_odd, k, v, k_scale, v_scale, factor, visible, top, total, even, odd, MASKED,
             CONVERTED,
@@ -174,33 +153,19 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     d = tl.arange(0, BLOCK_D)
     head = kv_head * G + m % BLOCK_G
     if seq >= num_seqs:
-        first = surplus_row(number, cu_q_ptr, tile_ends_ptr, num_seqs, BLOCK_Q)
-        row = (first + m // BLOCK_G).to(tl.int64)
-        at = out_ptr + (row * num_kv_heads * G + head)[:, None] * D + d[None, :]
-        unused = (row < num_rows) & (m % BLOCK_G < G)
-        nothing = tl.zeros([BLOCK_Q * BLOCK_G, BLOCK_D], out_ptr.dtype.element_ty)
-        tl.store(at, nothing, mask=unused[:, None] & (d < D)[None, :])
+        clear_surplus(
+            out_ptr, number, head, m, cu_q_ptr, tile_ends_ptr, num_rows, num_seqs, num_kv_heads,
+            G, D, BLOCK_Q, BLOCK_G, BLOCK_D,
+        )  # fmt: skip
     else:
-        # Tiles are counted from a sequence's end, so that those with the most keys start first.
-        tile = tl.load(tile_ends_ptr + seq) - 1 - number
-        first_row = tl.load(cu_q_ptr + seq)
-        num_queries = tl.load(cu_q_ptr + seq + 1) - first_row
-        num_keys = tl.load(cu_k_ptr + seq + 1) - tl.load(cu_k_ptr + seq)
-        query = tile * BLOCK_Q + m // BLOCK_G
-        inside = (query < num_queries) & (m % BLOCK_G < G)
+        query, inside, row, first_row, num_queries, num_keys, first_position = queries_of(
+            number, seq, m, cu_q_ptr, cu_k_ptr, tile_ends_ptr, G, BLOCK_Q, BLOCK_G
+        )
         real = inside[:, None] & (d < D)[None, :]
-        row = (first_row + query).to(tl.int64)
         q_at = q_ptr + row * q_row_stride + head * q_head_stride
-        first_position = num_keys - num_queries + tile * BLOCK_Q
-        end = tl.minimum(first_position + BLOCK_Q, num_keys)
-        begin = 0
-        start = 0
-        seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
+        begin, end, start, seen_by_all = keys_of(first_position, num_keys, BLOCK_Q, BLOCK_N, WINDOW)
         top = tl.full([BLOCK_Q * BLOCK_G], -float("inf"), tl.float32)
         if WINDOW:
-            begin = tl.maximum(first_position + 1 - WINDOW, 0)
-            start = begin // BLOCK_N * BLOCK_N
-            seen_by_all = start  # any tile may be at the edge of some query's window
             top = tl.full([BLOCK_Q * BLOCK_G], -1e30, tl.float32)  # the first tile may be hidden
         total = tl.zeros([BLOCK_Q * BLOCK_G], tl.float32)
         if sinks_ptr is not None:
@@ -263,14 +228,12 @@ def prefill_attention(
         else:
             k, v = (cache.flatten(0, 1) for cache in (kv.k_cache, kv.v_cache))
     group, block_d = num_heads // num_kv_heads, next_power_of_2(head_dim)
-    queries = _tile_queries(group, head_dim, q.dtype)
+    queries = tile_queries(group, head_dim, q.dtype)
     tiles = plan.tiles(queries)
     tables = plan.block_tables if plan.block_tables is not None else tiles.seqs[None]
     block_n = tile_keys(block_d, q.dtype)
-    # Tiles in flight: the fastest number, or as many as fit in shared memory.
-    stages = 1 if block_n == 16 else 2 if paged or block_n < TILE else 3
     # With a window, all tiles may be masked, and masked tiles are not copied.
-    copied = plan.copies_tiles and kv.window is None and all(map(_is_matrix_of_heads, (k, v)))
+    copied = plan.copies_tiles and kv.window is None and all(map(is_matrix_of_heads, (k, v)))
     copied &= quantized or not paged  # copying gains less if a table must be read for each tile
     k_tiles, v_tiles = (
         tiles_of(x.flatten(1), block_n, head_dim) if copied else None for x in (k, v)
@@ -285,19 +248,6 @@ def prefill_attention(
         BLOCK_Q=queries, BLOCK_G=next_power_of_2(group), BLOCK_D=block_d,
         BLOCK_N=block_n, WINDOW=kv.window or 0, COPIED=copied,
         QUANTIZED=quantized, CONVERTED=converts_codes(q.device), CAP=cap_log2(kv),
-        num_warps=4, num_stages=stages,
+        num_warps=4, num_stages=tiles_in_flight(block_n, paged),
     )  # fmt: skip
     return out
-
-
-def _tile_queries(group: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Queries of a tile: with G = `group` heads each, as many rows as registers hold."""
-    rows = 64 if dtype.itemsize <= 2 and head_dim <= 256 else 16
-    return max(1, rows // next_power_of_2(group))
-
-
-def _is_matrix_of_heads(x: torch.Tensor) -> bool:
-    """Whether tiles of keys x [T, KVH, D] can be copied: 16 bits, contiguous heads, aligned."""
-    head_dim = x.shape[2]
-    whole = x.stride(1) == head_dim == next_power_of_2(head_dim)
-    return whole and x.dtype.itemsize == 2 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0

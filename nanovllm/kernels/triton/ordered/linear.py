@@ -40,23 +40,32 @@ MOST_BYTES = 1 << 30  # of the rows that are compared, and of their products
 
 
 class OrderedWeight(NamedTuple):
-    """A weight [N, K], and the numbers of rows for which cuBLAS has the kernel's order of sums."""
+    """A weight [N, K], and the numbers of rows for which cuBLAS has the kernel's order of sums.
+
+    cuBLAS was compared with a bias, or without one: `has_bias`.
+    """
 
     weight: torch.Tensor
     agreed: tuple[int, ...] = ()  # from the largest one on
-    agreed_with_bias: tuple[int, ...] = ()
+    has_bias: bool = False
 
     @property
     def shape(self) -> torch.Size:
         return self.weight.shape
 
 
-def arrange_plain(weight: torch.Tensor, is_table: bool = False) -> OrderedWeight:
-    """The operand of `ordered_linear`. It shares the weight's memory, also a table's."""
-    del is_table
+def arrange_plain(
+    weight: torch.Tensor,
+    is_table: bool = False,  # noqa: ARG001
+    has_bias: bool = False,
+) -> OrderedWeight:
+    """The operand of `ordered_linear`. It shares the weight's memory, also a table's.
+
+    A product with a bias is right without `has_bias`, too, and slower.
+    """
     shape = weight.shape[0], weight.shape[1]
-    agreed = (agreeing(shape, weight.dtype, weight.device, bias) for bias in (False, True))
-    return OrderedWeight(weight, *agreed)
+    agreed = agreeing(shape, weight.dtype, weight.device, has_bias)
+    return OrderedWeight(weight, agreed, has_bias)
 
 
 def plain_of(operand: object) -> torch.Tensor | None:
@@ -99,8 +108,8 @@ def ordered_linear(
     if isinstance(weight, ArrangedMatrix):
         return _quantized_linear(x, weight, bias)
     plain = weight.weight
-    agreed = weight.agreed if bias is None else weight.agreed_with_bias
-    pieces = pieces_of(len(x), agreed) if x.is_contiguous() else []
+    is_compared = x.is_contiguous() and weight.has_bias == (bias is not None)
+    pieces = pieces_of(len(x), weight.agreed) if is_compared else []
     if not pieces:
         return _multiply(x, plain, bias)
     if pieces == [len(x)]:
