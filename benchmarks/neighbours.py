@@ -1,7 +1,8 @@
 """Count the requests whose answers depend on what else the engine computes.
 
-    python benchmarks/neighbours.py [--shape qwen3-0.6b | --model DIR] [--layers 4] [--requests 64]
-        [--tokens 32] [--only "batches of 16" ...] [--options '{"batch_invariant": true}']
+    python benchmarks/neighbours.py [--shape qwen3-0.6b | --model DIR] [--layers 4]
+        [--fields '{"hidden_size": 1024}'] [--requests 64] [--tokens 32]
+        [--only "batches of 16" ...] [--options '{"batch_invariant": true}']
 
 Each request is computed alone, and then in other company: in batches in another order, in chunks,
 after preemption, on hits of the prefix cache, with drafts, and so on. A request counts as equal if
@@ -24,6 +25,7 @@ Prompts = list[list[int]]
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 255, 256, 257)  # around the ends of tiles and blocks
 MOST_IDS = 20_000  # different tokens of prompts
+KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "hybrid_override_pattern")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 # How requests are computed: options of the engine, how many run together, other changes.
 WAYS: dict[str, dict[str, Any]] = {
@@ -35,7 +37,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "chunks of 64": dict(options=dict(max_num_batched_tokens=64)),
     "chunks of 1,000": dict(options=dict(max_num_batched_tokens=1000)),
     "preemption": dict(small_pool=True),
-    "prefix hits": dict(),
+    "prefix hits": dict(repeats=2),
+    "prefix hits of 16": dict(repeats=2, options=dict(kvcache_block_size=16)),
     "n-gram drafts": dict(options=dict(speculative_config=NGRAM)),
     "mixed steps": dict(options=dict(scheduling="mixed", max_num_batched_tokens=512)),
     "fair steps": dict(options=dict(scheduling="fair", max_num_batched_tokens=512)),
@@ -117,8 +120,23 @@ def compute(
                 if way.get("sleeps"):
                     llm.sleep(1)
                     llm.wake_up()
-                found = answers(llm, *company, way.get("size", len(company[0])))[len(more[0]) :]
+                for _ in range(way.get("repeats", 1)):
+                    found = answers(llm, *company, way.get("size", len(company[0])))
+                found = found[len(more[0]) :]
                 yield name, [answer for _, answer in sorted(zip(order, found, strict=True))]
+
+
+def changed(config: dict[str, Any], layers: int, fields: dict[str, Any]) -> dict[str, Any]:
+    """A config with other fields of its text model, and only its first layers; 0 keeps all."""
+    if isinstance(config.get("text_config"), dict):
+        return config | {"text_config": changed(config["text_config"], layers, fields)}
+    config = config | fields
+    # Each of these has a name or a letter for each layer.
+    kinds = {name: config[name] for name in KINDS if isinstance(config.get(name), list | str)}
+    if layers:
+        config |= {name: each[:layers] for name, each in kinds.items()}
+        config |= {"num_hidden_layers": layers} if "num_hidden_layers" in config else {}
+    return config
 
 
 def main() -> None:
@@ -127,6 +145,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--model", help="a directory with config.json, instead of a shape")
     parser.add_argument("--layers", type=int, default=4, help="of the model; 0: as it has")
+    parser.add_argument("--fields", type=json.loads, default={}, help="of config.json, as JSON")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--longest", type=int, default=700, help="tokens of the longest prompt")
     parser.add_argument("--tokens", type=int, default=32, help="of an answer")
@@ -138,11 +157,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or write_shape(args.shape, Path(folder))
         shape = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
-        if args.layers:
-            shape["num_hidden_layers"] = args.layers
-            model = folder
+        if args.layers or args.fields:
+            shape, model = changed(shape, args.layers, args.fields), folder
             Path(folder, "config.json").write_text(json.dumps(shape), encoding="utf-8")
-        vocab_size = shape.get("vocab_size", MOST_IDS)
+        vocab_size = shape.get("text_config", shape).get("vocab_size", MOST_IDS)
         prompts, params = requests_of(args.requests, args.longest, args.tokens, vocab_size)
         alone = dict(args.options, enable_prefix_caching=False)
         ((_, expected),) = compute(model, {"alone": dict(size=1)}, alone, prompts, params)

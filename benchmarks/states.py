@@ -6,7 +6,8 @@
 The floor is the time of the bytes that a call must move, at the rate of a large copy: inputs and
 outputs once, and in a decode step each state once in each direction. Times are the device's:
 launches come from a CUDA graph. Its calls use different states in turn, and the same inputs, which
-may stay in a cache if they are few. Small points are first compared with plain PyTorch. If
+may stay in a cache if they are few. Small points are first compared with plain PyTorch. `ordered`
+is the time of the kernels with one order of sums, which compute prompts token by token. If
 flash-linear-attention is installed, `fla` is the time of its kernels for the gated delta rule,
 whose heads are normalized, and whose gates are made, before.
 """
@@ -164,6 +165,10 @@ def measure(operation: Operation, count: int, is_decode: bool, rate: float) -> d
     moved = out_bytes(inputs, count, operation) + (1 + is_decode) * state_bytes
     row["bytes"] = moved
     row["us"] = microseconds([partial(operation.call, ours, inputs, states, x) for x in steps])
+    if is_decode or DEVICE == "cuda":
+        ordered = triton_kernels(one_order=True)
+        calls = [partial(operation.call, ordered, inputs, states, step) for step in steps]
+        row["ordered_us"] = microseconds(calls)
     row["floor_percent"] = 100 * moved / rate / (row["us"] / 1e6)
     if fla is not None and operation.name == "gated_delta":
         row["fla_us"] = microseconds([fla_call(inputs, states, step) for step in steps[:8]])
@@ -186,7 +191,9 @@ def format_row(row: dict[str, Any]) -> str:
     unit_of = "rows" if row["kind"] == "decode" else "tokens"
     point = f"{row['operation']}, {row['model']}, {row['kind']} of {row['count']} {unit_of}"
     cells = [f"{row['us']:10.2f}", f"{row['floor_percent']:10.1f}"]
-    cells.append(f"{row['fla_us']:10.2f}" if "fla_us" in row else f"{'-':>10}")
+    cells += [
+        f"{row[key]:10.2f}" if key in row else f"{'-':>10}" for key in ("ordered_us", "fla_us")
+    ]
     cells.append(f"{row['error']:10.4f}" if "error" in row else f"{'-':>10}")
     wrong = "" if row.get("error", 0.0) <= TOLERANCE else "  WRONG"
     return f"{point:52}{''.join(cells)}{wrong}"
@@ -200,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     machine = measure_machine()
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else "Triton's interpreter"
     print(f"{name}: a copy moves {machine.bytes_per_second / 1e9:,.1f} GB/s")
-    print(f"{'':52}{'us':>10}{'% floor':>10}{'fla us':>10}{'error':>10}")
+    print(f"{'':52}{'us':>10}{'% floor':>10}{'ordered':>10}{'fla us':>10}{'error':>10}")
     rows = []
     for operation in operations(args.quick):
         if operation.name not in args.only:

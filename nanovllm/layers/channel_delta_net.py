@@ -64,7 +64,7 @@ class ChannelDeltaNet(ProjectedMixer, StateMixer, Layer):
                 for name in ("f_b_proj", "g_b_proj")
             )
         self.A_log, self.dt_bias = (
-            nn.Parameter(torch.empty(number, dtype=torch.float32), requires_grad=False)
+            nn.Parameter(torch.zeros(number, dtype=torch.float32), requires_grad=False)
             for number in (here.heads, here.size)
         )
         self.o_norm = RMSNorm(sizes.dim, eps)

@@ -83,7 +83,7 @@ class GatedDeltaNet(ProjectedMixer, StateMixer, Layer):
         self.in_proj = _in_projection(make, hidden_size, sizes, names)
         self.conv1d = DeltaConv((sizes.keys, sizes.keys, sizes.values), sizes.width, ranks)
         self.A_log, self.dt_bias = (
-            nn.Parameter(torch.empty(here.heads, dtype=torch.float32), requires_grad=False)
+            nn.Parameter(torch.zeros(here.heads, dtype=torch.float32), requires_grad=False)
             for _ in range(2)
         )
         norm = GatedNorm(sizes.value_dim, eps)

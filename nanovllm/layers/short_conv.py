@@ -43,7 +43,7 @@ class ShortConv(Layer):
             start += size
         here = sum(part.stop - part.start for part in self.own)
         self.weight = nn.Parameter(torch.empty(here, width), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(here), requires_grad=False) if bias else None
+        self.bias = nn.Parameter(torch.zeros(here), requires_grad=False) if bias else None
 
     @property
     def state(self) -> StateTensor:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.layers.cache_spec import State, TokenCache
+from nanovllm.layers.cache_spec import TokenCache
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
@@ -31,7 +31,6 @@ def _not_on_a_cpu(config: "Config", model_config: "ModelConfig") -> str | None:
 
 def _not_on_a_gpu(config: "Config", model_config: "ModelConfig") -> str | None:
     """Which kernels for GPUs have no order of sums that holds for all steps, if some have none."""
-    caches = [cache for layer in model_config.layers for cache in layer.cache.each]
     dtype = model_config.dtype if config.dtype == "auto" else config.dtype
     if dtype != "bfloat16":
         return f"with dtype={dtype!r}"
@@ -42,8 +41,6 @@ def _not_on_a_gpu(config: "Config", model_config: "ModelConfig") -> str | None:
         return f"with weights in {quantization.method}"
     if config.enable_lora and any(layer.experts for layer in model_config.layers):
         return "with adapters next to experts"
-    if any(isinstance(cache, State) for cache in caches):
-        return "with recurrent or convolution states"
     if _has_latents(model_config):
         return "with latent attention"
     # PyTorch divides the sums of norms and of gates by the number of rows.

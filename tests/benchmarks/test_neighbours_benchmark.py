@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.neighbours import WAYS, compute, requests_of
+from benchmarks.neighbours import WAYS, changed, compute, requests_of
 
 SMALL = dict(
     architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_act="silu", hidden_size=64,
@@ -36,6 +36,42 @@ MODELS: dict[str, dict[str, Any]] = {
         num_experts_per_tok=4, moe_intermediate_size=256, norm_topk_prob=True,
         decoder_sparse_step=1, mlp_only_layers=[],
     ),
+    "gated delta nets": dict(
+        architectures=["Qwen3_5ForCausalLM"], model_type="qwen3_5_text", num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=128,
+        linear_value_head_dim=128, linear_conv_kernel_dim=4,
+    ),
+    "gated delta nets and experts": dict(
+        architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next",
+        layer_types=["linear_attention", "full_attention"], linear_num_key_heads=4,
+        linear_num_value_heads=8, linear_key_head_dim=128, linear_value_head_dim=128,
+        linear_conv_kernel_dim=4, num_experts=32, num_experts_per_tok=4,
+        moe_intermediate_size=256, shared_expert_intermediate_size=256, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[],
+    ),
+    "state spaces": dict(
+        architectures=["GraniteMoeHybridForCausalLM"], model_type="granitemoehybrid",
+        num_hidden_layers=3, layer_types=["mamba", "attention", "mamba"], mamba_n_heads=32,
+        mamba_d_state=128, mamba_n_groups=1, mamba_d_conv=4, mamba_expand=2, mamba_d_head=64,
+        shared_intermediate_size=1024, num_local_experts=0, num_experts_per_tok=0,
+        position_embedding_type="nope",
+    ),
+    "short convolutions": dict(
+        architectures=["Lfm2ForCausalLM"], model_type="lfm2", num_hidden_layers=3,
+        layer_types=["conv", "full_attention", "conv"], conv_L_cache=3, block_multiple_of=256,
+    ),
+}  # fmt: skip
+# Smaller sizes of these for a CPU.
+SMALL_STATES: dict[str, dict[str, Any]] = {
+    "gated delta nets": dict(
+        linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+        linear_value_head_dim=8,
+    ),
+    "state spaces": dict(
+        mamba_n_heads=8, mamba_d_state=16, mamba_d_head=16, shared_intermediate_size=160
+    ),
+    "short convolutions": dict(block_multiple_of=16),
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "dense, FP8 weights": dict(quantization="fp8"),
@@ -48,7 +84,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-FEW = ("batches of 16", "among 192 others", "prefix hits", "without graphs", "all of it")
+FEW = ("batches of 16", "among 192 others", "prefix hits of 16", "without graphs", "all of it")
 
 
 def check(
@@ -70,6 +106,28 @@ def check(
 def test_answers_on_a_cpu_are_the_same_in_any_company(tmp_path: Path) -> None:
     options = dict(device="cpu", dtype="bfloat16", cpu_kvcache_gib=0.02, max_model_len=256)
     check(tmp_path, SMALL, options, WAYS, 8, 80, 6)
+
+
+@pytest.mark.usefixtures("compiler", "one_thread")
+@pytest.mark.sampled(share=0.4)
+@pytest.mark.parametrize("name", SMALL_STATES)
+def test_answers_of_states_on_a_cpu_are_the_same_in_any_company(name: str, tmp_path: Path) -> None:
+    options = dict(device="cpu", dtype="bfloat16", cpu_kvcache_gib=0.02, max_model_len=256)
+    config = SMALL | MODELS[name] | SMALL_STATES[name]
+    check(tmp_path, config, options, ["prefix hits of 16", "all of it"], 8, 80, 6)
+
+
+def test_configs_have_fields_of_ones_own_and_the_first_layers() -> None:
+    """Lists of kinds are as long as there are layers; a model that also sees has a text model."""
+    text = dict(num_hidden_layers=4, layer_types=["a", "b", "b", "b"], hidden_size=64)
+    expected = dict(num_hidden_layers=2, layer_types=["a", "b"], hidden_size=32)
+    assert changed(text, 2, {"hidden_size": 32}) == expected
+    whole = dict(architectures=["Both"], text_config=text)
+    assert changed(whole, 2, {"hidden_size": 32}) == whole | {"text_config": expected}
+    assert changed(dict(hybrid_override_pattern="M*M-"), 3, {}) == {
+        "hybrid_override_pattern": "M*M"
+    }
+    assert changed(text, 0, {}) == text
 
 
 @pytest.mark.cuda

@@ -644,6 +644,31 @@ def gated_norm(groups: int, size: int, gate_first: bool) -> None:
     gated_norm(x, gate, bf16(size), EPS, gate_first)
 
 
+def ordered_states(call: Callable[..., None], *sizes: Any) -> None:
+    """Steps of all kinds, of a case above. Calls with 0 queries are prefills."""
+    from nanovllm.kernels.triton.ordered import delta, space, states
+    from nanovllm.kernels.triton.state import causal_conv, channel_delta, gated_delta, state_space
+
+    with (
+        mock.patch.object(gated_delta, "gated_delta", delta.gated_delta),
+        mock.patch.object(channel_delta, "channel_delta", delta.channel_delta),
+        mock.patch.object(state_space, "state_space", space.state_space),
+        mock.patch.object(causal_conv, "causal_conv", states.causal_conv),
+    ):
+        for queries in (0, 1, 3, 16):
+            call(queries, *sizes)
+
+
+def ordered_norm(groups: int, size: int, others: int, gate_first: bool) -> None:
+    """Of one row and of many, with gates before the other results of a projection."""
+    from nanovllm.kernels.triton.ordered.states import gated_norm
+
+    for rows in (1, 5, 16):
+        gate = bf16(rows, groups * size + others)[:, : groups * size]
+        parts = (each.view(rows, groups, size) for each in (bf16(rows, groups * size), gate))
+        gated_norm(*parts, bf16(size), EPS, gate_first)
+
+
 def latent_rows(heads: int, dtype: torch.dtype = torch.bfloat16) -> None:
     from nanovllm.kernels.triton.attention.latent_rows import latent_rows
 
@@ -971,6 +996,20 @@ CALLS: dict[str, Callable[[], object]] = {
         for kind, queries in (("prefill", 0), ("decode", 1), ("3 queries", 3))
         if kind != "3 queries" or "Qwen3-Next" in name or "Mamba" in name
     },
+    **{
+        f"ordered_{name}": partial(ordered_states, call, *sizes)
+        for name, call, *sizes in (
+            ("gated_delta, Qwen3-Next", gated_delta, 16, 32, 128),
+            ("gated_delta, keys of 96", gated_delta, 30, 30, 96, torch.bfloat16, 192),
+            ("gated_delta, keys of 256", gated_delta, 4, 8, 256),
+            ("channel_delta, Kimi Linear", channel_delta, 32, 128),
+            ("state_space, Mamba-2", state_space, 1, 80, 64, 128),
+            ("state_space, states of 256", state_space, 1, 48, 64, 256),
+        )
+    },
+    "causal_conv, one order": partial(ordered_states, causal_conv, 8192, 4, True),
+    "gated_norm, one order, 128": partial(ordered_norm, 32, 128, 64, False),
+    "gated_norm, one order, Mamba-2": partial(ordered_norm, 1, 1536, 1816, True),
     "causal_conv, many sequences": partial(causal_conv, 1, 8192, 4, sequences=200),
     "latent_rows, DeepSeek-V3": partial(latent_rows, 128),
     "latent_rows, float32": partial(latent_rows, 5, torch.float32),
@@ -1040,6 +1079,12 @@ COMMON_ATTENTION = ("Qwen3-8B", "head_dim 256", "head_dim 512", "window")
 RARER_ROWS = (" 16 rows", " 32 rows", "float32")
 
 
+# The kernels of which one is compiled for all steps of a layer.
+ORDERED_STATES = (
+    "ordered_gated_delta", "ordered_channel_delta", "ordered_state_space", "gated_norm, one order",
+)  # fmt: skip
+
+
 def capabilities(name: str) -> tuple[int, ...]:
     """The GPUs where its kernels are used, and differ enough from those of another case."""
     parts = (
@@ -1048,6 +1093,7 @@ def capabilities(name: str) -> tuple[int, ...]:
     )  # fmt: skip
     alone = any(part in name for part in parts)
     alone |= "attention" in name and not any(part in name for part in COMMON_ATTENTION)
+    alone |= name.startswith(ORDERED_STATES) or "one order" in name
     alone |= name.startswith("latent") and name.endswith(("few tokens", "float32"))
     states = name.startswith(("gated_delta", "channel_delta", "state_space"))
     alone |= states and "Qwen3-Next" not in name and "Mamba-2" not in name

@@ -18,7 +18,7 @@ import ahead_of_time
 import pytest
 import selection
 import torch
-from ahead_of_time import CAPABILITIES, CASES, HOPPER
+from ahead_of_time import CAPABILITIES, CASES, HOPPER, ORDERED_STATES
 
 pytestmark = pytest.mark.slow
 
@@ -433,6 +433,22 @@ def test_chunks_are_multiplied_by_tensor_cores_and_read_ahead(
         ptx = (Path(kernel["folder"]) / f"{kernel['kernel']}.ptx").read_text()
         assert ("wgmma.mma_async" in ptx) == (kernel["kernel"] != RECURRENT)
         assert ("cp.async" in ptx) == (kernel["kernel"] == "_walk_kernel")
+
+
+@pytest.mark.sampled(share=0.3)
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(ORDERED_STATES)])
+def test_steps_of_all_kinds_launch_one_compiled_program(name: str, compiled: Compiled) -> None:
+    """So its sums have one order: decode steps, drafts and prefills, of one row and of many."""
+    assert len(compiled[name, HOPPER]) == 1
+
+
+def test_convolutions_in_one_order_fuse_no_additions(compiled: Compiled) -> None:
+    """Decode and prefill have kernels of their own, in which the compiler may fuse others."""
+    kernels = compiled["causal_conv, one order", HOPPER]
+    found = {kernel["kernel"]: kernel["folder"] for kernel in kernels}
+    for name in ("_decode_kernel", "_prefill_kernel"):
+        ptx = (Path(found[name]) / f"{name}.ptx").read_text()
+        assert "mul.rn" in ptx and "fma" not in ptx
 
 
 SHARING = "few_rows, Qwen3-0.6B, 32 rows"

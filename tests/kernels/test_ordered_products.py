@@ -70,6 +70,16 @@ def test_rows_of_a_product_do_not_depend_on_others(
         assert error < (1e-5 if dtype == torch.float32 else 2**-7)
 
 
+def test_the_library_is_not_trusted_with_few_outputs() -> None:
+    """Rounded results of another order are mostly equal: those of a gate's only output might be."""
+    from nanovllm.kernels.triton.ordered.linear import COMPARED, comparable
+
+    assert comparable((1, 2048), BF16) == []
+    assert comparable((64, 2048), BF16) == [rows for rows in COMPARED if rows >= 2048]
+    assert comparable((1024, 1024), BF16) == list(COMPARED)
+    assert 16384 not in comparable((151_936, 1024), BF16)
+
+
 def test_the_library_computes_pieces_of_sizes_that_agree(kernel_device: str) -> None:
     """Any pieces: they are computed in turn, and the kernel computes the rows that are left."""
     pytest.importorskip("triton")

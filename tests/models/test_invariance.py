@@ -23,12 +23,8 @@ PLAIN_OSS = {n: v for n, v in layers(4, 8).items() if n != "quantization_config"
 REFUSED = {
     "gpt-oss": "weights in mxfp4", "Gemma 3n": "several streams of hidden states",
     **dict.fromkeys(
-        ["Qwen3.5", "Qwen3-Next", "OLMo Hybrid", "Kimi-Linear", "Ling", "LFM2", "amba",
-         "granite-4.0-h", "Falcon-H1", "Nemotron-H", "Nemotron-3"],
-        "recurrent or convolution states",
-    ),
-    **dict.fromkeys(
-        ["DeepSeek", "Kimi-K2", "Moonlight", "GLM-4.7", "MiniCPM3", "Mistral-Small-4"],
+        ["DeepSeek", "Kimi-K2", "Moonlight", "GLM-4.7", "MiniCPM3", "Mistral-Small-4",
+         "Kimi-Linear", "Ling"],
         "latent attention",
     ),
 }  # fmt: skip

@@ -56,6 +56,11 @@ ORDERED_PLACES = {
     "router": "triton.ordered.experts:router_for",
     "norm_rope_store": "triton.ordered.heads",
     "lora_down": "triton.ordered.experts",
+    "causal_conv": "triton.ordered.states",
+    "gated_norm": "triton.ordered.states",
+    "gated_delta": "triton.ordered.delta",
+    "channel_delta": "triton.ordered.delta",
+    "state_space": "triton.ordered.space",
 }
 
 

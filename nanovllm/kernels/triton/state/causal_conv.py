@@ -189,6 +189,19 @@ def causal_conv(
     Decode reads and writes each token's x and state once. Prefill reads x from memory once and
     writes as much, then writes the kept states.
     """
+    return convolve({}, x, weight, bias, states, step, silu)
+
+
+def convolve(
+    options: dict[str, bool],
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    states: torch.Tensor,
+    step: StateStep,
+    silu: bool,
+) -> torch.Tensor:
+    """As `causal_conv`, with options of the launches that compute sums."""
     channels, width = weight.shape
     assert x.stride(1) == 1 and weight.is_contiguous() and states[0].is_contiguous()
     out = step.outputs(x, *x.shape)
@@ -203,12 +216,13 @@ def causal_conv(
         _decode_kernel[(cdiv(sequences, rows), blocks)](
             *inputs, step.after, out, sequences, *strides, **is_fixed, **has,
             QUERIES=step.num_queries, ROWS=rows, BLOCK=BLOCK, num_warps=1, **early(x.device),
+            **options,
         )  # fmt: skip
         return out
     chunks = step.chunks
     _prefill_kernel[(len(chunks.chunks) * (CHUNK // TOKENS), blocks)](
         *inputs, chunks.chunks, out, *strides, **is_fixed, **has, CHUNK=CHUNK, TOKENS=TOKENS,
-        BLOCK=BLOCK, num_warps=1,
+        BLOCK=BLOCK, num_warps=1, **options,
     )  # fmt: skip
     _keep_kernel[(len(chunks.parts), blocks)](
         x, states, step.before, step.after, chunks.parts, chunks.kept, *strides, **is_fixed,

@@ -1,5 +1,7 @@
 """RMS norms of groups of channels, with a gate before or after. T rows of G groups."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +13,7 @@ TILE = 1024  # values of a program, unless a group has more
 
 
 @triton.jit
-def _gated_norm_kernel(  # type: ignore[no-untyped-def]
+def gated_norm_kernel(  # type: ignore[no-untyped-def]
     x_ptr, gate_ptr, weight_ptr, out_ptr, eps, num_groups,
     x_row, x_group, gate_row, gate_group, weight_group,
     G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -46,13 +48,21 @@ def gated_norm(
 
     The result has memory after its last row, for products of few rows.
     """
+    return normalize(gated_norm_kernel, x, gate, weight, eps, gate_first)
+
+
+def normalize(
+    kernel: Any, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float,
+    gate_first: bool,
+) -> torch.Tensor:  # fmt: skip
+    """As `gated_norm`, by the kernel as it is compiled for some arguments."""
     num_rows, groups, size = x.shape
     assert x.stride(2) == gate.stride(2) == weight.stride(-1) == 1
     dtype = torch.promote_types(weight.dtype, x.dtype) if gate_first else x.dtype
     out = rows_with_room(num_rows, groups * size, x, dtype).view(x.shape)
     block_d = next_power_of_2(size)
     block_g = max(1, TILE // block_d)
-    _gated_norm_kernel[(cdiv(num_rows * groups, block_g),)](
+    kernel[(cdiv(num_rows * groups, block_g),)](
         x, gate, weight, out, eps, num_rows * groups,
         *x.stride()[:2], *gate.stride()[:2], weight.stride(0) if weight.dim() == 2 else 0,
         G=groups, D=size, BLOCK_G=block_g, BLOCK_D=block_d, GATE_FIRST=gate_first,
