@@ -141,6 +141,7 @@ OPERATIONS = (
     "experts", "silu_and_mul", "read_table", "guess_ngrams", "guess_inputs", "accept",
     "channel_delta", "block_rows", "gelu_and_mul", "add_normed", "causal_conv", "gated_delta",
     "state_space", "gated_norm", "sigmoid_and_mul", "latent_rows", "choose_experts", "block_linear",
+    "heads_linear",
 )  # fmt: skip
 # The module of each operation, and its name there, if that is another one.
 PLAIN_PLACES = {name: f"plain.{name}" for name in OPERATIONS} | {

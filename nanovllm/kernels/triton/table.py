@@ -13,6 +13,7 @@ TRITON_PLACES = {
     "sigmoid_and_mul": "triton.linear.sigmoid_and_mul",
     "norm_rope_store": "triton.attention.norm_rope_store",
     "latent_rows": "triton.attention.latent_rows",
+    "heads_linear": "plain.heads_linear",  # cuBLAS
     "store_kvcache": "triton.attention.store_kvcache",
     "mask": "triton.sampling.mask",
     "sample": "triton.sampling.sample",
@@ -56,6 +57,7 @@ ORDERED_PLACES = {
     "router": "triton.ordered.experts:router_for",
     "norm_rope_store": "triton.ordered.heads",
     "lora_down": "triton.ordered.experts",
+    "heads_linear": "triton.ordered.heads_linear",
 }
 
 
