@@ -137,3 +137,68 @@ def test_a_query_gets_equal_bits_from_every_step(kernel_device: str, shape: Shap
     assert torch.equal(part[3:-1], last[-5:]), "a smaller part"
     own = steps.prefill((1, 0, m), own=True)
     assert torch.equal(own[-1:], part[-1:]) and torch.equal(own[:3], part[:3]), "own rows"
+
+
+BATCHES = [
+    Shape([300, 0, 66], num_queries=4, used=[4, 0, 3], heads=5, window=70, programs=3),
+    Shape([520, 1, 0, 66], heads=2, rank=24, rotated=8, dtype=BF16, block_size=64, programs=5),
+    Shape([70, 260], heads=40, rank=32, rotated=16, dtype=BF16, block_size=64, programs=2,
+          num_queries=2, used=[1, 2]),
+    Shape([200, 3], heads=2, rank=24, rotated=8, all_values=True, programs=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", BATCHES, ids=str)
+def test_decode_in_one_order_equals_its_definition(kernel_device: str, shape: Shape) -> None:
+    latents = Latents(shape, kernel_device)
+    args = latents.q, latents.lens, latents.tables, shape.num_queries, shape.programs
+    out = decode(latents, *args, wide=False)
+    assert not out[latents.lens == 0].any(), "a row without keys is not zero"
+    latents.q[latents.lens == 0] = 0
+    latents.check(out)
+
+
+PREFILLS = [
+    Shape([1, 70, 30], [1, 70, 30], heads=2, rank=24, rotated=8, dtype=BF16),
+    Shape([300, 64], [3, 1], heads=40, rank=33, rotated=3, block_size=7),
+    Shape([200, 100], [9, 20], heads=4, rank=24, rotated=8, window=40, all_values=True),
+]
+
+
+@pytest.mark.parametrize("shape", PREFILLS, ids=str)
+def test_prefill_in_one_order_equals_its_definition(kernel_device: str, shape: Shape) -> None:
+    latents = Latents(shape, kernel_device)
+    own, ends = latents.own, (latents.cu_q, latents.cu_k)
+    assert own is not None
+    latents.check(prefill(latents, latents.q, own, *ends, latents.tables, wide=False))
+    if shape.queries == shape.contexts:
+        latents.check(prefill(latents, latents.q, own, *ends, None, wide=False))
+
+
+def test_without_room_for_chunks_no_sequence_is_divided(kernel_device: str) -> None:
+    shape = Shape([520, 70], heads=1, rank=16, rotated=8, dtype=BF16, block_size=64)
+    steps = Steps(shape, kernel_device)
+    parts = [(0, 519, 520), (1, 69, 70)]
+    expected = steps.decode(*parts)
+    for slots in (1, 3):
+        assert torch.equal(steps.decode(*parts, slots=slots), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("heads", [1, 16, 20, 32, 128])
+def test_large_batches_get_equal_bits(heads: int) -> None:
+    """Of DeepSeek's sizes: from parts of prompts, decode and drafts."""
+    shape = Shape([5000, 777], heads=heads, rank=512, rotated=64, dtype=BF16, block_size=64)
+    steps = Steps(shape, "cuda")
+    whole = steps.prefill((0, 0, 5000), own=True)
+    ends = [1, 64, 255, 256, 257, 512, 1000, 4999, 5000]
+    expected = whole[[end - 1 for end in ends]]
+    rows = [(0, end - 1, end) for end in ends]
+    assert torch.equal(torch.cat([steps.decode(row, programs=132) for row in rows]), expected)
+    for programs in (1, 33, 132):
+        assert torch.equal(steps.decode(*rows, (1, 776, 777), programs=programs)[:-1], expected)
+    drafts = steps.decode((0, 4996, 5000), (1, 3, 5), programs=66)
+    assert torch.equal(drafts[:4], whole[-4:])
+    for start, end in ((4990, 5000), (250, 257), (63, 1100)):
+        part = steps.prefill((1, 0, 3), (0, start, end), (1, 776, 777))
+        assert torch.equal(part[3:-1], whole[start:end]), f"{start} to {end}"

@@ -110,17 +110,23 @@ def fold_chunks(  # type: ignore[no-untyped-def]
             key, begin, end, k_ptr, table_ptr, first_row, k_row_stride, W, COLUMNS, REST,
             BLOCK_SIZE, BLOCK_N, WHOLE,
         )  # fmt: skip
-        scores = dot(k, q)
         if REST:
-            scores = dot(k_rest, q_rest, scores)
+            scores = dot(k, q, dot(k_rest, q_rest))
+        else:
+            scores = dot(k, q)
         if not WHOLE:
             visible = sees(lens[None, :], (key + n)[:, None], WINDOW)
             scores = tl.where(visible, scores, -float("inf"))
         factor = tl.full([], scale_log2, tl.float32)
-        new_top = tl.maximum(top, tl.max(scores, axis=0) * factor)
-        weights = tl.exp2(fma(scores, factor, -new_top[None, :]))
+        new_top = top
+        weights = scores
+        # Always. A condition ends the chain of the products: else the compiler would give each of
+        # 8 warps whole rows of scores, which are too few, and compute them twice.
+        if key >= start:
+            new_top = tl.maximum(top, tl.max(scores, axis=0) * factor)
+            weights = tl.exp2(fma(scores, factor, -new_top[None, :]))
+            total = fma(total, tl.exp2(top - new_top), sum_of(weights, 0))
         shrink = tl.exp2(top - new_top)
-        total = fma(total, shrink, sum_of(weights, 0))
         weights = weights.to(k.dtype)
         acc = dot(tl.trans(k), weights, acc * shrink[None, :])
         if V > COLUMNS:
