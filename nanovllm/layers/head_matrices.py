@@ -12,9 +12,7 @@ class HeadMatrices(Matrix):
     With 16-bit weights on a CPU, products with transposed ones take several times as long.
     """
 
-    def __init__(
-        self, keys: torch.Tensor, values: torch.Tensor, kernels: Kernels = PLAIN
-    ) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, kernels: Kernels = PLAIN) -> None:
         """Of weights [H, plain, rank] and [H, value, rank]."""
         self._kernels = kernels
         self.keys, self.values = keys.contiguous(), values.mT.contiguous()

@@ -935,9 +935,9 @@ CALLS: dict[str, Callable[[], object]] = {
         )
     },
     **{
-        f"ordered_heads_linear, {rows} rows, {name}": partial(heads_linear, rows, *sizes)
+        f"heads_linear, {rows} rows, {name}": partial(heads_linear, rows, *sizes)
         for rows in (1, 4096)
-        for name, sizes in (("DeepSeek's fold", (16, 128, 512)), ("unfold", (16, 512, 128)))
+        for name, sizes in (("fold", (16, 128, 512)), ("unfold", (16, 512, 128)))
     },
     "latent_decode, DeepSeek, 16 heads, 3 queries": partial(latent_decode, 16, queries=3),
     "latent_decode, MiniCPM3": partial(latent_decode, 40, 288, 256),
@@ -1060,6 +1060,10 @@ SPILLS = {
     # The sums of a chunk, and those of the chunks before it.
     "ordered_decode, head_dim 80": 16,
     "ordered_prefill": 288,
+    "ordered_latent_decode": 240,
+    "ordered_latent_decode, MiniCPM3": 448,
+    "ordered_latent_prefill": 16,
+    "ordered_latent_prefill, MiniCPM3": 80,
     "experts, int4": 160,
     "mx_experts, float32": 448,  # tensor cores do not multiply them
     "mx_experts, gpt-oss, 64 tokens": 8,  # the grouping of 256 pairs, on an RTX 50
@@ -1094,6 +1098,7 @@ def capabilities(name: str) -> tuple[int, ...]:
     )  # fmt: skip
     alone = any(part in name for part in parts)
     alone |= "attention" in name and not any(part in name for part in COMMON_ATTENTION)
+    alone |= name.startswith(("ordered_latent", "heads_linear"))
     alone |= name.startswith("latent") and name.endswith(("few tokens", "float32"))
     states = name.startswith(("gated_delta", "channel_delta", "state_space"))
     alone |= states and "Qwen3-Next" not in name and "Mamba-2" not in name

@@ -20,7 +20,7 @@ class TritonLatentBackend(TritonBackend):
 
         assert spec.value_width is not None
         self.sizes, self.dtype = (spec.num_heads, spec.head_dim, spec.value_width), spec.dtype
-        self._plan_latents = latent_decode.plan_latents
+        self._plan_latents: Any = latent_decode.plan_latents
         self.prefill_attention = latent_prefill.latent_prefill
         self.decode_attention = latent_decode.latent_decode
         if spec.one_order:

@@ -181,9 +181,10 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
             for i in tl.static_range(AT_ONCE):
                 at = ((first_slot + start + i) * num_parts + part).to(tl.int64)
                 there = real & ((start + i) * CHUNK < length)
-                read += (_load_sums(parts_ptr, sums_ptr, at, r % BLOCK_M, v, there, BLOCK_M, V),)
+                one = _load_sums(parts_ptr, sums_ptr, at, r % BLOCK_M, v, there, BLOCK_M, V)
+                read += (one,)  # type: ignore[assignment]
             for i in tl.static_range(AT_ONCE):
-                top, total, acc = read[i]
+                top, total, acc = read[i]  # type: ignore[var-annotated]
                 all_top, all_total, all_acc, _ = ordered.add_chunk(
                     all_top, all_total, all_acc, 0.0, top, total, acc, 0.0, False
                 )

@@ -110,10 +110,7 @@ def fold_chunks(  # type: ignore[no-untyped-def]
             key, begin, end, k_ptr, table_ptr, first_row, k_row_stride, W, COLUMNS, REST,
             BLOCK_SIZE, BLOCK_N, WHOLE,
         )  # fmt: skip
-        if REST:
-            scores = dot(k, q, dot(k_rest, q_rest))
-        else:
-            scores = dot(k, q)
+        scores = dot(k, q, dot(k_rest, q_rest)) if REST else dot(k, q)
         if not WHOLE:
             visible = sees(lens[None, :], (key + n)[:, None], WINDOW)
             scores = tl.where(visible, scores, -float("inf"))
