@@ -138,9 +138,9 @@ def nothing(*_: Any) -> None:
 # Plain operations in modules of their own names.
 OPERATIONS = (
     "rms_norm", "biased_experts", "norm_rope_store", "store_kvcache", "mask", "sample", "draw",
-    "experts", "silu_and_mul", "read_table", "guess_ngrams", "guess_inputs", "accept",
-    "channel_delta", "block_rows", "gelu_and_mul", "add_normed", "causal_conv", "gated_delta",
-    "state_space", "gated_norm", "sigmoid_and_mul", "latent_rows", "choose_experts", "block_linear",
+    "experts", "silu_and_mul", "read_table", "guess_ngrams", "guess_inputs", "accept", "gated_norm",
+    "channel_delta", "block_rows", "gelu_and_mul", "choose_experts", "causal_conv", "gated_delta",
+    "state_space", "sigmoid_and_mul", "latent_rows", "add_normed", "block_linear", "heads_linear",
 )  # fmt: skip
 # The module of each operation, and its name there, if that is another one.
 PLAIN_PLACES = {name: f"plain.{name}" for name in OPERATIONS} | {

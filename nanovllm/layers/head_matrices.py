@@ -3,6 +3,7 @@
 import torch
 
 from nanovllm.formats.format import DenseMatrix, Matrix
+from nanovllm.kernels.table import PLAIN, Kernels
 
 
 class HeadMatrices(Matrix):
@@ -11,17 +12,18 @@ class HeadMatrices(Matrix):
     With 16-bit weights on a CPU, products with transposed ones take several times as long.
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, kernels: Kernels = PLAIN) -> None:
         """Of weights [H, plain, rank] and [H, value, rank]."""
+        self._kernels = kernels
         self.keys, self.values = keys.contiguous(), values.mT.contiguous()
 
     def fold(self, queries: torch.Tensor, out: torch.Tensor) -> None:
         """As that of the layer, without adapters."""
-        torch.bmm(queries.transpose(0, 1), self.keys, out=out.transpose(0, 1))
+        self._kernels.heads_linear(queries, self.keys, out)
 
     def unfold(self, sums: torch.Tensor) -> torch.Tensor:
         """As that of the layer, without adapters."""
-        return torch.bmm(sums.transpose(0, 1), self.values).transpose(0, 1)
+        return self._kernels.heads_linear(sums, self.values)
 
     def plain(self) -> torch.Tensor:
         return torch.cat([self.keys, self.values.mT], 1).flatten(0, 1)

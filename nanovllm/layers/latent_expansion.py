@@ -4,6 +4,7 @@ import torch
 
 from nanovllm.formats.format import DENSE, WeightFormat
 from nanovllm.kernels.operands.low_rank import LowRank
+from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.context import adapter_rows
 from nanovllm.layers.head_matrices import HeadMatrices
@@ -36,7 +37,7 @@ class LatentExpansion(MergedColumnParallelLinear):
         Peak memory: two copies of the layer's weight; three in one order of sums.
         """
         if self.matrix is None:
-            matrix = self._of_stored()
+            matrix = self._of_stored(backend.kernels)
             self.weight_format.drop(self)
             if backend.kernels.in_one_order:
                 from nanovllm.layers.tiled_heads import TiledHeadMatrices
@@ -67,14 +68,14 @@ class LatentExpansion(MergedColumnParallelLinear):
         assert isinstance(matrix, HeadMatrices)
         return matrix
 
-    def _of_stored(self) -> HeadMatrices:
+    def _of_stored(self, kernels: Kernels = PLAIN) -> HeadMatrices:
         weight = self.weight_format.weight(self.stored_tensors(), self.rank_part)
         if not isinstance(weight, torch.Tensor):
             from nanovllm.formats.mixed import dense
 
             weight = dense(weight, self.rank_part.num_columns, self.dtype)
         heads = weight.view(-1, self.head_size, weight.shape[1])
-        return HeadMatrices(heads[:, : self.plain], heads[:, self.plain :])
+        return HeadMatrices(heads[:, : self.plain], heads[:, self.plain :], kernels)
 
     def _rows(self, b: torch.Tensor) -> torch.Tensor:
         """Rows of all heads [S, H * (plain + value)] as [S, H, plain + value]."""

@@ -478,9 +478,29 @@ def latent_decode(
     latent_decode(q, latent_layer(width, values, block_size, dtype), plan)
 
 
+def ordered_latent_decode(
+    heads: int, width: int = 576, values: int = 512, queries: int = 1, block_size: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:  # fmt: skip
+    from nanovllm.kernels.triton.attention import ordered_latent_decode as kernels
+
+    lens, tables = int32(ROWS), int32(ROWS // queries, BLOCKS)
+    sizes = heads, width, values
+    plan = kernels.plan_ordered_latents(block_size, lens, tables, sizes, dtype, queries)
+    q = torch.empty(ROWS, heads, width, dtype=dtype)
+    kernels.ordered_latent_decode(q, latent_layer(width, values, block_size, dtype), plan)
+
+
+def heads_linear(rows: int, heads: int, size_in: int, size_out: int) -> None:
+    from nanovllm.kernels.triton.ordered.heads_linear import heads_linear
+
+    x, out = bf16(rows, heads, size_in + 64), bf16(rows, heads, size_out + 64)
+    heads_linear(x[..., :size_in], bf16(heads, size_in, size_out), out[..., :size_out])
+
+
 def latent_prefill(
     heads: int, block_size: int, width: int = 576, values: int = 512, tokens: int = 8 * TOKENS,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, one_order: bool = False,
 ) -> None:  # fmt: skip
     """With block size 0, no part of a sequence is in the cache."""
     from nanovllm.kernels.triton.attention.latent_prefill import latent_prefill
@@ -489,7 +509,8 @@ def latent_prefill(
     q, rows = (torch.empty(tokens, n, width, dtype=dtype) for n in (heads, 1))
     ends, tables = int32(ROWS + 1), int32(ROWS, BLOCKS) if block_size else None
     plan = plan_prefill(ends, ends, tables, tokens)
-    latent_prefill(q, rows, rows, latent_layer(width, values, block_size or 64, dtype), plan)
+    kv = latent_layer(width, values, block_size or 64, dtype)
+    latent_prefill(q, rows, rows, kv, plan, one_order)
 
 
 def sample(race: bool, dtype: torch.dtype) -> None:
@@ -918,6 +939,31 @@ CALLS: dict[str, Callable[[], object]] = {
         f"latent_decode, DeepSeek, {heads} heads": partial(latent_decode, heads)
         for heads in (16, 32, 128)
     },
+    **{
+        f"ordered_latent_decode, {name}": partial(ordered_latent_decode, heads, **options)
+        for name, heads, options in (
+            ("DeepSeek, 16 heads", 16, {}),
+            ("DeepSeek, 20 heads", 20, {}),
+            ("MiniCPM3", 40, {"width": 288, "values": 256}),
+            ("odd, float32", 5, {"width": 48, "values": 40, "dtype": torch.float32}),
+        )
+    },
+    **{
+        f"ordered_latent_prefill, {name}": partial(
+            latent_prefill, heads, *sizes, tokens=tokens, one_order=True
+        )
+        for name, heads, sizes, tokens in (
+            ("DeepSeek", 16, (64,), 8 * TOKENS),
+            ("DeepSeek, one token", 16, (64,), 1),
+            ("DeepSeek, block size 0", 128, (0,), 8 * TOKENS),
+            ("MiniCPM3", 40, (64, 288, 256), 8 * TOKENS),
+        )
+    },
+    **{
+        f"heads_linear, {rows} rows, {name}": partial(heads_linear, rows, *sizes)
+        for rows in (1, 4096)
+        for name, sizes in (("fold", (16, 128, 512)), ("unfold", (16, 512, 128)))
+    },
     "latent_decode, DeepSeek, 16 heads, 3 queries": partial(latent_decode, 16, queries=3),
     "latent_decode, MiniCPM3": partial(latent_decode, 40, 288, 256),
     "latent_decode, rank 384, blocks of 16": partial(latent_decode, 16, 448, 384, block_size=16),
@@ -1053,6 +1099,10 @@ SPILLS = {
     # The sums of a chunk, and those of the chunks before it.
     "ordered_decode, head_dim 80": 16,
     "ordered_prefill": 288,
+    "ordered_latent_decode": 240,
+    "ordered_latent_decode, MiniCPM3": 448,
+    "ordered_latent_prefill": 16,
+    "ordered_latent_prefill, MiniCPM3": 80,
     "experts, int4": 160,
     "mx_experts, float32": 448,  # tensor cores do not multiply them
     "mx_experts, gpt-oss, 64 tokens": 8,  # the grouping of 256 pairs, on an RTX 50
@@ -1093,7 +1143,8 @@ def capabilities(name: str) -> tuple[int, ...]:
     )  # fmt: skip
     alone = any(part in name for part in parts)
     alone |= "attention" in name and not any(part in name for part in COMMON_ATTENTION)
-    alone |= name.startswith(ORDERED_STATES) or "one order" in name
+    alone |= name.startswith((*ORDERED_STATES, "ordered_latent", "heads_linear"))
+    alone |= "one order" in name
     alone |= name.startswith("latent") and name.endswith(("few tokens", "float32"))
     states = name.startswith(("gated_delta", "channel_delta", "state_space"))
     alone |= states and "Qwen3-Next" not in name and "Mamba-2" not in name

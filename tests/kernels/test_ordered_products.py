@@ -206,6 +206,29 @@ def test_heads_of_a_token_do_not_depend_on_others(kernels: Kernels, kernel_devic
     assert_alone_as_among_others(heads, [1, 128, 130])
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize(("size_in", "size_out"), [(128, 40), (100, 128)])
+def test_rows_of_products_of_heads_do_not_depend_on_others(
+    size_in: int, size_out: int, dtype: torch.dtype, kernels: Kernels, kernel_device: str
+) -> None:
+    """Of rows that are parts of longer ones, to new rows and to parts of rows."""
+    options = dict(device=kernel_device, dtype=dtype)
+    x = random(140, 3, size_in + 5, **options)[..., 5:]
+    weights = random(3, size_in, size_out, seed=1, **options)
+    wide = torch.full((140, 3, size_out + 7), torch.nan, **options)
+
+    def product(rows: int) -> tuple[torch.Tensor, ...]:
+        given = kernels.heads_linear(x[:rows], weights, wide[:rows, :, 7:])
+        assert wide[..., :7].isnan().all()
+        return kernels.heads_linear(x[:rows], weights), given.clone()
+
+    assert_alone_as_among_others(product, [1, 16, 17, 70, 140])
+    expected = torch.einsum("thk,hkn->thn", x.double(), weights.double())
+    for found in product(140):
+        error = (found.double() - expected).abs().max() / expected.abs().max()
+        assert error < (1e-5 if dtype == torch.float32 else 2**-7)
+
+
 @pytest.mark.parametrize("vocab_size", [32, 33, 50_257])
 def test_log_probabilities_do_not_depend_on_the_place_of_a_row(
     vocab_size: int, kernel_device: str

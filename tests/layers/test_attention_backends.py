@@ -90,6 +90,19 @@ def test_one_order_of_sums_has_a_backend_of_its_own(kernel_device: str) -> None:
                           OrderedTritonBackend)  # fmt: skip
 
 
+def test_one_order_of_sums_has_kernels_for_latents(kernel_device: str) -> None:
+    from nanovllm.kernels.triton.attention import ordered_latent_decode
+
+    options: dict[str, Any] = dict(device=kernel_device, num_kv_heads=1, value_width=16)
+    for one_order in (True, False):
+        backend = choice._build_attention("triton", spec(**options, one_order=one_order))
+        is_ordered = backend.decode_attention is ordered_latent_decode.ordered_latent_decode
+        assert is_ordered == one_order
+        assert (
+            getattr(backend.prefill_attention, "keywords", {}) == {"one_order": True}
+        ) == one_order
+
+
 @pytest.mark.parametrize("name", ["triton", "flash_attn"])
 def test_backends_for_cuda_are_refused_elsewhere(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ TRITON_PLACES = {
     "sigmoid_and_mul": "triton.linear.sigmoid_and_mul",
     "norm_rope_store": "triton.attention.norm_rope_store",
     "latent_rows": "triton.attention.latent_rows",
+    "heads_linear": "plain.heads_linear",  # cuBLAS
     "store_kvcache": "triton.attention.store_kvcache",
     "mask": "triton.sampling.mask",
     "sample": "triton.sampling.sample",
@@ -61,6 +62,7 @@ ORDERED_PLACES = {
     "gated_delta": "triton.ordered.delta",
     "channel_delta": "triton.ordered.delta",
     "state_space": "triton.ordered.space",
+    "heads_linear": "triton.ordered.heads_linear",
 }
 
 

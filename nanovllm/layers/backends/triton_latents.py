@@ -1,5 +1,6 @@
 """Attention to latent rows in Triton."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,15 @@ class TritonLatentBackend(TritonBackend):
 
         assert spec.value_width is not None
         self.sizes, self.dtype = (spec.num_heads, spec.head_dim, spec.value_width), spec.dtype
-        self._plan_latents = latent_decode.plan_latents
+        self._plan_latents: Any = latent_decode.plan_latents
         self.prefill_attention = latent_prefill.latent_prefill
         self.decode_attention = latent_decode.latent_decode
+        if spec.one_order:
+            from nanovllm.kernels.triton.attention import ordered_latent_decode as ordered
+
+            self._plan_latents = partial(ordered.plan_ordered_latents, self.block_size)
+            self.prefill_attention = partial(latent_prefill.latent_prefill, one_order=True)
+            self.decode_attention = ordered.ordered_latent_decode
 
     def plan_decode(
         self, context_lens: torch.Tensor, block_tables: torch.Tensor, num_queries: int

@@ -62,6 +62,41 @@ def latent_tiles(
 
 
 @triton.jit
+def load_keys(  # type: ignore[no-untyped-def]
+    key, begin, end, k_ptr, table_ptr, first_row, k_row_stride,
+    W: tl.constexpr, COLUMNS: tl.constexpr, REST: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The keys `key + [0, BLOCK_N)` of a sequence, [N, COLUMNS] and [N, REST].
+
+    BLOCK_SIZE 0: key i is the row first_row + i. Keys outside of [begin, end) are not read, and
+    zeros. WHOLE: there are none.
+    """
+    n = tl.arange(0, BLOCK_N)
+    column = tl.arange(0, COLUMNS)
+    if BLOCK_SIZE == 0:
+        row = (first_row + key + n).to(tl.int64)
+    elif BLOCK_SIZE % BLOCK_N == 0:
+        block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
+        row = block * BLOCK_SIZE + key % BLOCK_SIZE + n
+    else:
+        block = tl.load(table_ptr + (key + n) // BLOCK_SIZE, mask=key + n < end, other=0)
+        row = block.to(tl.int64) * BLOCK_SIZE + (key + n) % BLOCK_SIZE
+    k_at = k_ptr + row[:, None] * k_row_stride
+    inside = (key + n < end) & (key + n >= begin)
+    if WHOLE:
+        k = tl.load(k_at + column[None, :])
+    else:
+        k = tl.load(k_at + column[None, :], mask=inside[:, None], other=0.0)
+    k_rest = k
+    if REST:
+        rest = COLUMNS + tl.arange(0, REST)
+        loaded = inside[:, None] & (rest < W)[None, :]
+        k_rest = tl.load(k_at + rest[None, :], mask=loaded, other=0.0)
+    return k, k_rest
+
+
+@triton.jit
 def fold_keys(  # type: ignore[no-untyped-def]
     start, stop, q, q_rest, lens, begin, end, top, total, acc, acc_rest, k_ptr, table_ptr,
     first_row, k_row_stride, scale_log2,
@@ -71,31 +106,14 @@ def fold_keys(  # type: ignore[no-untyped-def]
     """Add the keys [start, stop) of a sequence to the sums of queries q [COLUMNS, M].
 
     Query m sees the keys before lens[m]. WHOLE: all queries see all of these keys, and no window
-    ends there. BLOCK_SIZE 0: key i is the row first_row + i. Keys outside of [begin, end) are not
-    read.
+    ends there. Keys are read as by `load_keys`.
     """
     n = tl.arange(0, BLOCK_N)
-    column = tl.arange(0, COLUMNS)
     for key in tl.range(start, stop, BLOCK_N, num_stages=2):
-        if BLOCK_SIZE == 0:
-            row = (first_row + key + n).to(tl.int64)
-        elif BLOCK_SIZE % BLOCK_N == 0:
-            block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
-            row = block * BLOCK_SIZE + key % BLOCK_SIZE + n
-        else:
-            block = tl.load(table_ptr + (key + n) // BLOCK_SIZE, mask=key + n < end, other=0)
-            row = block.to(tl.int64) * BLOCK_SIZE + (key + n) % BLOCK_SIZE
-        k_at = k_ptr + row[:, None] * k_row_stride
-        inside = (key + n < end) & (key + n >= begin)
-        if WHOLE:
-            k = tl.load(k_at + column[None, :])
-        else:
-            k = tl.load(k_at + column[None, :], mask=inside[:, None], other=0.0)
-        k_rest = k
-        if REST:
-            rest = COLUMNS + tl.arange(0, REST)
-            loaded = inside[:, None] & (rest < W)[None, :]
-            k_rest = tl.load(k_at + rest[None, :], mask=loaded, other=0.0)
+        k, k_rest = load_keys(
+            key, begin, end, k_ptr, table_ptr, first_row, k_row_stride, W, COLUMNS, REST,
+            BLOCK_SIZE, BLOCK_N, WHOLE,
+        )  # fmt: skip
         scores = dot(k, q)
         if REST:
             scores = dot(k_rest, q_rest, scores)

@@ -46,13 +46,14 @@ class OrderedDecodePlan:
 
 @triton.jit(do_not_specialize=["batch_size", "slots"])
 def _ordered_plan_kernel(  # type: ignore[no-untyped-def]
-    lens_ptr, starts_ptr, arrivals_ptr, batch_size, num_kv_heads, slots,
+    lens_ptr, starts_ptr, arrivals_ptr, begins_ptr, batch_size, num_kv_heads, slots,
     BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, TILE: tl.constexpr, CHUNK_TILES: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Find the start of a program's share. One more program than there are shares finds the end.
 
-    If a row is divided, the program of its first chunk counts the chunks that are finished.
+    If a row is divided, the program of its first chunk counts the chunks that are finished. The
+    first program writes each row's first tile and first program, if they are asked for.
     """
     program = tl.program_id(0)
     num_tiles = tl.zeros([], tl.int32)
@@ -69,6 +70,13 @@ def _ordered_plan_kernel(  # type: ignore[no-untyped-def]
         before = (seen + tl.cumsum(tiles, axis=0) <= place) & (tiles > 0)
         row += tl.sum(before.to(tl.int32), axis=0)
         row_begin += tl.sum(tl.where(before, tiles, 0), axis=0)
+        if begins_ptr is not None:
+            rows = first + tl.arange(0, BLOCK_B)
+            written = (rows < batch_size) & (program == 0)
+            begins = seen + tl.cumsum(tiles, axis=0) - tiles
+            tl.store(begins_ptr + rows * 2, begins, mask=written)
+            chunk_ends = begins + tl.minimum(tiles, CHUNK_TILES)
+            tl.store(begins_ptr + rows * 2 + 1, (chunk_ends - 1) // share, mask=written)
         seen += tl.sum(tiles, axis=0)
     length = longest(lens_ptr, row, row < batch_size, ROWS)
     start = row_begin
@@ -105,18 +113,40 @@ def plan_ordered_decode(
     if num_queries > 1 and num_queries * num_heads // num_kv_heads > HALF:
         programs //= 2
     programs = max(1, programs)
-    # As many as the tables have room for, or memory. An unused row has a tile.
-    in_tables = block_tables.shape[0] * max(1, cdiv(block_tables.shape[1] * block_size, TILE))
-    slots = cdiv(in_tables, CHUNK_TILES)
-    slots = max(1, min(slots, SLOTS_BYTES // (4 * num_queries * num_heads * head_dim)))
-    starts = torch.empty(programs + 1, 5, dtype=torch.int32, device=device)
-    arrivals = torch.empty(programs, num_kv_heads, dtype=torch.int32, device=device)
-    _ordered_plan_kernel[(programs + 1,)](
-        context_lens, starts, arrivals, len(context_lens) // num_queries, num_kv_heads, slots,
-        BLOCK_B=BLOCK_B, BLOCK_H=next_power_of_2(num_kv_heads), TILE=TILE,
-        CHUNK_TILES=CHUNK_TILES, ROWS=num_queries,
-    )  # fmt: skip
+    size = 4 * num_queries * num_heads * head_dim
+    slots = slots_for(block_tables, block_size, size, SLOTS_BYTES)
+    starts, arrivals = divide_at_chunks(context_lens, num_queries, programs, num_kv_heads, slots)
     copies_tiles = copies_tiles and can_copy_tiles(device)
     return OrderedDecodePlan(
         context_lens, block_tables, starts, arrivals, copies_tiles, num_queries, slots
     )
+
+
+def slots_for(block_tables: torch.Tensor, block_size: int, size: int, most_bytes: int) -> int:
+    """The chunks of `size` bytes that may be stored: as tables have room for, or memory."""
+    # An unused row has a tile.
+    in_tables = block_tables.shape[0] * max(1, cdiv(block_tables.shape[1] * block_size, TILE))
+    return max(1, min(cdiv(in_tables, CHUNK_TILES), most_bytes // size))
+
+
+def divide_at_chunks(
+    context_lens: torch.Tensor,
+    num_queries: int,
+    programs: int,
+    num_kv_heads: int,
+    slots: int,
+    begins: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `starts` and `arrivals` of a plan.
+
+    Writes each sequence's first tile, and the program of its first chunk, to `begins` [B, 2].
+    """
+    device = context_lens.device
+    starts = torch.empty(programs + 1, 5, dtype=torch.int32, device=device)
+    arrivals = torch.empty(programs, num_kv_heads, dtype=torch.int32, device=device)
+    _ordered_plan_kernel[(programs + 1,)](
+        context_lens, starts, arrivals, begins, len(context_lens) // num_queries, num_kv_heads,
+        slots, BLOCK_B=BLOCK_B, BLOCK_H=next_power_of_2(num_kv_heads), TILE=TILE,
+        CHUNK_TILES=CHUNK_TILES, ROWS=num_queries,
+    )  # fmt: skip
+    return starts, arrivals
