@@ -39,11 +39,6 @@ def _not_on_a_gpu(config: "Config", model_config: "ModelConfig") -> str | None:
         return f"with kv_cache_dtype={config.kv_cache_dtype!r}"
     if config.tensor_parallel_size > 1:
         return f"with tensor_parallel_size={config.tensor_parallel_size}"
-    quantization = model_config.quantization
-    if quantization is not None and quantization.method in ("gguf", "mxfp4"):
-        return f"with weights in {quantization.method}"
-    if config.enable_lora and any(layer.experts for layer in model_config.layers):
-        return "with adapters next to experts"
     if any(isinstance(cache, State) for cache in caches):
         return "with recurrent or convolution states"
     if _has_latents(model_config):

@@ -18,10 +18,11 @@ from nanovllm.models.invariance import check_invariance
 BF16 = {"dtype": "bfloat16"}
 LORA = {"enable_lora": True}
 DENSE, EXPERTS, LATENTS = "OLMo-2-0425-1B", "dots.llm1", "DeepSeek-V2-Lite"
-PLAIN_OSS = {n: v for n, v in layers(4, 8).items() if n != "quantization_config"}
+OSS = layers(4, 8)
+PLAIN_OSS = {n: v for n, v in OSS.items() if n != "quantization_config"}
 # What models with these in their names are refused for on a GPU; all others are supported.
 REFUSED = {
-    "gpt-oss": "weights in mxfp4", "Gemma 3n": "several streams of hidden states",
+    "Gemma 3n": "several streams of hidden states",
     **dict.fromkeys(
         ["Qwen3.5", "Qwen3-Next", "OLMo Hybrid", "Kimi-Linear", "Ling", "LFM2", "amba",
          "granite-4.0-h", "Falcon-H1", "Nemotron-H", "Nemotron-3"],
@@ -84,13 +85,20 @@ def test_weights_quantized_while_loading_are_supported(name: str, quantization: 
     check(PUBLISHED[name].file, quantization=quantization)
 
 
-def test_plain_experts_of_gpt_oss_are_supported() -> None:
-    check(PLAIN_OSS, **BF16)
+@pytest.mark.parametrize("file", [OSS, PLAIN_OSS], ids=["MXFP4", "plain"])
+def test_experts_of_gpt_oss_are_supported(file: dict[str, Any]) -> None:
+    check(file, **BF16)
+    check(file, **BF16, **LORA)
+
+
+def test_weights_of_a_gguf_file_are_supported() -> None:
+    stored = {"quant_method": "gguf", "types": {"Q4_K": ["model.layers.0.self_attn.q_proj"]}}
+    check(dict(PUBLISHED[DENSE].file, quantization_config=stored), **BF16)
 
 
 def test_adapters_are_refused_where_their_products_have_no_order() -> None:
-    """On a GPU next to experts; on a CPU PyTorch multiplies those of latents' expansion."""
-    check(PUBLISHED[DENSE].file, **LORA)
-    refused(PUBLISHED[EXPERTS].file, "adapters next to experts", **LORA)
-    check(PUBLISHED[EXPERTS].file, device="cpu", **LORA)
+    """On a CPU PyTorch multiplies those of latents' expansion."""
+    for name in (DENSE, EXPERTS):
+        check(PUBLISHED[name].file, **LORA)
+        check(PUBLISHED[name].file, device="cpu", **LORA)
     refused(PUBLISHED[LATENTS].file, "adapters next to latent attention", device="cpu", **LORA)

@@ -52,10 +52,15 @@ ORDERED_PLACES = {
     "arrange_plain": "triton.ordered.linear",
     "plain_of": "triton.ordered.linear",
     "arranged_linear": "triton.ordered.linear:ordered_linear",
+    "arrange_blocks": "triton.ordered.block_linear",
+    "block_linear": "triton.ordered.block_linear",
     "experts": "triton.ordered.experts",
+    "adapted_experts": "triton.ordered.experts",
+    "biased_experts": "triton.ordered.experts",
     "router": "triton.ordered.experts:router_for",
     "norm_rope_store": "triton.ordered.heads",
     "lora_down": "triton.ordered.experts",
+    "lora_up": "triton.ordered.experts",
 }
 
 
