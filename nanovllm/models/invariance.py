@@ -43,10 +43,6 @@ def _not_on_a_gpu(config: "Config", model_config: "ModelConfig") -> str | None:
         return "with recurrent or convolution states"
     if _has_latents(model_config):
         return "with latent attention"
-    # PyTorch divides the sums of norms and of gates by the number of rows.
-    names = (matrix.name for layer in model_config.layers for matrix in layer.matrices)
-    if any(name.startswith("altup.") for name in names):
-        return "with several streams of hidden states"
     return None
 
 

@@ -135,6 +135,14 @@ def rms_norm(size: int) -> None:
     add_normed(x, factors, EPS, x, factors, EPS)
 
 
+def streams(size: int) -> None:
+    from nanovllm.kernels.triton.ordered.streams import mix_streams, row_sums
+
+    mix_streams(bf16(TOKENS, 4, 4), bf16(4, TOKENS, size))
+    row_sums(bf16(TOKENS, size))
+    row_sums(torch.empty(TOKENS, 4 * size))
+
+
 def sigmoid_and_mul(heads: int, size: int) -> None:
     from nanovllm.kernels.triton.linear.sigmoid_and_mul import sigmoid_and_mul
 
@@ -706,6 +714,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "silu_and_mul": partial(silu_and_mul, 3072),
     "gelu_and_mul": partial(gelu_and_mul, 2048),
     "sigmoid_and_mul": partial(sigmoid_and_mul, 16, 256),
+    "streams, one order": partial(streams, 2048),
     **{
         f"norm_rope_store, {name}, {tokens} tokens": partial(norm_rope_store, h, norm, tokens)
         for name, h, norm in (

@@ -22,7 +22,6 @@ OSS = layers(4, 8)
 PLAIN_OSS = {n: v for n, v in OSS.items() if n != "quantization_config"}
 # What models with these in their names are refused for on a GPU; all others are supported.
 REFUSED = {
-    "Gemma 3n": "several streams of hidden states",
     **dict.fromkeys(
         ["Qwen3.5", "Qwen3-Next", "OLMo Hybrid", "Kimi-Linear", "Ling", "LFM2", "amba",
          "granite-4.0-h", "Falcon-H1", "Nemotron-H", "Nemotron-3"],

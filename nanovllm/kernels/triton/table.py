@@ -61,6 +61,8 @@ ORDERED_PLACES = {
     "norm_rope_store": "triton.ordered.heads",
     "lora_down": "triton.ordered.experts",
     "lora_up": "triton.ordered.experts",
+    "row_sums": "triton.ordered.streams",
+    "mix_streams": "triton.ordered.streams",
 }
 
 
@@ -69,7 +71,7 @@ def triton_kernels(one_order: bool = False) -> Kernels:
     from nanovllm.kernels.triton.step.write_table import write_table  # callers keep it
 
     places = TRITON_PLACES
-    absent = ["arrange_plain", "plain_of"]
+    absent = ["arrange_plain", "plain_of", "row_sums", "mix_streams"]
     if one_order:
         places = TRITON_PLACES | ORDERED_PLACES
         absent = ["few_rows", "rounding"]
