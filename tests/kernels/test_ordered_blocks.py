@@ -60,6 +60,9 @@ def test_rows_of_blocks_do_not_depend_on_others(
         return kernels.block_linear(x[:rows], operand, None)
 
     assert_alone_as_among_others(product, [1, 2, 3, 40, 70, len(x)])
+    whole = product(70)
+    monkeypatch.setattr(block_linear, "MOST_NUMBERS", 33 * max(operand.shape))
+    assert torch.equal(product(70), whole)
     assert not operand.arrivals.any()
     assert kernels.rounding(operand, 1) is None
 

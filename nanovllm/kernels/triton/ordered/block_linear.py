@@ -22,6 +22,7 @@ from nanovllm.kernels.triton.linear.row_outputs import RowOperands
 from nanovllm.kernels.triton.linear.row_tiles import RowTiles
 from nanovllm.kernels.triton.ordered.linear import agreeing, arrange_plain, ordered_linear
 
+MOST_NUMBERS = 1 << 30  # of rows in a launch, whose offsets have 32 bits
 # Tiles of many rows: registers hold the sums of a part, and of the parts before it.
 LARGE, SMALL = RowTiles(128, 128, 1, 3, 8), RowTiles(128, 64, 1, 3)
 
@@ -53,9 +54,12 @@ def block_linear(
     parts = parts_of(weight)
     if parts == 1 and len(x) > MOST_ROWS:
         return ordered_linear(x, arrange_plain(dequantize_blocks(weight, x.dtype)), bias)
-    out = x.new_empty(len(x), weight.shape[0])
-    if len(x):
-        launch(RowOperands(x.contiguous(), bias, out), weight, tiles_of(len(x), weight, parts))
+    x, out = x.contiguous(), x.new_empty(len(x), weight.shape[0])
+    most = MOST_NUMBERS // max(weight.shape)
+    for start in range(0, len(x), most):
+        part = slice(start, min(start + most, len(x)))
+        tiles = tiles_of(part.stop - start, weight, parts)
+        launch(RowOperands(x[part], bias, out[part]), weight, tiles)
     return out
 
 
