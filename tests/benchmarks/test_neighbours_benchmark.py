@@ -19,8 +19,8 @@ LARGER = SMALL | dict(
     hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8,
     head_dim=128,
 )  # fmt: skip
-PROJECTIONS = {
-    "Q4_K": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+PROJECTIONS = {  # random values of types with mins give all prompts one answer
+    "Q4_0": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
     "Q8_0": ("mlp.gate_proj", "mlp.up_proj"), "Q6_K": ("mlp.down_proj",),
 }  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
