@@ -56,7 +56,8 @@ class Kernels:
     `block_linear` accept rounded rows and plain rows. `few_rows` returns kernels that fuse several
     operations of a layer, for types with which they are faster. `router` returns a kernel for a
     router's weight and rows of a type. `write_table` writes words from the host's memory.
-    `peers` exchange few rows between GPUs.
+    `peers` exchange few rows between GPUs. `row_sums` [T, 1] of rows and `mix_streams`, a matrix of
+    each row times its numbers in several streams, have one order, where PyTorch's have none.
 
     The first call of an operation imports its module, and replaces the attribute by the function.
     """
@@ -154,5 +155,5 @@ PLAIN_PLACES = {name: f"plain.{name}" for name in OPERATIONS} | {
 PLAIN = Kernels(
     "plain PyTorch", PLAIN_PLACES, arrange=_same, arrange_blocks=_same, arrange_plain=nothing,
     plain_of=nothing, rounding=nothing, few_rows=nothing, router=nothing, write_table=None,
-    peers=None,
+    peers=None, row_sums=nothing, mix_streams=nothing,
 )  # fmt: skip

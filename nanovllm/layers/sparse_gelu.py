@@ -40,4 +40,5 @@ class SparseGeluAndMul(Layer):
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:
         """The mean of each row of all ranks' x: [T, 1]."""
-        return self.ranks.all_reduce(x.sum(-1, keepdim=True)) / self.size
+        sums = self.kernels.row_sums(x)
+        return self.ranks.all_reduce(x.sum(-1, keepdim=True) if sums is None else sums) / self.size

@@ -67,7 +67,10 @@ class ExpertRouter(ReplicatedLinear):
         """The shares [T, K] and the ids [T, K] of the experts of rows x [T, hidden]."""
         if self.low_rank and (adapters := adapter_rows()):
             zeros = partial(x.new_zeros, len(x), self.rank_part.num_rows)
-            return self._choose(self._outputs(x) + adapters.add(x, self.low_rank, zeros))
+            added = adapters.add(x, self.low_rank, zeros)
+            if self.kernel is not None and self.kernel.one_order:
+                return self.kernel.route(x, added)
+            return self._choose(self._outputs(x) + added)
         if self.kernel is None:
             return self._choose(self._outputs(x))
         return self.kernel.route(x)

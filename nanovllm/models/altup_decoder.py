@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nanovllm.kernels.table import Kernels
 from nanovllm.layers.layer import Build
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.models.per_layer_decoder import PerLayerDecoder
@@ -34,16 +35,27 @@ class AltUpDecoder(PerLayerDecoder):
         self.altup_unembed_projections = projections("altup_unembed_projections")
 
     def begin(self, embedded: torch.Tensor) -> torch.Tensor:
-        others = [alike(linear(embedded), embedded) for linear in self.altup_projections]
+        kernels = self.norm.kernels
+        others = [alike(linear(embedded), embedded, kernels) for linear in self.altup_projections]
         return torch.stack([embedded, *others])
 
     def end(self, x: torch.Tensor) -> torch.Tensor:
-        first, *others = x
+        (first, *others), kernels = x, self.norm.kernels
         pairs = zip(self.altup_unembed_projections, others, strict=True)
-        return torch.stack([first, *(alike(linear(y), first) for linear, y in pairs)]).mean(0)
+        alikes = [alike(linear(other), first, kernels) for linear, other in pairs]
+        return torch.stack([first, *alikes]).mean(0)
 
 
-def alike(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def alike(x: torch.Tensor, like: torch.Tensor, kernels: Kernels) -> torch.Tensor:
     """The rows of x [T, hidden] with the magnitudes of those of `like`."""
-    magnitude = x.square().mean(-1, keepdim=True).clamp(min=LEAST).sqrt()
-    return x * like.square().mean(-1, keepdim=True).sqrt() / magnitude
+    magnitude = mean_square(x, kernels).clamp(min=LEAST).sqrt()
+    return x * mean_square(like, kernels).sqrt() / magnitude
+
+
+def mean_square(x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+    """The mean square [T, 1] of each row."""
+    squares = x.square()
+    sums = kernels.row_sums(squares)
+    if sums is None:
+        return squares.mean(-1, keepdim=True)
+    return (sums / x.shape[-1]).to(x.dtype)

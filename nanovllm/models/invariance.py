@@ -31,15 +31,6 @@ def _not_on_a_gpu(config: "Config", model_config: "ModelConfig") -> str | None:
         return f"with dtype={dtype!r}"
     if config.tensor_parallel_size > 1:
         return f"with tensor_parallel_size={config.tensor_parallel_size}"
-    quantization = model_config.quantization
-    if quantization is not None and quantization.method in ("gguf", "mxfp4"):
-        return f"with weights in {quantization.method}"
-    if config.enable_lora and any(layer.experts for layer in model_config.layers):
-        return "with adapters next to experts"
-    # PyTorch divides the sums of norms and of gates by the number of rows.
-    names = (matrix.name for layer in model_config.layers for matrix in layer.matrices)
-    if any(name.startswith("altup.") for name in names):
-        return "with several streams of hidden states"
     return None
 
 

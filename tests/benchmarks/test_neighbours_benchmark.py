@@ -19,6 +19,10 @@ LARGER = SMALL | dict(
     hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8,
     head_dim=128,
 )  # fmt: skip
+PROJECTIONS = {  # random values of types with mins give all prompts one answer
+    "Q4_0": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+    "Q8_0": ("mlp.gate_proj", "mlp.up_proj"), "Q6_K": ("mlp.down_proj",),
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "long inputs of few outputs": dict(intermediate_size=12_288),
@@ -61,6 +65,33 @@ MODELS: dict[str, dict[str, Any]] = {
         architectures=["Lfm2ForCausalLM"], model_type="lfm2", num_hidden_layers=3,
         layer_types=["conv", "full_attention", "conv"], conv_L_cache=3, block_multiple_of=256,
     ),
+    "experts in MXFP4": dict(
+        architectures=["GptOssForCausalLM"], model_type="gpt_oss", num_local_experts=16,
+        num_experts_per_tok=4, sliding_window=100, swiglu_limit=7.0, attention_bias=True,
+        quantization_config={
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+                "lm_head",
+            ],
+        },
+    ),
+    "GGUF": dict(
+        quantization_config={
+            "quant_method": "gguf",
+            "types": {
+                kind: [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in names]
+                for kind, names in PROJECTIONS.items()
+            },
+        },
+    ),
+    "streams": dict(
+        architectures=["Gemma3nForCausalLM"], model_type="gemma3n_text", num_hidden_layers=3,
+        hidden_act="gelu_pytorch_tanh", num_kv_shared_layers=1, sliding_window=100,
+        activation_sparsity_pattern=[0.95, 0.0, 0.9], vocab_size_per_layer_input=21_001,
+        hidden_size_per_layer_input=64, laurel_rank=64, altup_num_inputs=4,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
 }  # fmt: skip
 # Smaller sizes of these for a CPU.
 SMALL_STATES: dict[str, dict[str, Any]] = {
@@ -80,6 +111,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dense, room for adapters": dict(enable_lora=True),
     "windows, FP8 cache": dict(kv_cache_dtype="fp8"),
     "experts, FP8 weights": dict(quantization="fp8"),
+    "experts, room for adapters": dict(enable_lora=True),
     "experts, int4 weights": dict(quantization="int4"),
 }
 

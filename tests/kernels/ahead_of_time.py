@@ -135,6 +135,14 @@ def rms_norm(size: int) -> None:
     add_normed(x, factors, EPS, x, factors, EPS)
 
 
+def streams(size: int) -> None:
+    from nanovllm.kernels.triton.ordered.streams import mix_streams, row_sums
+
+    mix_streams(bf16(TOKENS, 4, 4), bf16(4, TOKENS, size))
+    row_sums(bf16(TOKENS, size))
+    row_sums(torch.empty(TOKENS, 4 * size))
+
+
 def sigmoid_and_mul(heads: int, size: int) -> None:
     from nanovllm.kernels.triton.linear.sigmoid_and_mul import sigmoid_and_mul
 
@@ -173,13 +181,15 @@ def gelu_and_mul(size: int) -> None:
     gelu_and_mul(bf16(TOKENS, 2 * size))
 
 
-def experts(num_experts: int, per_token: int, hidden: int, inside: int, tokens: int) -> None:
-    from nanovllm.kernels.triton.experts.experts import experts
+def experts(
+    num_experts: int, per_token: int, hidden: int, inside: int, tokens: int, one_order: bool = False
+) -> None:
+    from nanovllm.kernels.triton.table import triton_kernels
 
     ids = torch.zeros(tokens, per_token, dtype=torch.long)
     weights = bf16(num_experts, 2 * inside, hidden), bf16(num_experts, hidden, inside)
     x, shares = bf16(tokens, hidden), torch.empty(tokens, per_token)
-    experts(x, *weights, ids, shares, num_experts)
+    triton_kernels(one_order).experts(x, *weights, ids, shares, num_experts)
 
 
 def biased_experts(tokens: int) -> None:
@@ -192,10 +202,12 @@ def biased_experts(tokens: int) -> None:
     biased_experts(bf16(tokens, 2880), *weights, ids, shares, 32, biases)
 
 
-def mx_experts(tokens: int, dtype: torch.dtype = torch.bfloat16, is_wide: bool = False) -> None:
+def mx_experts(
+    tokens: int, dtype: torch.dtype = torch.bfloat16, is_wide: bool = False, one_order: bool = False
+) -> None:
     from nanovllm.kernels.operands.expert_biases import ExpertBiases
-    from nanovllm.kernels.triton.experts.biased_experts import biased_experts
     from nanovllm.kernels.triton.experts.mx_stack import MxStack
+    from nanovllm.kernels.triton.table import triton_kernels
 
     def stack(size_out: int) -> MxStack:
         return MxStack(int32(32, 23, size_out, 16), int32(32, 23, size_out),
@@ -204,7 +216,8 @@ def mx_experts(tokens: int, dtype: torch.dtype = torch.bfloat16, is_wide: bool =
     ids, shares = torch.zeros(tokens, 4, dtype=torch.long), torch.empty(tokens, 4)
     of_type = partial(torch.empty, dtype=dtype)
     biases = ExpertBiases(of_type(32, 5760), of_type(32, 2880), 1.702, 7.0)
-    biased_experts(of_type(tokens, 2880), stack(5760), stack(2880), ids, shares, 32, biases)
+    operands = of_type(tokens, 2880), stack(5760), stack(2880)
+    triton_kernels(one_order).biased_experts(*operands, ids, shares, 32, biases)
 
 
 def quantized_experts(form: Format, tokens: int) -> None:
@@ -345,6 +358,17 @@ def block_products(name: str, rows: int, dtype: torch.dtype = torch.bfloat16) ->
     processors = 1 if rows > 64 else 132
     with mock.patch.object(block_products, "num_multiprocessors", return_value=processors):
         block_linear.block_linear(torch.empty(rows, 2048, dtype=dtype), weight)
+
+
+def ordered_blocks(name: str, rows: int) -> None:
+    """Few outputs, in parts that a program adds up alone."""
+    from nanovllm.kernels.triton.linear import block_products
+    from nanovllm.kernels.triton.ordered import block_linear
+
+    with mock.patch.object(block_products, "num_multiprocessors", return_value=132):
+        weight = block_linear.arrange_blocks(random_blocks(name, 256, 2048))
+        assert block_linear.parts_of(weight) == 8
+        block_linear.block_linear(bf16(rows, 2048), weight)
 
 
 def block_dots(name: str, rows: int) -> None:
@@ -736,6 +760,7 @@ CALLS: dict[str, Callable[[], object]] = {
     "silu_and_mul": partial(silu_and_mul, 3072),
     "gelu_and_mul": partial(gelu_and_mul, 2048),
     "sigmoid_and_mul": partial(sigmoid_and_mul, 16, 256),
+    "streams, one order": partial(streams, 2048),
     **{
         f"norm_rope_store, {name}, {tokens} tokens": partial(norm_rope_store, h, norm, tokens)
         for name, h, norm in (
@@ -766,6 +791,15 @@ CALLS: dict[str, Callable[[], object]] = {
     **{
         f"mx_experts, gpt-oss, {tokens} tokens": partial(mx_experts, tokens)
         for tokens in (32, 64, 200, 256, 8 * TOKENS - 95, 8 * TOKENS)
+    },
+    **{
+        f"mx_experts, one order, {tokens} tokens": partial(mx_experts, tokens, one_order=True)
+        for tokens in (1, 8 * TOKENS)
+    },
+    **{
+        f"experts, one order, {tokens} tokens": partial(experts, *sizes, tokens, one_order=True)
+        for sizes in ((128, 8, 2048, 768),)
+        for tokens in (1, 8 * TOKENS)
     },
     "few_mx_experts, gpt-oss": partial(mx_experts, 1),
     "few_mx_experts, large scales": partial(mx_experts, 3, is_wide=True),
@@ -835,6 +869,11 @@ CALLS: dict[str, Callable[[], object]] = {
         f"block_products, {rows} rows, {name}": partial(block_products, name, rows)
         for rows in (16, 64, 256)
         for name in (BLOCK_FORMS if rows == 64 else ("Q4_K", "Q6_K", "Q8_0"))
+    },
+    **{  # small tiles, and large ones
+        f"block_products, one order, {rows} rows, {name}": partial(ordered_blocks, name, rows)
+        for rows in (70, TOKENS)
+        for name in ("Q4_K", "Q6_K", "Q8_0")
     },
     **{f"few_block_dots, {name}": partial(block_dots, name, 1) for name in BLOCK_FORMS[:-1]},
     "few_block_dots, two rows": partial(block_dots, "Q5_0", 2),
@@ -1140,6 +1179,7 @@ def capabilities(name: str) -> tuple[int, ...]:
     parts = (
         "few_rows", "few_experts", "few_adapted", "hopper", "eager", "many tokens",
         "codes, block size 16",  # which must be asked for
+        "one order",
     )  # fmt: skip
     alone = any(part in name for part in parts)
     alone |= "attention" in name and not any(part in name for part in COMMON_ATTENTION)

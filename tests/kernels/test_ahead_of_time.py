@@ -232,8 +232,8 @@ def narrow_accesses(ir: str) -> list[str]:
     return narrow
 
 
-# `few_rows`, `few_experts` and `block_products` take 256 rows at most, `few_mx_experts` fewer, and
-# `quantized_rows` 512.
+# `few_rows` and `few_experts` take 256 rows at most, `few_mx_experts` fewer, `quantized_rows` 512,
+# and `block_products` 2^30 numbers.
 @pytest.mark.parametrize(
     "name",
     [

@@ -18,11 +18,8 @@ from nanovllm.models.invariance import check_invariance
 BF16 = {"dtype": "bfloat16"}
 LORA = {"enable_lora": True}
 DENSE, EXPERTS, LATENTS = "OLMo-2-0425-1B", "dots.llm1", "MiniCPM3-4B"
-PLAIN_OSS = {n: v for n, v in layers(4, 8).items() if n != "quantization_config"}
-# What models with these in their names are refused for on a GPU; all others are supported.
-REFUSED = {
-    "gpt-oss": "weights in mxfp4", "Gemma 3n": "several streams of hidden states",
-}  # fmt: skip
+OSS = layers(4, 8)
+PLAIN_OSS = {n: v for n, v in OSS.items() if n != "quantization_config"}
 
 
 def check(file: Mapping[str, Any], **options: Any) -> None:
@@ -38,14 +35,9 @@ def refused(file: Mapping[str, Any], reason: str, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_each_model_is_supported_or_named(name: str) -> None:
-    file = PUBLISHED[name].file
-    reasons = [reason for part, reason in REFUSED.items() if part in name]
-    for reason in reasons[:1]:
-        refused(file, reason, **BF16)
-    if not reasons:
-        check(file, **BF16)
-    check(file, device="cpu")
+def test_each_model_is_supported(name: str) -> None:
+    for device in ("cuda", "cpu"):
+        check(PUBLISHED[name].file, device=device, **BF16)
 
 
 @pytest.mark.parametrize(
@@ -74,15 +66,22 @@ def test_weights_quantized_while_loading_are_supported(name: str, quantization: 
     check(PUBLISHED[name].file, quantization=quantization)
 
 
-def test_plain_experts_of_gpt_oss_are_supported() -> None:
-    check(PLAIN_OSS, **BF16)
+@pytest.mark.parametrize("file", [OSS, PLAIN_OSS], ids=["MXFP4", "plain"])
+def test_experts_of_gpt_oss_are_supported(file: dict[str, Any]) -> None:
+    check(file, **BF16)
+    check(file, **BF16, **LORA)
+
+
+def test_weights_of_a_gguf_file_are_supported() -> None:
+    stored = {"quant_method": "gguf", "types": {"Q4_K": ["model.layers.0.self_attn.q_proj"]}}
+    check(dict(PUBLISHED[DENSE].file, quantization_config=stored), **BF16)
 
 
 def test_adapters_are_refused_where_their_products_have_no_order() -> None:
-    """On a GPU next to experts; PyTorch multiplies those of latents' expansion."""
-    check(PUBLISHED[DENSE].file, **LORA)
-    refused(PUBLISHED[EXPERTS].file, "adapters next to experts", **LORA)
-    check(PUBLISHED[EXPERTS].file, device="cpu", **LORA)
+    """PyTorch multiplies those of latents' expansion."""
+    for name in (DENSE, EXPERTS):
+        check(PUBLISHED[name].file, **LORA, **BF16)
+        check(PUBLISHED[name].file, device="cpu", **LORA)
     for device in ("cpu", "cuda"):
         reason = "adapters next to latent attention"
         refused(PUBLISHED[LATENTS].file, reason, device=device, **LORA, **BF16)

@@ -53,7 +53,11 @@ ORDERED_PLACES = {
     "arrange_plain": "triton.ordered.linear",
     "plain_of": "triton.ordered.linear",
     "arranged_linear": "triton.ordered.linear:ordered_linear",
+    "arrange_blocks": "triton.ordered.block_linear",
+    "block_linear": "triton.ordered.block_linear",
     "experts": "triton.ordered.experts",
+    "adapted_experts": "triton.ordered.experts",
+    "biased_experts": "triton.ordered.experts",
     "router": "triton.ordered.experts:router_for",
     "norm_rope_store": "triton.ordered.heads",
     "lora_down": "triton.ordered.experts",
@@ -63,6 +67,9 @@ ORDERED_PLACES = {
     "channel_delta": "triton.ordered.delta",
     "state_space": "triton.ordered.space",
     "heads_linear": "triton.ordered.heads_linear",
+    "lora_up": "triton.ordered.experts",
+    "row_sums": "triton.ordered.streams",
+    "mix_streams": "triton.ordered.streams",
 }
 
 
@@ -71,7 +78,7 @@ def triton_kernels(one_order: bool = False) -> Kernels:
     from nanovllm.kernels.triton.step.write_table import write_table  # callers keep it
 
     places = TRITON_PLACES
-    absent = ["arrange_plain", "plain_of"]
+    absent = ["arrange_plain", "plain_of", "row_sums", "mix_streams"]
     if one_order:
         places = TRITON_PLACES | ORDERED_PLACES
         absent = ["few_rows", "rounding"]

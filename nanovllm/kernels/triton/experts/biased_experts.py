@@ -85,14 +85,33 @@ def biased_experts(
     follows it, nothing is fused. Peak memory: N rows of gate and up, and N rows of the output in
     float32; `mx_parts` takes less.
     """
+    return compute(x, gate_up, down, expert_ids, shares, num_experts, biases, additions)
+
+
+def compute(
+    x: torch.Tensor,
+    gate_up: Stack | MxStack,
+    down: Stack | MxStack,
+    expert_ids: torch.Tensor,
+    shares: torch.Tensor,
+    num_experts: int,
+    biases: ExpertBiases,
+    additions: PairAdditions | None,
+    rounded: bool = False,
+) -> torch.Tensor:
+    """`biased_experts`; `rounded` is as in `experts.compute`: then a row has one order of sums.
+
+    The biases are then added to the rounded products in any case.
+    """
     expert_ids, shares = expert_ids.contiguous(), shares.contiguous()
     num_here, _, size = down.shape
     groups: Any = None
     linear: Any = grouped_linear
     if isinstance(gate_up, MxStack) and isinstance(down, MxStack):
         if not additions:
-            parts = mx_parts(x, gate_up, down, expert_ids, shares, num_experts, biases)
-            return _add_up(x, parts, None, expert_ids, shares, num_here)
+            last = biases.down if rounded else None
+            parts = mx_parts(x, gate_up, down, expert_ids, shares, num_experts, biases, rounded)
+            return _add_up(x, parts, last, expert_ids, shares, num_here)
         rows = rows_of_tile(expert_ids.numel(), num_experts, x.dtype)
         groups, linear = tile_pairs(expert_ids, num_here, rows), mx_linear
     else:
@@ -105,7 +124,7 @@ def biased_experts(
         gates, biases.gate_up, inner, expert_ids, num_here, size, biases.alpha, biases.limit,
         BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
-    parts = linear(inner, down, groups, shares, torch.float32)
+    parts = linear(inner, down, groups, shares, x.dtype if rounded else torch.float32)
     if additions:
         additions.add_outputs(inner, parts, shares.flatten())
     return _add_up(x, parts, biases.down, expert_ids, shares, num_here)

@@ -20,7 +20,7 @@ from nanovllm.kernels.triton.common import (
     tiles_of,
 )
 from nanovllm.kernels.triton.experts.grouping import LEAST, Groups, find_tile, group
-from nanovllm.kernels.triton.linear.silu_and_mul import gated
+from nanovllm.kernels.triton.linear.silu_and_mul import gated, gated_as_stored
 
 BLOCK_N = 64
 # For the smallest tiles, and for larger ones; a multiprocessor runs two programs, or one with MORE.
@@ -32,10 +32,13 @@ def _expert_rows_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, weight_tiles, squares_ptr, shares_ptr, out_ptr, order_ptr, bounds_ptr,
     tile_ends_ptr, eps,
     E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr,
-    PER_ROW: tl.constexpr, GATED: tl.constexpr, COPIED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, EARLY: tl.constexpr,
+    PER_ROW: tl.constexpr, GATED: tl.constexpr, ROUNDED: tl.constexpr, COPIED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N outputs of a tile of pairs: GATED, `silu(gate) * up`; else times the pairs' shares.
+
+    ROUNDED: gates and ups are rounded to the type of the outputs before the activation.
 
     PER_ROW pairs share a row of x. The rows' factor is computed from P parts of their sums of
     squares.
@@ -78,7 +81,10 @@ def _expert_rows_kernel(  # type: ignore[no-untyped-def]
             factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[None, :]
             acc *= factor
             up *= factor
-        if GATED:
+        if ROUNDED:
+            like = out_ptr.dtype.element_ty
+            acc = gated_as_stored(acc.to(like), up.to(like))
+        elif GATED:
             acc = gated(acc, up)
         else:
             acc *= tl.load(shares_ptr + pair, mask=real, other=0.0)[None, :]
@@ -99,13 +105,15 @@ def multiply_pairs(
     per_row: int,
     *,
     is_gated: bool = False,
+    rounded: bool = False,
     scaled: Scaled | None = None,
     shares: torch.Tensor | None = None,
 ) -> None:
     """For each pair, write its row of x times its expert's matrix.
 
     `per_row` pairs share a row. Results are `silu(gate) * up` if `is_gated`, of `scaled` rows times
-    their norm's factor; else they are multiplied by the pairs' shares.
+    their norm's factor; else they are multiplied by the pairs' shares. If `rounded`, gates and ups
+    are rounded to the type of `out` before their activation.
     """
     (num_experts, _, size_in), size_out = weight.shape, out.shape[1]
     assert x.is_contiguous() and weight.is_contiguous()
@@ -122,8 +130,8 @@ def multiply_pairs(
         groups.order, groups.bounds, groups.tile_ends, 0.0 if scaled is None else scaled.eps,
         E=num_experts, N=size_out, K=size_in, P=width,
         BLOCK_P=next_power_of_2(max(1, width)), PER_ROW=per_row, GATED=is_gated,
-        COPIED=copied, BLOCK_M=groups.block_m, BLOCK_N=BLOCK_N, BLOCK_K=block_k,
-        BLOCK_E=next_power_of_2(num_experts), num_warps=4, num_stages=stages,
+        ROUNDED=is_gated and rounded, COPIED=copied, BLOCK_M=groups.block_m, BLOCK_N=BLOCK_N,
+        BLOCK_K=block_k, BLOCK_E=next_power_of_2(num_experts), num_warps=4, num_stages=stages,
         **early(x.device),
     )  # fmt: skip
 
@@ -135,16 +143,17 @@ def multiply(
     expert_ids: torch.Tensor,
     shares: torch.Tensor,
     num_experts: int,
-    dtype: torch.dtype = torch.float32,
+    rounded: bool = False,
 ) -> torch.Tensor:
-    """The outputs [N, hidden] of all pairs, times their shares, rounded to `dtype`.
+    """The outputs [N, hidden] of all pairs, times their shares, in float32.
 
-    Those of other ranks' experts are not written.
+    If `rounded`, outputs, gates and ups are rounded to the type of x. Outputs of other ranks'
+    experts are not written.
     """
     num_pairs, (num_here, hidden, size) = expert_ids.numel(), down.shape
     groups = group(expert_ids, num_here, num_experts)
     inner = x.new_empty(num_pairs, size)
-    multiply_pairs(x, gate_up, inner, groups, expert_ids.shape[1], is_gated=True)
-    out = x.new_empty(num_pairs, hidden, dtype=dtype)
+    multiply_pairs(x, gate_up, inner, groups, expert_ids.shape[1], is_gated=True, rounded=rounded)
+    out = x.new_empty(num_pairs, hidden, dtype=x.dtype if rounded else torch.float32)
     multiply_pairs(inner, down, out, groups, 1, shares=shares)
     return out

@@ -206,14 +206,7 @@ def experts(
     expert_ids. Peak memory: N rows of gate and up, and N rows of the output in float32, or less for
     many pairs; only the rows of this rank's experts are used.
     """
-    if activation is None and isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
-        ids = expert_ids.contiguous()
-        dense = x, gate_up, down, ids, shares.contiguous(), num_experts
-        if many_pairs.takes(x, down, ids.numel(), num_experts):
-            return add_up(x, many_pairs.multiply(*dense), ids, len(down))
-        if expert_rows.takes(x):
-            return add_up(x, expert_rows.multiply(*dense), ids, len(down))
-    return adapted_experts(x, gate_up, down, expert_ids, shares, num_experts, None, activation)
+    return compute(x, gate_up, down, expert_ids, shares, num_experts, None, activation)
 
 
 def adapted_experts(
@@ -227,7 +220,33 @@ def adapted_experts(
     activation: Activation | None = None,
 ) -> torch.Tensor:
     """As `experts`, with the kernels for any weights, and adapters added to both products."""
+    return compute(x, gate_up, down, expert_ids, shares, num_experts, additions, activation)
+
+
+def compute(
+    x: torch.Tensor,
+    gate_up: Stack,
+    down: Stack,
+    expert_ids: torch.Tensor,
+    shares: torch.Tensor,
+    num_experts: int,
+    additions: PairAdditions | None,
+    activation: Activation | None,
+    rounded: bool = False,
+) -> torch.Tensor:
+    """`experts`, or `adapted_experts` if there are additions: choose the kernels.
+
+    If `rounded`, all kernels round gates, ups and an expert's outputs to the type of x. Else each
+    rounds what it stores.
+    """
     expert_ids, shares = expert_ids.contiguous(), shares.contiguous()
+    is_alone = activation is None and not additions
+    if is_alone and isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
+        operands = x, gate_up, down, expert_ids, shares, num_experts, rounded
+        if many_pairs.takes(x, down, expert_ids.numel(), num_experts):
+            return add_up(x, many_pairs.multiply(*operands), expert_ids, len(down))
+        if expert_rows.takes(x):
+            return add_up(x, expert_rows.multiply(*operands), expert_ids, len(down))
     num_pairs, (num_here, _, size) = expert_ids.numel(), down.shape
     groups = group(expert_ids, num_here, num_experts)
     gates = grouped_linear(x, gate_up, groups, None, x.dtype)
@@ -240,7 +259,7 @@ def adapted_experts(
         _activate_kernel[(num_pairs, cdiv(size, BLOCK))](
             gates, inner, expert_ids, num_here, size, BLOCK=BLOCK, num_warps=8
         )
-    parts = grouped_linear(inner, down, groups, shares, torch.float32)
+    parts = grouped_linear(inner, down, groups, shares, x.dtype if rounded else torch.float32)
     if additions:
         additions.add_outputs(inner, parts, shares.flatten())
     return add_up(x, parts, expert_ids, num_here)

@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from nanovllm.kernels.integers import cdiv
 from nanovllm.kernels.triton.common import can_copy_tiles, dot, num_multiprocessors, tiles_of
 from nanovllm.kernels.triton.experts.grouping import tile_pairs
-from nanovllm.kernels.triton.linear.silu_and_mul import gated
+from nanovllm.kernels.triton.linear.silu_and_mul import gated, gated_as_stored
 
 TOGETHER = 8  # tiles of rows for which neighbouring programs read the same weights
 ALIGNED = 16  # if rows are a multiple of this long, several numbers are loaded at a time
@@ -99,10 +99,14 @@ def _multiply(  # type: ignore[no-untyped-def]
 @triton.jit
 def _gated_kernel(  # type: ignore[no-untyped-def]
     x_ptr, weight_ptr, weight_tiles, out_ptr, order_ptr, tiles_ptr, num_tiles_ptr, size_in, size,
-    PER_ROW: tl.constexpr, EVEN: tl.constexpr, COPIED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr, STAGES: tl.constexpr,
+    PER_ROW: tl.constexpr, ROUNDED: tl.constexpr, EVEN: tl.constexpr, COPIED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program computes BLOCK_N results of one tile's pairs; surplus programs do nothing."""
+    """One program computes BLOCK_N results of one tile's pairs; surplus programs do nothing.
+
+    ROUNDED: gates and ups are rounded to the type of the results before the activation.
+    """
     program, columns, num_tiles = tl.program_id(0), tl.cdiv(size, BLOCK_N), tl.load(num_tiles_ptr)
     if program < num_tiles * columns:
         expert, first, end, column = tile_of(program, num_tiles, columns, tiles_ptr, TOGETHER)
@@ -116,7 +120,11 @@ def _gated_kernel(  # type: ignore[no-untyped-def]
             2, EVEN, COPIED, False, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
         )  # fmt: skip
         gate, up = tl.split(acc.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1))
-        out = gated(gate, up)
+        if ROUNDED:
+            like = out_ptr.dtype.element_ty
+            out = gated_as_stored(gate.to(like), up.to(like))
+        else:
+            out = gated(gate, up)
         n = first_n + tl.arange(0, BLOCK_N)
         out_at = out_ptr + place.to(tl.int64)[:, None] * size + n[None, :]
         real = (place < end)[:, None] & (n < size)[None, :]
@@ -169,10 +177,12 @@ def multiply(
     expert_ids: torch.Tensor,
     shares: torch.Tensor,
     num_experts: int,
+    rounded: bool = False,
 ) -> torch.Tensor:
     """The outputs [N, H] of all pairs, times their shares, rounded to the type of x.
 
-    The outputs of other ranks' experts are not written. Peak memory: N rows of I, and N rows of H.
+    If `rounded`, so are gates and ups before their activation. The outputs of other ranks' experts
+    are not written. Peak memory: N rows of I, and N rows of H.
     """
     (num_here, hidden, size), per_row = down.shape, expert_ids.shape[1]
     assert x.is_contiguous() and gate_up.is_contiguous() and down.is_contiguous()
@@ -184,9 +194,9 @@ def multiply(
     table = pairs.order, pairs.tiles, pairs.num_tiles
     _gated_kernel[(len(pairs.tiles) * cdiv(size, first.outputs),)](
         x, gate_up, _matrices(gate_up.view(-1, size, hidden), 2, first) if copied else None,
-        inner, *table, hidden, size, PER_ROW=per_row, EVEN=hidden % first.inputs == 0,
-        COPIED=copied, BLOCK_M=rows, BLOCK_N=first.outputs, BLOCK_K=first.inputs,
-        TOGETHER=TOGETHER, STAGES=first.stages, num_warps=first.warps,
+        inner, *table, hidden, size, PER_ROW=per_row, ROUNDED=rounded,
+        EVEN=hidden % first.inputs == 0, COPIED=copied, BLOCK_M=rows, BLOCK_N=first.outputs,
+        BLOCK_K=first.inputs, TOGETHER=TOGETHER, STAGES=first.stages, num_warps=first.warps,
     )  # fmt: skip
     out = x.new_empty(len(inner), hidden)
     programs = 2 * num_multiprocessors(x.device)

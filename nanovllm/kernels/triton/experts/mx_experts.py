@@ -54,7 +54,7 @@ def _mx_experts_kernel(  # type: ignore[no-untyped-def]
     x_ptr, codes_ptr, scales_ptr, bias_ptr, shares_ptr, out_ptr, order_ptr, tiles_ptr,
     num_tiles_ptr, alpha, limit,
     N: tl.constexpr, K: tl.constexpr, RUN: tl.constexpr, IS_WIDE: tl.constexpr,
-    PER_ROW: tl.constexpr, GATED: tl.constexpr, TOGETHER: tl.constexpr,
+    PER_ROW: tl.constexpr, GATED: tl.constexpr, ROUNDED: tl.constexpr, TOGETHER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, HOLD: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +63,8 @@ def _mx_experts_kernel(  # type: ignore[no-untyped-def]
     Registers hold the codes of HOLD runs at a time; if HOLD is 0, STAGES runs are read ahead.
 
     GATED: rows of x are tokens, and results are in the order of experts. Else rows of x are in that
-    order, and results in the order of pairs.
+    order, and results in the order of pairs. ROUNDED: gates and ups are rounded to the type of x
+    before their biases are added.
     """
     await_inputs(EARLY)
     let_next_begin(EARLY)
@@ -121,6 +122,9 @@ def _mx_experts_kernel(  # type: ignore[no-untyped-def]
                     up = dot(values, tl.trans(x), up)
         out_n = first_n + tl.arange(0, BLOCK_N)
         inside = out_n < N
+        if ROUNDED:
+            acc = acc.to(x_ptr.dtype.element_ty).to(tl.float32)
+            up = up.to(x_ptr.dtype.element_ty).to(tl.float32)
         if bias_ptr is not None:
             bias_at = bias_ptr + expert.to(tl.int64) * OUTPUTS + out_n
             acc += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)[:, None]
@@ -143,25 +147,27 @@ def mx_parts(
     shares: torch.Tensor,
     num_experts: int,
     biases: ExpertBiases,
+    rounded: bool = False,
 ) -> torch.Tensor:
     """The outputs [N, hidden] of all pairs, with their biases, times their shares.
 
     The outputs of other ranks' experts are not written. Many are rounded to the type of x; few are
-    float32. Peak memory: N rows of both products. Bytes moved: the codes of each expert with pairs,
-    once for each of its tiles, most of which the cache has.
+    float32. If `rounded`, all are rounded and lack their biases, and gates and ups are rounded
+    before they get theirs. Peak memory: N rows of both products. Bytes moved: the codes of each
+    expert with pairs, once for each of its tiles, most of which the cache has.
     """
     (num_here, hidden, size), num_pairs = down.shape, expert_ids.numel()
     assert x.is_contiguous() and x.shape[1] == gate_up.shape[2] == hidden
-    if takes_few(x, num_pairs):
+    if takes_few(x, num_pairs) and not rounded:
         return few_parts(x, gate_up, down, expert_ids, shares, biases)
     rows = rows_of_tile(num_pairs, num_experts, x.dtype)
     pairs = tile_pairs(expert_ids, num_here, rows)
     inner = x.new_empty(num_pairs, size)
     gate = Gate(biases.alpha, biases.limit, expert_ids.shape[1])
-    multiply(x, gate_up, biases.gate_up, shares, inner, pairs, gate)
-    few = rows < MOST
+    multiply(x, gate_up, biases.gate_up, shares, inner, pairs, gate, rounded)
+    few = rows < MOST and not rounded
     out = x.new_empty(num_pairs, hidden, dtype=torch.float32 if few else x.dtype)
-    multiply(inner, down, biases.down, shares, out, pairs)
+    multiply(inner, down, None if rounded else biases.down, shares, out, pairs)
     return out
 
 
@@ -221,6 +227,7 @@ def multiply(
     out: torch.Tensor,
     pairs: TiledPairs,
     gate: Gate | None = None,
+    rounded: bool = False,
 ) -> None:
     """One product, of tokens with a gate, or of pairs in the order of experts."""
     size_in, size_out, num_pairs = x.shape[1], out.shape[1], len(pairs.order)
@@ -230,7 +237,8 @@ def multiply(
         x, weight.codes, weight.scales, bias, shares, out, pairs.order, pairs.tiles,
         pairs.num_tiles, alpha, limit,
         N=size_out, K=size_in, RUN=RUN, IS_WIDE=weight.is_wide, PER_ROW=per_row,
-        GATED=gate is not None, TOGETHER=TOGETHER, BLOCK_M=pairs.rows, BLOCK_N=tiles.outputs,
+        GATED=gate is not None, ROUNDED=rounded, TOGETHER=TOGETHER, BLOCK_M=pairs.rows,
+        BLOCK_N=tiles.outputs,
         STAGES=tiles.stages, HOLD=held_runs(pairs.rows, num_pairs, x, gate is not None),
         num_warps=tiles.warps,
         **(early(x.device) if begins_early(num_pairs) else {"EARLY": False}),

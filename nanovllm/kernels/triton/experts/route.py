@@ -85,8 +85,9 @@ def _choose(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _route_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, weight_ptr, bias_ptr, correction_ptr, squares_ptr, ids_ptr, shares_ptr, slots_ptr,
-    order_ptr, bounds_ptr, tile_ends_ptr, parts_ptr, counters_ptr, num_rows, eps, tiny, scale,
+    x_ptr, weight_ptr, bias_ptr, correction_ptr, added_ptr, squares_ptr, ids_ptr, shares_ptr,
+    slots_ptr, order_ptr, bounds_ptr, tile_ends_ptr, parts_ptr, counters_ptr, num_rows, eps, tiny,
+    scale,
     H: tl.constexpr, E: tl.constexpr, K: tl.constexpr, NORMALIZED: tl.constexpr,
     SIGMOID: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr, SPLIT: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -132,6 +133,9 @@ def _route_kernel(  # type: ignore[no-untyped-def]
             scores *= tl.rsqrt(tl.sum(squares, axis=1) / H + eps)[:, None]
         if bias_ptr is not None:
             scores += tl.load(bias_ptr + e, mask=e < E, other=0.0)[None, :]
+        if added_ptr is not None:
+            there = real & (e < E)[None, :]
+            scores += tl.load(added_ptr + t[:, None] * E + e[None, :], mask=there, other=0.0)
         ids, shares = _choose(scores, correction_ptr, tiny, scale, E, K, BLOCK_E, BLOCK_K,
                               NORMALIZED, SIGMOID)  # fmt: skip
         k = tl.arange(0, BLOCK_K)[None, :]
@@ -195,13 +199,16 @@ class Router:
         exact = torch.equal(short.to(weight.dtype), weight)
         return cls(short if exact else weight, counters, routing, bias, correction)
 
-    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose experts for rows x [T, hidden]. cuBLAS multiplies many rows in float32."""
+    def route(
+        self, x: torch.Tensor, added: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose experts for rows x [T, hidden]. `added` [T, E] to their scores needs one order."""
+        assert added is None or (self.one_order and added.is_contiguous())
         if len(x) > FEW_FLOAT32 and self.weight.dtype == torch.float32 and not self.one_order:
-            outputs = F.linear(x.float(), self.weight, self.bias)
+            outputs = F.linear(x.float(), self.weight, self.bias)  # by cuBLAS
             return choose_experts(outputs, self.routing, self.correction)
         ids = torch.empty(len(x), self.routing.per_token, dtype=torch.long, device=x.device)
-        return self._launch(x, None, ids, None), ids
+        return self._launch(x, None, ids, None, added), ids
 
     def route_few(self, x: Scaled) -> Routed:
         """Route few rows that lack their norm's factor, and sort their pairs."""
@@ -225,6 +232,7 @@ class Router:
         scaled: Scaled | None,
         ids: torch.Tensor,
         groups: Groups | None,
+        added: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the ids and the groups; return the shares."""
         (num_rows, hidden), (num_experts, size_in) = x.shape, self.weight.shape
@@ -253,7 +261,7 @@ class Router:
         order, bounds, tile_ends = (ids, ids, ids) if groups is None else groups[:3]
         width, eps = (0, 0.0) if scaled is None else (scaled.squares.shape[1], scaled.eps)
         _route_kernel[(tiles, splits)](
-            x, self.weight, self.bias, self.correction,
+            x, self.weight, self.bias, self.correction, added,
             shares if scaled is None else scaled.squares, ids, shares,
             slots, order, bounds, tile_ends, parts, self.counters, num_rows, eps,
             routing.tiny, routing.scale, H=hidden, E=num_experts, K=ids.shape[1],

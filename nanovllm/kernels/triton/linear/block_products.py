@@ -7,7 +7,7 @@ several programs share a tile, each with a part of K, and the last one to finish
 in their order.
 
 Order of sums: run after run within a part, then the parts. For up to SAME_ROWS rows the parts
-depend on the weight and the GPU only.
+depend on the weight and the GPU only. For more rows, a program can add up the same parts alone.
 """
 
 import functools
@@ -60,10 +60,13 @@ def _block_products_kernel(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr, SCALES: tl.constexpr, SCALE_CENTER: tl.constexpr, MINS: tl.constexpr,
     WEIGHT_N: tl.constexpr,
     P: tl.constexpr, BLOCK_P: tl.constexpr, BIAS: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, SPLIT: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute a part of K for one tile of outputs. Neighbouring programs use the same codes."""
+    """Compute a part of K for one tile of outputs. Neighbouring programs use the same codes.
+
+    Without SPLIT, a program adds up PARTS parts, each from zero on.
+    """
     first_t = tl.program_id(0) * BLOCK_T
     first_n = tl.program_id(1) * BLOCK_N
     t = first_t + tl.arange(0, BLOCK_T)
@@ -84,9 +87,10 @@ def _block_products_kernel(  # type: ignore[no-untyped-def]
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     up = acc
     RUNS: tl.constexpr = (K + RUN - 1) // RUN  # noqa: N806
-    SHARE: tl.constexpr = (RUNS + SPLIT - 1) // SPLIT  # noqa: N806
+    SHARE: tl.constexpr = (RUNS + SPLIT * PARTS - 1) // (SPLIT * PARTS)  # noqa: N806
     split = tl.program_id(2)
-    end = tl.minimum((split + 1) * SHARE, RUNS)
+    end = tl.minimum((split + 1) * SHARE, RUNS) if PARTS == 1 else RUNS
+    total = acc
     for run in tl.range(split * SHARE, end, num_stages=STAGES):
         x = _load_x(x_ptr, t, run * RUN + tl.arange(0, RUN), num_rows, K, RUN)
         values = load_values(low_ptr, high_ptr, scales_ptr, mins_ptr, supers_ptr, lane_n, other_n,
@@ -98,6 +102,12 @@ def _block_products_kernel(  # type: ignore[no-untyped-def]
                                  N + other_n, run, LOW, HIGH, CENTER, NUMBERS, GROUPS, SCALES,
                                  SCALE_CENTER, MINS, WEIGHT_N)  # fmt: skip
             up = dot(values.to(x.dtype), tl.trans(x), up)
+        if PARTS > 1:  # noqa: SIM102
+            if ((run + 1) % SHARE == 0) | (run + 1 == RUNS):
+                total += acc
+                acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    if PARTS > 1:
+        acc = total
     acc = tl.trans(acc)
     up = tl.trans(up)
     tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
@@ -153,6 +163,7 @@ def launch(rows: RowOperands, weight: BlockPlanes, tiles: RowTiles | None = None
     tiles = tiles or choose_block_tiles(num_rows, weight, rows.gated)
     columns = cdiv(size_out, tiles.outputs)
     assert tiles.outputs >= LEAST_OUTPUTS
+    assert tiles.parts == 1 or (tiles.splits == 1 and not rows.gated)
     assert tiles.splits == 1 or cdiv(num_rows, tiles.rows) <= MOST_ROW_TILES
     tensors, constants = rows.arguments(columns)
     parts = squares = tensors[-1]
@@ -160,7 +171,7 @@ def launch(rows: RowOperands, weight: BlockPlanes, tiles: RowTiles | None = None
         parts = x.new_empty(tiles.splits, 1 + rows.gated, num_rows, size_out, dtype=torch.float32)
     _block_products_kernel[(cdiv(num_rows, tiles.rows), columns, tiles.splits)](
         x, *weight.tensors, *tensors, parts, weight.arrivals, num_rows, rows.eps,
-        RUN=RUN, SPLIT=tiles.splits, BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs,
+        RUN=RUN, SPLIT=tiles.splits, PARTS=tiles.parts, BLOCK_T=tiles.rows, BLOCK_N=tiles.outputs,
         STAGES=tiles.stages, num_warps=tiles.warps, **weight.constants, **constants,
     )  # fmt: skip
     return squares

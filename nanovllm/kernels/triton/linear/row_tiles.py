@@ -35,6 +35,7 @@ class RowTiles:
     copies_x: bool = False  # the tensor memory accelerator copies x, as it does codes
     runs: int = 1  # runs of `inner` inputs in a tile; an even number for codes of 4 bits
     scales_each: bool = False  # scale each product of `inner` inputs, for any number of rows
+    parts: int = 1  # of the inputs, which a program that shares no tile adds up one by one
 
 
 def most_rows(weight: ArrangedMatrix, dtype: torch.dtype) -> int:

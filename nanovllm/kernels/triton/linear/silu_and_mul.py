@@ -17,14 +17,20 @@ def gated(gate, up):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def gated_as_stored(gate, up):  # type: ignore[no-untyped-def]
+    """`silu(gate) * up` in float32 of numbers as they are stored, rounded as in plain PyTorch."""
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
+    return silu.to(tl.float32) * up.to(tl.float32)
+
+
+@triton.jit
 def activated(x_ptr, n, size):  # type: ignore[no-untyped-def]
     """Outputs n of one row in float32, zeros after its end."""
     inside = n < size
     gate = tl.load(x_ptr + n, mask=inside, other=0.0)
     up = tl.load(x_ptr + size + n, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)  # rounded as in plain PyTorch
-    return silu.to(tl.float32) * up.to(tl.float32)
+    return gated_as_stored(gate, up)
 
 
 @triton.jit

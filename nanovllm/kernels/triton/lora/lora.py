@@ -235,9 +235,11 @@ def launch_up(
     shares: torch.Tensor | None = None,
     scaled: Scaled | None = None,
     sets: bool = False,
+    may_fuse: bool = True,
 ) -> None:
     """`lora_up`, also for rows `scaled` that lack their norm's factor.
 
+    Unless it `may_fuse`, no product is added without being rounded.
     If `sets`, outputs are set, to zeros for rows without an adapter. Bytes moved: the rows of
     `out`, read and written, and B once for each tile of a group's rows.
     """
@@ -253,6 +255,7 @@ def launch_up(
     squares, eps = (out, 0.0) if scaled is None else (scaled.squares, scaled.eps)
     width = 0 if scaled is None else squares.shape[1]
     grid = sum(cdiv(size, block_n) for size in weights.sizes), sorted_rows.num_tiles
+    options = {} if may_fuse else {"enable_fp_fusion": False}
     _up_kernel[grid](
         down, weights.b, weights.ranks, out, out if shares is None else shares, squares,
         sorted_rows.order, sorted_rows.bounds, sorted_rows.tile_ends, num_groups, num_rows,
@@ -260,5 +263,5 @@ def launch_up(
         PARTS=len(down), PROJECTIONS=projections, MAX_RANK=weights.max_rank,
         SHARES=shares is not None, SET=sets, P=width, BLOCK_P=next_power_of_2(max(1, width)),
         BLOCK_M=sorted_rows.block_m, BLOCK_R=BLOCK_R, BLOCK_N=block_n, BLOCK_E=groups.block_e,
-        num_warps=4, num_stages=1, **early(out.device),
+        num_warps=4, num_stages=1, **early(out.device), **options,
     )  # fmt: skip
