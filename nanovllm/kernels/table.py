@@ -138,7 +138,7 @@ def nothing(*_: Any) -> None:
 # Plain operations in modules of their own names.
 OPERATIONS = (
     "rms_norm", "biased_experts", "norm_rope_store", "store_kvcache", "mask", "sample", "draw",
-    "experts", "silu_and_mul", "read_table", "guess_ngrams", "guess_inputs", "accept",
+    "experts", "silu_and_mul", "read_table", "guess_ngrams", "guess_inputs", "accept", "squares",
     "channel_delta", "block_rows", "gelu_and_mul", "add_normed", "causal_conv", "gated_delta",
     "state_space", "gated_norm", "sigmoid_and_mul", "latent_rows", "choose_experts", "block_linear",
 )  # fmt: skip

@@ -37,8 +37,6 @@ def _not_on_a_gpu(config: "Config", model_config: "ModelConfig") -> str | None:
         return f"with dtype={dtype!r}"
     if config.kv_cache_dtype != "auto":
         return f"with kv_cache_dtype={config.kv_cache_dtype!r}"
-    if config.tensor_parallel_size > 1:
-        return f"with tensor_parallel_size={config.tensor_parallel_size}"
     quantization = model_config.quantization
     if quantization is not None and quantization.method in ("gguf", "mxfp4"):
         return f"with weights in {quantization.method}"

@@ -9,15 +9,21 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from changed_kernels import changed
 from gpu_sums import sums_of_a_gpu  # noqa: F401  a fixture
 from quantized import Format, quantized
 from test_lora_kernels import Shape, compute, make
 
 from nanovllm.engine.run.logprobs import log_probabilities
+from nanovllm.formats.format import PLAIN_FORMATS
 from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.operands.routing import Routing
+from nanovllm.kernels.plain.squares import squares
 from nanovllm.kernels.table import Kernels
 from nanovllm.kernels.triton.table import triton_kernels
+from nanovllm.layers.full_width_norm import FullWidthNorm
+from nanovllm.layers.layer import Build
+from nanovllm.layers.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread", "sums_of_a_gpu")
 BF16 = torch.bfloat16
@@ -144,6 +150,26 @@ def test_rows_of_experts_do_not_depend_on_others(
     assert_alone_as_among_others(out, sizes if not in_float32 else [1, 17, 600])
 
 
+@pytest.mark.filterwarnings("ignore:overflow")  # of rows that no expert here has
+def test_rows_of_whole_experts_of_a_rank_do_not_depend_on_others(
+    kernels: Kernels, kernel_device: str
+) -> None:
+    """Pairs of a row may have experts on another rank, before or after this one's."""
+    gate_up = random(2, 256, 256, device=kernel_device) * 0.2
+    down = random(2, 256, 128, device=kernel_device, seed=1) * 0.2
+    x = random(140, 256, device=kernel_device, seed=3)
+    chosen = [torch.randperm(6, generator=torch.Generator().manual_seed(i))[:3] for i in range(140)]
+    ids = torch.stack(chosen).int().to(kernel_device) - 2
+    shares = random(140, 3, device=kernel_device, dtype=torch.float32, seed=4).abs()
+
+    def out(rows: int) -> torch.Tensor:
+        return kernels.experts(x[:rows], gate_up, down, ids[:rows], shares[:rows], 6)
+
+    assert_alone_as_among_others(out, [1, 2, 17, 140])
+    elsewhere = ((ids < 0) | (ids > 1)).all(1)
+    assert elsewhere.any() and not out(140)[elsewhere].any() and out(140).any()
+
+
 def test_rows_with_adapters_do_not_depend_on_others(kernels: Kernels, kernel_device: str) -> None:
     """With more rows, the inputs of `lora_down` would be divided into fewer parts."""
     shape = Shape(600, size_in=2100, sizes=(40,), max_rank=8)
@@ -171,6 +197,40 @@ def test_heads_of_a_token_do_not_depend_on_others(kernels: Kernels, kernel_devic
         return kernels.norm_rope_store(qkv[:tokens], 2, rope, norms, 1e-6, kv, slots[:tokens])
 
     assert_alone_as_among_others(heads, [1, 128, 130])
+
+
+@pytest.mark.parametrize("size", [1, 100, 2048])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_squares_of_a_row_do_not_depend_on_others(
+    dtype: torch.dtype, size: int, kernels: Kernels, kernel_device: str
+) -> None:
+    """Ranks add them up for a norm over all heads. Rows may be parts of longer ones."""
+    x = random(40, size + 3, device=kernel_device, dtype=dtype)[:, :size]
+    assert_alone_as_among_others(lambda rows: kernels.squares(x[:rows]), [0, 1, 2, 33, 40])
+    torch.testing.assert_close(kernels.squares(x), squares(x), rtol=1e-5, atol=1e-6)
+
+
+def test_norms_over_the_heads_of_all_ranks_read_one_row_at_a_time(
+    kernels: Kernels, kernel_device: str
+) -> None:
+    class OneOfTwo(Ranks):
+        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    norm = FullWidthNorm(Build(OneOfTwo(0, 2), PLAIN_FORMATS, 64), 8, 64, 1e-6)
+    added = []
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        added.append(len(x))
+        return kernels.squares(x)
+
+    norm.to(kernel_device).kernels = changed(kernels, squares=counted)
+    x = random(40, 4, 64, device=kernel_device)
+    assert_alone_as_among_others(lambda rows: norm(x[:rows]), [1, 2, 33, 40])
+    assert added == [40, 1, 2, 33]  # PyTorch's sums do not depend on others on a CPU
+    wide = x.double()
+    expected = wide * (wide.square().mean((1, 2), keepdim=True) + 1e-6).rsqrt()
+    torch.testing.assert_close(norm(x).double(), expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("vocab_size", [32, 33, 50_257])

@@ -43,6 +43,7 @@ TRITON_PLACES = {
     "channel_delta": "triton.state.channel_delta",
     "state_space": "triton.state.state_space",
     "gated_norm": "triton.state.gated_norm",
+    "squares": "plain.squares",
     "peers": "triton.ranks.all_reduce:PeerKernels",
 }
 
@@ -56,6 +57,7 @@ ORDERED_PLACES = {
     "router": "triton.ordered.experts:router_for",
     "norm_rope_store": "triton.ordered.heads",
     "lora_down": "triton.ordered.experts",
+    "squares": "triton.ordered.squares",
 }
 
 
