@@ -7,19 +7,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.command.field_options import given_options
+from nanovllm.command.field_options import given_options, option_flag
 from nanovllm.command.groups import add_grouped_options
 from nanovllm.command.interrupts import Interruptible
 from nanovllm.command.spelling import spelled, spelled_errors
 from nanovllm.command.waiting_line import waiting_line
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.option_pairs import log_unused
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.json_text import parse_json
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
+OF_ADAPTERS = ("max_loras", "max_lora_rank", "max_cpu_loras")  # options that need `enable_lora`
 FLAG = "--chat-template-kwargs"
 THINKING = """'{"enable_thinking": false}'"""  # as a shell takes it
 
@@ -112,6 +114,9 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     options = {"model": EMBEDDED_MODEL} | given_options(args, Config)
     with usage_errors(Config):
         Config(**options)
+    for name in OF_ADAPTERS:
+        if name in options and not options.get("enable_lora"):
+            raise UsageError(f"{option_flag(Config, name)} needs --enable-lora")
     return options
 
 
@@ -144,6 +149,7 @@ def open_llm(options: Mapping[str, Any]) -> "Iterator[LLM]":
 
     with spelled_errors(Config):
         opened = LLM(**options)
+    log_unused(options, opened.config.device)
     with opened as llm, Interruptible():
         yield llm
 
