@@ -61,6 +61,14 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
 
 
+def take_model(args: argparse.Namespace) -> None:
+    """Let the model that is given without its flag be the option's value."""
+    if getattr(args, "model_name", None) is not None:
+        if "model" in args:
+            raise UsageError("MODEL and --model exclude each other")
+        args.model = args.model_name
+
+
 def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
     """Add an option for each field of `Config`; `defaults` replace the fields' in the help."""
     defaults = {"model": "the embedded model, which adds numbers", **defaults}
@@ -107,10 +115,7 @@ def first_messages(system: str | None) -> list[dict[str, str]]:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The checked fields of `Config` that the command line sets, always with a model."""
-    if getattr(args, "model_name", None) is not None:
-        if "model" in args:
-            raise UsageError("MODEL and --model exclude each other")
-        args.model = args.model_name
+    take_model(args)
     options = {"model": EMBEDDED_MODEL} | given_options(args, Config)
     with usage_errors(Config):
         Config(**options)

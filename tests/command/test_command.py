@@ -200,6 +200,8 @@ def test_the_help_says_that_an_adapter_is_a_name_and_a_path(
             2,
             "--speculative-config: this command describes one model",
         ),
+        ("quantize a --model b", 2, "MODEL and --model exclude each other"),
+        ("quantize a", 2, "--out is required"),
         ("bench --shape qwen3-42m --model x", 2, "--model and --shape exclude each other"),
         ("bench --shape qwen3-42m --load-format auto", 2, "--load-format auto needs --model"),
         ("bench --repeats x", 2, "--repeats: must be at least 1, got x"),
