@@ -33,7 +33,7 @@ def _not_on_a_gpu(config: "Config", model_config: "ModelConfig") -> str | None:
     """Which kernels for GPUs have no order of sums that holds for all steps, if some have none."""
     caches = [cache for layer in model_config.layers for cache in layer.cache.each]
     dtype = model_config.dtype if config.dtype == "auto" else config.dtype
-    if dtype != "bfloat16":
+    if dtype not in ("bfloat16", "float16"):
         return f"with dtype={dtype!r}"
     if config.kv_cache_dtype != "auto":
         return f"with kv_cache_dtype={config.kv_cache_dtype!r}"

@@ -746,6 +746,10 @@ CALLS: dict[str, Callable[[], object]] = {
         for rows in some
     },
     "ordered chain, one output": partial(chain, 1, 2048, 100, torch.bfloat16),
+    **{
+        f"few_rows, one order, float16, {rows} rows": partial(chain, 256, 512, rows, torch.float16)
+        for rows in (7, 200)
+    },
     "squares": partial(squares, 2048, torch.bfloat16),
     "ordered chain, float32": partial(chain, 160, 200, 7, torch.float32),
     **{

@@ -61,7 +61,6 @@ def test_each_model_is_supported_or_named(name: str) -> None:
     ("reason", "options"),
     [
         ("dtype='float32'", {"dtype": "float32"}),
-        ("dtype='float16'", {"dtype": "float16"}),
         ("kv_cache_dtype='fp8'", {"kv_cache_dtype": "fp8"}),
     ],
 )
@@ -69,6 +68,11 @@ def test_options_are_refused_on_a_gpu_alone(reason: str, options: dict[str, Any]
     refused(PUBLISHED[DENSE].file, reason, **options)
     refused(PUBLISHED[DENSE].file, reason, device="cuda:1", **options)
     check(PUBLISHED[DENSE].file, device="cpu", **options)
+
+
+def test_both_types_of_16_bits_are_supported() -> None:
+    for name in (DENSE, EXPERTS):
+        check(PUBLISHED[name].file, dtype="float16")
 
 
 def test_several_ranks_are_supported() -> None:
