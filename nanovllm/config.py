@@ -287,8 +287,8 @@ class Config:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.max_cpu_loras is not None or self.lora_modules:
-            import_module("nanovllm.lora_request").check_together(self)
+        if self.max_cpu_loras is not None or self.lora_modules or self.batch_invariant:
+            import_module("nanovllm.option_pairs").check_together(self)
 
 
 def asked_by(engine: object, model: ModelName, options: Mapping[str, Any]) -> Config:

@@ -104,17 +104,6 @@ def check_option(name: str, value: Any, _: str) -> tuple[str, ...]:
     return modules
 
 
-def check_together(config: Any) -> None:
-    """Raise for options of adapters that exclude each other."""
-    if config.max_cpu_loras is not None and config.max_cpu_loras < config.max_loras:
-        raise ValueError(
-            f"max_cpu_loras must be at least max_loras={config.max_loras}, got"
-            f" {config.max_cpu_loras}"
-        )
-    if config.lora_modules and not config.enable_lora:
-        raise ValueError("lora_modules need enable_lora=True (--enable-lora), got False")
-
-
 def named_adapters(modules: Iterable[str]) -> dict[str, LoRARequest]:
     """The adapters of texts NAME=PATH, by name."""
     named: dict[str, LoRARequest] = {}

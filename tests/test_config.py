@@ -11,6 +11,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.engine_config import EngineConfig
+from nanovllm.option_pairs import log_unused
 
 INT_FROM_1 = [(0, ValueError), (-1, ValueError), (1.5, TypeError), ("8", TypeError),
               (True, TypeError)]  # fmt: skip
@@ -296,3 +297,26 @@ def test_scales_of_the_kv_cache_are_always_calculated(value: bool) -> None:
 def test_the_host_keeps_the_adapters_that_run() -> None:
     with pytest.raises(ValueError, match="max_cpu_loras must be at least max_loras=8, got 7"):
         Config("m", max_cpu_loras=7)
+
+
+@pytest.mark.parametrize("backend", ["torch", "flash_attn"])
+def test_kernels_without_an_order_of_sums_exclude_batch_invariance(backend: str) -> None:
+    with pytest.raises(ValueError, match=f"^batch_invariant=True needs .* is '{backend}'$"):
+        Config("m", batch_invariant=True, attention_backend=backend)
+    assert Config("m", batch_invariant=True, attention_backend="cpu").batch_invariant
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_options_for_another_device_are_a_warning(
+    device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, other = "cpu_kvcache_gib", "gpu_memory_utilization"
+    if device != "cpu":
+        ours, other = other, ours
+    log_unused({ours: 0.5, "seed": 1}, device)
+    assert caplog.messages == []
+    log_unused({other: 0.5}, device)
+    (message,) = caplog.messages
+    assert message.startswith(f"{other} has no effect on a ") and message.endswith(
+        f"{ours} is used"
+    )

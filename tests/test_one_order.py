@@ -160,6 +160,31 @@ def case(
 
 
 @pytest.mark.sampled(share=0.25)
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (MODELS["dense"], {}),
+        (MODELS["experts"], dict(enable_expert_parallel=True)),
+        (of_family("Olmo2", dtype="bfloat16"), {}),  # a norm over the heads of all ranks
+    ],
+    ids=["dense", "whole experts", "norms of all heads"],
+)
+def test_ranks_add_up_in_one_order(
+    model: Model, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows and many: prompts in chunks, alone and together."""
+    PRODUCTS["tiled"].use(monkeypatch)
+    case = Written(model.write(tmp_path / "model"), model, [None], [])
+    some = [1, 4, 5, 6, 9]
+    options |= dict(tensor_parallel_size=2, batch_invariant=True)
+    with engine(case, **options) as llm:
+        alone = [answers(llm, case, [index])[0] for index in some]
+        assert answers(llm, case, some) == alone
+    with engine(case, max_num_batched_tokens=7, **options) as llm:
+        assert answers(llm, case, some) == alone
+
+
+@pytest.mark.sampled(share=0.25)
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_do_not_change_an_answer(name: str, regime: str, case: Written) -> None:

@@ -41,8 +41,8 @@ FEATURES = (
 
 # What an option, a request, another device or another kind of model is the first to load.
 NEEDED_ELSEWHERE = (
-    "beam_search_params", "listed_values", "llm_parts", "lora_request", "metrics", "pooling_params",
-    "prompt_dicts",
+    "beam_search_params", "listed_values", "llm_parts", "lora_request", "metrics", "option_pairs",
+    "pooling_params", "prompt_dicts",
     "speculative_config", "structured_outputs", "exports", "output_kind", "token_logprobs",
     "utils.other_names",
     "utils.changes", "utils.list_checks",
@@ -75,7 +75,7 @@ FLOORS = (
      "output_kind", "token_logprobs", "engine_options",
      "beam_search_params", "pooling_params", "lora_request",
      "prompts", "outputs", "metrics", "embedded", "option_names", "listed_values",
-     "prompt_dicts"),
+     "option_pairs", "prompt_dicts"),
     ("kernels",), ("formats",), ("layers",), ("models",), ("engine",),
     ("drafting", "structured", "adapters", "weights", "vectors", "beams", "quantize"), ("chat",),
     ("features", "llm", "llm_parts", "async_llm", "engine_main", "from_vllm"), ("openai",),

@@ -155,9 +155,11 @@ def print_floor(result: dict[str, Any]) -> None:
 def print_result(result: dict[str, Any]) -> None:
     """Print the figures of the runs as a table."""
     seconds, rate = result["seconds"], "{:,.1f} tok/s".format
+    percent = f"{result['roofline_percent']:.1f}% of the roofline"
+    if result["roofline_percent"] > 100:
+        percent += " (other programs slowed the measured rates, or weights stay in a cache)"
     rows = {
-        "output": f"{rate(result['output_tokens_per_second'])},"
-        f" {result['roofline_percent']:.1f}% of the roofline",
+        "output": f"{rate(result['output_tokens_per_second'])}, {percent}",
         "prefill": rate(result["prefill_tokens_per_second"]),
         "decode": rate(result["decode_tokens_per_second"]),
         "time of a run": f"median {result['median_seconds']:.2f} s of {len(seconds)},"

@@ -216,9 +216,16 @@ def _apply_template(
     try:
         text: str = tokenizer.apply_chat_template(conversation, tokenize=False, **options)
     except Exception as error:  # a template is a program that may raise anything
-        raise ValueError(f"{place}: the chat template fails: {error}") from error
+        raise ValueError(f"the chat template fails for {place}: {_described(error)}") from error
     check_text(place, text)
     return text
+
+
+def _described(error: Exception) -> str:
+    """The error of a template. Those of functions that it calls have their type."""
+    from jinja2 import TemplateError
+
+    return str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
 
 
 def _check_keywords(template: str, given: Mapping[str, Any]) -> None:

@@ -156,8 +156,11 @@ def _backend(
     """The name of the attention backend that fits all layers, or the reason why there is none."""
     from nanovllm.engine.start.placement import check_kv_dtype
     from nanovllm.layers.backends import choose_backend
+    from nanovllm.models.invariance import check_invariance
 
     try:
+        if config.batch_invariant:
+            check_invariance(config, model)
         check_kv_dtype(model, specs[0].kv_dtype)
         model.check_parallel_size(config.tensor_parallel_size, config.enable_expert_parallel)
         return choose_backend(config.attention_backend, *specs).attention.name, None

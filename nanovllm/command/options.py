@@ -7,19 +7,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.command.field_options import given_options
+from nanovllm.command.field_options import given_options, option_flag
 from nanovllm.command.groups import add_grouped_options
 from nanovllm.command.interrupts import Interruptible
 from nanovllm.command.spelling import spelled, spelled_errors
 from nanovllm.command.waiting_line import waiting_line
 from nanovllm.config import Config
 from nanovllm.embedded import EMBEDDED_MODEL
+from nanovllm.option_pairs import log_unused
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.json_text import parse_json
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
+OF_ADAPTERS = ("max_loras", "max_lora_rank", "max_cpu_loras")  # options that need `enable_lora`
 FLAG = "--chat-template-kwargs"
 THINKING = """'{"enable_thinking": false}'"""  # as a shell takes it
 
@@ -57,6 +59,14 @@ def user_file(text: str) -> Path:
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
     """Add an argument to give the model without its flag."""
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
+
+
+def take_model(args: argparse.Namespace) -> None:
+    """Let the model that is given without its flag be the option's value."""
+    if getattr(args, "model_name", None) is not None:
+        if "model" in args:
+            raise UsageError("MODEL and --model exclude each other")
+        args.model = args.model_name
 
 
 def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
@@ -105,13 +115,13 @@ def first_messages(system: str | None) -> list[dict[str, str]]:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The checked fields of `Config` that the command line sets, always with a model."""
-    if getattr(args, "model_name", None) is not None:
-        if "model" in args:
-            raise UsageError("MODEL and --model exclude each other")
-        args.model = args.model_name
+    take_model(args)
     options = {"model": EMBEDDED_MODEL} | given_options(args, Config)
     with usage_errors(Config):
         Config(**options)
+    for name in OF_ADAPTERS:
+        if name in options and not options.get("enable_lora"):
+            raise UsageError(f"{option_flag(Config, name)} needs --enable-lora")
     return options
 
 
@@ -144,6 +154,7 @@ def open_llm(options: Mapping[str, Any]) -> "Iterator[LLM]":
 
     with spelled_errors(Config):
         opened = LLM(**options)
+    log_unused(options, opened.config.device)
     with opened as llm, Interruptible():
         yield llm
 

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 
 from nanovllm.command.field_options import add_field_options, given_options
 from nanovllm.command.interrupts import Interruptible
-from nanovllm.command.options import UsageError, usage_errors, user_path
+from nanovllm.command.options import (
+    UsageError,
+    add_model_argument,
+    take_model,
+    usage_errors,
+    user_path,
+)
 from nanovllm.quantize.options import QuantizeOptions
 from nanovllm.utils.resources import memory_text
 
@@ -26,6 +32,7 @@ SHOWN = 3  # names of layers
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
+    add_model_argument(parser)
     group = parser.add_argument_group("quantization")
     add_field_options(group, QuantizeOptions, {"model": "required", "out": "required"})
     group.add_argument(
@@ -36,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the new directory, and say what it has."""
+    take_model(args)
     for name in ("model", "out"):
         if name not in args:
             raise UsageError(f"--{name} is required")

@@ -13,7 +13,8 @@ VERBS = "must|needs?|has|have|cannot|may"  # after a name of one word that begin
 def spelled(text: str, *kinds: type) -> str:
     """The text with the names of fields of these dataclasses as flags.
 
-    A name of one word may be an ordinary word, so it is a name only where the text begins.
+    A name of one word may be an ordinary word. It is a name where the text begins with it, and then
+    also before `=`.
     """
     flags = {
         name: option_flag(kind, name)
@@ -29,6 +30,8 @@ def spelled(text: str, *kinds: type) -> str:
 
     def flag_of(found: "re.Match[str]") -> str:
         flag = flags[found["name"]]
+        if "_" not in found["name"] and found.start() and text[found.end("name") :][:1] != "=":
+            return found[0]
         if found["truth"] is None:
             return flag
         return flag if found["truth"] == "True" else flag.replace("--", "--no-", 1)

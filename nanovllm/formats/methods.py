@@ -18,7 +18,7 @@ from nanovllm.formats.mxfp4 import read_mxfp4
 from nanovllm.formats.names import FIELD, HEAD, OLD_FIELD, USUAL_NAMES, Names
 from nanovllm.formats.quantization import NOT_QUANTIZED, Quantization, SchemeRule
 from nanovllm.formats.rules import refusal
-from nanovllm.formats.scheme import DEQUANTIZE, ONLINE
+from nanovllm.formats.scheme import DEQUANTIZE, DEQUANTIZED, ONLINE
 from nanovllm.utils.checks import allowed_choices, shorten
 
 
@@ -35,6 +35,11 @@ def choose_quantization(
             raise ValueError(
                 f"quantization={option!r} is for GGUF files; the checkpoint is quantized by"
                 f" {found.method!r}"
+            )
+        if DEQUANTIZED not in raw:
+            raise ValueError(
+                f"quantization={option!r} is for GGUF files; the checkpoint has plain weights:"
+                " leave the option out"
             )
         return None
     if option and found.method not in (None, option):

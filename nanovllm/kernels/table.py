@@ -142,6 +142,7 @@ OPERATIONS = (
     "experts", "silu_and_mul", "read_table", "guess_ngrams", "guess_inputs", "accept", "gated_norm",
     "channel_delta", "block_rows", "gelu_and_mul", "choose_experts", "causal_conv", "gated_delta",
     "state_space", "sigmoid_and_mul", "latent_rows", "add_normed", "block_linear", "heads_linear",
+    "squares",
 )  # fmt: skip
 # The module of each operation, and its name there, if that is another one.
 PLAIN_PLACES = {name: f"plain.{name}" for name in OPERATIONS} | {

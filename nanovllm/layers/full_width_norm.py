@@ -41,11 +41,10 @@ class FullWidthNorm(RMSNorm):
         rows = x.reshape(-1, len(self.weight))
         if self.ranks.size == 1:
             return self.kernels.rms_norm(rows, self.weight, self.eps).view(x.shape)
-        wide = rows.float()
-        squares = wide.square().sum(-1, keepdim=True)
+        squares = self.kernels.squares(rows)
         squares = self.ranks.all_reduce(squares if self.is_counted else squares.zero_())
         factors = torch.rsqrt(squares / self.size + self.eps)
-        return (wide * factors * self.weight).to(x.dtype).view(x.shape)
+        return (rows.float() * factors * self.weight).to(x.dtype).view(x.shape)
 
 
 def full_width_norms(

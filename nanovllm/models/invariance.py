@@ -27,10 +27,8 @@ def check_invariance(config: "Config", model_config: "ModelConfig") -> None:
 def _not_on_a_gpu(config: "Config", model_config: "ModelConfig") -> str | None:
     """Which kernels for GPUs have no order of sums that holds for all steps, if some have none."""
     dtype = model_config.dtype if config.dtype == "auto" else config.dtype
-    if dtype != "bfloat16":
+    if dtype not in ("bfloat16", "float16"):
         return f"with dtype={dtype!r}"
-    if config.tensor_parallel_size > 1:
-        return f"with tensor_parallel_size={config.tensor_parallel_size}"
     return None
 
 

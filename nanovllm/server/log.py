@@ -15,7 +15,7 @@ from nanovllm.server.clients import ClientRequest
 logger = logging.getLogger("nanovllm.server")
 CLIENT_LEFT = 499  # the status if the client has disconnected, as in nginx's logs
 # The text after one of these in a message may be part of a prompt.
-VALUE = re.compile(r"\n|, got |['\"{]|(?<=template fails): ")
+VALUE = re.compile(r"\n|, got |['\"{]|(?<=template fails for messages): ")
 MOST_SHOWN = 200  # characters
 
 

@@ -163,6 +163,12 @@ class ServerOptions(Limits):
 
     def __post_init__(self) -> None:
         check_options(self)
+        usual = ServerOptions.host, ServerOptions.port
+        if self.uds is not None and (self.host, self.port) != usual:
+            raise ValueError(
+                "uds cannot be given with a host or a port, which it replaces; got"
+                f" host={self.host!r}, port={self.port}"
+            )
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ValueError("ssl_keyfile needs ssl_certfile")
 

@@ -17,6 +17,7 @@ from nanovllm.engine.requests.tokenizer import has_tokenizer
 from nanovllm.models.checkpoint import resolve_model
 from nanovllm.models.generation_config import recommended_fields
 from nanovllm.openai.request import CHAT, COMPLETIONS
+from nanovllm.option_pairs import log_unused
 from nanovllm.server.app import make_app
 from nanovllm.server.errors import APIError
 from nanovllm.server.http_server import BACKLOG, HTTPServer
@@ -78,7 +79,9 @@ def open_engine(engine: Mapping[str, Any], options: ServerOptions) -> AsyncLLM:
     if not has_tokenizer(asked.tokenizer, path):
         raise ValueError(f"{asked.model} has no tokenizer; --tokenizer names one")
     waits: Any = dict(max_waiting=options.max_waiting, grammar_seconds=options.grammar_seconds)
-    return AsyncLLM(**waits, **engine)
+    llm = AsyncLLM(**waits, **engine)
+    log_unused(engine, llm.config.device)
+    return llm
 
 
 def default_params(llm: AsyncLLM, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

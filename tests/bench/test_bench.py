@@ -379,6 +379,20 @@ class TestCommandLine:
         assert floor["copy_bytes_per_second"] > 0 and floor["matmul_flops_per_second"] > 0
         assert result["prefill_tokens_per_second"] > 0 and result["decode_tokens_per_second"] > 0
 
+    @pytest.mark.parametrize("percent", [99.9, 100.2])
+    def test_a_figure_above_the_roofline_has_a_reason(
+        self, percent: float, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        result: dict[str, Any] = dict.fromkeys(
+            ("output_tokens_per_second", "prefill_tokens_per_second", "decode_tokens_per_second",
+             "median_seconds", "preemptions", "drafted_tokens"), 0
+        )  # fmt: skip
+        result |= dict(seconds=[1.0], attention_backend="cpu", workload=dict(acceptance=None))
+        measure.print_result(result | dict(roofline_percent=percent))
+        (line,) = (text for text in capsys.readouterr().out.splitlines() if "roofline" in text)
+        assert f"{percent}% of the roofline" in line
+        assert ("slowed the measured rates" in line) == (percent > 100)
+
     def test_repeats_do_not_find_their_prompts_in_the_cache(
         self, model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:

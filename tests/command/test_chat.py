@@ -183,9 +183,15 @@ def test_a_template_can_be_given(model_dir: Path) -> None:
 
 
 def test_a_failing_template_is_an_error_with_its_place(llm: LLM) -> None:
+    """It may be the template's own fault, so that the error does not begin with `messages`."""
     llm.tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(ValueError, match=r"^messages: the chat template fails: no system"):
+    with pytest.raises(ValueError, match=r"^the chat template fails for messages: no system"):
         llm.chat([user("Hi")], GREEDY, use_tqdm=False)
+    llm.tokenizer.chat_template = (
+        "{% if messages[0].content == 'b' %}{{ strftime_now(5) }}{% endif %}"
+    )
+    with pytest.raises(ValueError, match=r"fails for conversations\[1\]: TypeError: "):
+        llm.chat([[user("a")], [user("b")]], GREEDY, use_tqdm=False)
 
 
 def test_chat_without_a_template_is_refused(model_dir: Path) -> None:

@@ -88,6 +88,10 @@ def test_every_field_has_one_group(kind: type) -> None:
         ("seed must be in [0, 9], got -1", (Config,), "--engine-seed must be in [0, 9], got -1"),
         ("seed must be >= 0", (SamplingParams, Config), "--seed must be >= 0"),
         ("n must be 1 with n=2", (SamplingParams,), "--n must be 1 with --n=2"),
+        (
+            "device='cuda', but no CUDA device is there", (Config,),
+            "--device='cuda', but no CUDA device is there",
+        ),
         ("the model has a seed", (Config,), "the model has a seed"),
         ("model directory 'max_num_seqs' is", (Config,), "model directory 'max_num_seqs' is"),
         ("see kvcache_block_size=16", (Config,), "see --kvcache-block-size=16"),

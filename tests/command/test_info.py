@@ -88,3 +88,14 @@ def test_a_model_without_attention_has_no_heads(tmp_path: Path, capsys: Any) -> 
     info = describe(dict(model=path, device="cpu"))
     assert info["heads"] == [] and info["num_attention_heads"] is info["head_dim"] is None
     assert info["num_layers_with_states"] == 64 and info["kv_tokens_by_gib"] == {}
+
+
+def test_a_model_whose_sums_have_no_order_here_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As an engine refuses it."""
+    path = published(tmp_path, "DeepSeek-V2-Lite")
+    flags = ["info", str(path), "--device", "cpu", "--enable-lora"]
+    assert main(flags) == 0
+    assert main([*flags, "--batch-invariant"]) == 1
+    assert "not supported: batch_invariant=True does not yet hold" in capsys.readouterr().out

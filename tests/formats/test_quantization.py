@@ -214,6 +214,13 @@ def test_the_option_lists_what_there_is() -> None:
     assert tuple(dict.fromkeys([*ONLINE, DEQUANTIZE, *METHODS])) == QUANTIZATIONS
 
 
+def test_only_gguf_files_are_dequantized() -> None:
+    assert choose_quantization({"nanovllm_dequantized": True}, DEQUANTIZE) is None
+    for config, words in (({}, "has plain weights"), ({"quantization_config": FP8}, "by 'fp8'")):
+        with pytest.raises(ValueError, match=f"is for GGUF files; .*{words}"):
+            choose_quantization(config, DEQUANTIZE)
+
+
 def test_routers_and_in_fp8_the_head_are_not_quantized_while_loading() -> None:
     found = {online: choose_quantization({}, online) for online in ONLINE}
     plain = {

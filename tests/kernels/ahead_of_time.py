@@ -305,6 +305,12 @@ def chain(size_out: int, size_in: int, rows: int, dtype: torch.dtype) -> None:
         ordered_linear(x, OrderedWeight(weight), bias)
 
 
+def squares(size: int, dtype: torch.dtype) -> None:
+    from nanovllm.kernels.triton.ordered import squares as kernel
+
+    kernel.squares(torch.empty(TOKENS, 2 * size, dtype=dtype)[:, :size])
+
+
 of_zeros = partial(Format, seed=None)
 FORMATS = {
     "int8": of_zeros(),
@@ -820,6 +826,11 @@ CALLS: dict[str, Callable[[], object]] = {
         for rows in some
     },
     "ordered chain, one output": partial(chain, 1, 2048, 100, torch.bfloat16),
+    **{
+        f"few_rows, one order, float16, {rows} rows": partial(chain, 256, 512, rows, torch.float16)
+        for rows in (7, 200)
+    },
+    "squares": partial(squares, 2048, torch.bfloat16),
     "ordered chain, float32": partial(chain, 160, 200, 7, torch.float32),
     **{
         f"few_rows, Gemma-3-4B, {rows} rows": partial(

@@ -223,9 +223,11 @@ def test_sums_equal_their_twins_on_all_ranks(
         return results
 
     first, *others = on_ranks(buffers, run)
-    expected = [value for call in made for value in call.expected(size)]
-    for mine, value in zip(first, expected, strict=True):
+    expected = [(call.kind, value) for call in made for value in call.expected(size)]
+    for mine, (kind, value) in zip(first, expected, strict=True):
         tolerance = {torch.float32: 1e-5, torch.float16: 2e-3}.get(value.dtype, 1.6e-2)
+        if kind in ("all_reduce", "embedding"):  # bit for bit: with one order, others sum many rows
+            tolerance = 0.0
         torch.testing.assert_close(mine.cpu(), value, rtol=tolerance, atol=tolerance)
     for other in others:
         assert all(map(torch.equal, first, other)), "ranks have different sums"

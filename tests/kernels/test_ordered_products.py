@@ -10,17 +10,23 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+from changed_kernels import changed
 from gpu_sums import sums_of_a_gpu  # noqa: F401  a fixture
 from quantized import Format, quantized
 from test_lora_kernels import Shape, compute, make
 
 from nanovllm.engine.run.logprobs import log_probabilities
+from nanovllm.formats.format import PLAIN_FORMATS
 from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.operands.routing import Routing
+from nanovllm.kernels.plain.squares import squares
 from nanovllm.kernels.table import Kernels
 from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers.backend import Backend
+from nanovllm.layers.full_width_norm import FullWidthNorm
+from nanovllm.layers.layer import Build
 from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread", "sums_of_a_gpu")
 BF16 = torch.bfloat16
@@ -139,7 +145,7 @@ QUANTIZED = [
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
 @pytest.mark.parametrize("form", QUANTIZED, ids=lambda form: f"{form.kind} {form.block}")
 def test_rows_of_a_quantized_product_do_not_depend_on_others(
     form: Format, dtype: torch.dtype, kernels: Kernels, kernel_device: str
@@ -154,27 +160,50 @@ def test_rows_of_a_quantized_product_do_not_depend_on_others(
     assert_alone_as_among_others(product, [1, 16, 33, 70, 130 if x.device.type == "cpu" else 600])
 
 
-@pytest.mark.parametrize("in_float32", [False, True])
+@pytest.mark.parametrize(
+    ("in_float32", "dtype"), [(False, BF16), (True, BF16), (False, torch.float16)]
+)
 def test_rows_of_experts_do_not_depend_on_others(
-    in_float32: bool, kernels: Kernels, kernel_device: str
+    in_float32: bool, dtype: torch.dtype, kernels: Kernels, kernel_device: str
 ) -> None:
     """From few pairs of an expert to many, for which kernels and tiles change."""
     hidden, inner, num_experts = 256, 128, 4
-    gate_up = random(num_experts, 2 * inner, hidden, device=kernel_device) * 0.2
-    down = random(num_experts, hidden, inner, device=kernel_device, seed=1) * 0.2
+    options = dict(device=kernel_device, dtype=dtype)
+    gate_up = random(num_experts, 2 * inner, hidden, **options) * 0.2
+    down = random(num_experts, hidden, inner, seed=1, **options) * 0.2
     weight = random(num_experts, hidden, device=kernel_device, dtype=torch.float32, seed=2)
-    weight = weight if in_float32 else weight.to(BF16)
-    router = kernels.router(weight, BF16, Routing(per_token=2, normalized=True), None, None)
+    weight = weight if in_float32 else weight.to(dtype)
+    router = kernels.router(weight, dtype, Routing(per_token=2, normalized=True), None, None)
     assert router is not None
-    x = random(600 if in_float32 else 200, hidden, device=kernel_device, seed=3)
+    x = random(600 if in_float32 else 200, hidden, seed=3, **options)
 
     def out(rows: int) -> tuple[torch.Tensor, ...]:
         some = x[:rows].contiguous()
         shares, ids = router.route(some)
         return shares, ids, kernels.experts(some, gate_up, down, ids, shares, num_experts)
 
-    sizes = [1, 2, 9, 40, 130, 200]
-    assert_alone_as_among_others(out, sizes if not in_float32 else [1, 17, 600])
+    sizes = [1, 17, 600] if in_float32 else [1, 2, 9, 40, 130, 200]
+    assert_alone_as_among_others(out, sizes if dtype == BF16 else [1, 40, 200])
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid)")  # of rows that no expert here has
+def test_rows_of_whole_experts_of_a_rank_do_not_depend_on_others(
+    kernels: Kernels, kernel_device: str
+) -> None:
+    """Pairs of a row may have experts on another rank, before or after this one's."""
+    gate_up = random(2, 256, 256, device=kernel_device) * 0.2
+    down = random(2, 256, 128, device=kernel_device, seed=1) * 0.2
+    x = random(140, 256, device=kernel_device, seed=3)
+    chosen = [torch.randperm(6, generator=torch.Generator().manual_seed(i))[:3] for i in range(140)]
+    ids = torch.stack(chosen).int().to(kernel_device) - 2
+    shares = random(140, 3, device=kernel_device, dtype=torch.float32, seed=4).abs()
+
+    def out(rows: int) -> torch.Tensor:
+        return kernels.experts(x[:rows], gate_up, down, ids[:rows], shares[:rows], 6)
+
+    assert_alone_as_among_others(out, [1, 2, 17, 140])
+    elsewhere = ((ids < 0) | (ids > 1)).all(1)
+    assert elsewhere.any() and not out(140)[elsewhere].any() and out(140).any()
 
 
 def test_rows_with_adapters_do_not_depend_on_others(
@@ -233,6 +262,40 @@ def test_rows_of_products_of_heads_do_not_depend_on_others(
     for found in product(140):
         error = (found.double() - expected).abs().max() / expected.abs().max()
         assert error < (1e-5 if dtype == torch.float32 else 2**-7)
+
+
+@pytest.mark.parametrize("size", [1, 100, 2048])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_squares_of_a_row_do_not_depend_on_others(
+    dtype: torch.dtype, size: int, kernels: Kernels, kernel_device: str
+) -> None:
+    """Ranks add them up for a norm over all heads. Rows may be parts of longer ones."""
+    x = random(40, size + 3, device=kernel_device, dtype=dtype)[:, :size]
+    assert_alone_as_among_others(lambda rows: kernels.squares(x[:rows]), [0, 1, 2, 33, 40])
+    torch.testing.assert_close(kernels.squares(x), squares(x), rtol=1e-5, atol=1e-6)
+
+
+def test_norms_over_the_heads_of_all_ranks_read_one_row_at_a_time(
+    kernels: Kernels, kernel_device: str
+) -> None:
+    class OneOfTwo(Ranks):
+        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+    norm = FullWidthNorm(Build(OneOfTwo(0, 2), PLAIN_FORMATS, 64), 8, 64, 1e-6)
+    added = []
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        added.append(len(x))
+        return kernels.squares(x)
+
+    norm.to(kernel_device).kernels = changed(kernels, squares=counted)
+    x = random(40, 4, 64, device=kernel_device)
+    assert_alone_as_among_others(lambda rows: norm(x[:rows]), [1, 2, 33, 40])
+    assert added == [40, 1, 2, 33]  # PyTorch's sums do not depend on others on a CPU
+    wide = x.double()
+    expected = wide * (wide.square().mean((1, 2), keepdim=True) + 1e-6).rsqrt()
+    torch.testing.assert_close(norm(x).double(), expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("vocab_size", [32, 33, 50_257])

@@ -4,6 +4,7 @@ import ast
 import builtins
 import importlib
 import logging
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,6 +76,41 @@ def test_a_type_without_kernels_on_the_cpu_is_a_warning(caplog: pytest.LogCaptur
         caplog.clear()
         choose_backend("auto", spec(head_dim=20))
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        (
+            "cpu",
+            dict(head_dim=20),
+            "needs a head_dim that is a multiple of 8 and at most 512, got 20",
+        ),
+        ("triton", {}, "needs a CUDA device, got device='cpu'"),
+        ("flash_attn", {}, "needs a CUDA device, got device='cpu'"),
+    ],
+)
+def test_no_error_names_plain_pytorch_where_it_has_no_order(
+    name: str, changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the error has a cause, it keeps it."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(common, "INTERPRETED", False)
+    with pytest.raises(ValueError, match="'torch' works everywhere"):
+        choose_backend(name, spec(**changes))
+    with pytest.raises(ValueError, match=re.escape(words)) as caught:
+        choose_backend(name, spec(one_order=True, **changes))
+    assert "'torch'" not in str(caught.value) and caught.value.__cause__ is None
+
+    def fails(_: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setitem(choice.KERNELS, "cpu", fails)
+    with pytest.raises(
+        ValueError, match=r"does not work here \(RuntimeError: no compiler\)$"
+    ) as caught:
+        choose_backend("cpu", spec(one_order=True))
+    assert isinstance(caught.value.__cause__, RuntimeError)
 
 
 def test_one_order_of_sums_has_a_backend_of_its_own(kernel_device: str) -> None:

@@ -44,14 +44,22 @@ def test_each_model_is_supported(name: str) -> None:
     ("reason", "options"),
     [
         ("dtype='float32'", {"dtype": "float32"}),
-        ("dtype='float16'", {"dtype": "float16"}),
-        ("tensor_parallel_size=2", {"tensor_parallel_size": 2}),
     ],
 )
 def test_options_are_refused_on_a_gpu_alone(reason: str, options: dict[str, Any]) -> None:
     refused(PUBLISHED[DENSE].file, reason, **options)
     refused(PUBLISHED[DENSE].file, reason, device="cuda:1", **options)
     check(PUBLISHED[DENSE].file, device="cpu", **options)
+
+
+def test_both_types_of_16_bits_are_supported() -> None:
+    for name in (DENSE, EXPERTS):
+        check(PUBLISHED[name].file, dtype="float16")
+
+
+def test_several_ranks_are_supported() -> None:
+    for options in ({}, {"enable_expert_parallel": True}):
+        check(PUBLISHED[EXPERTS].file, tensor_parallel_size=2, **BF16, **options)
 
 
 def test_the_type_of_a_model_counts_without_an_option() -> None:

@@ -6,9 +6,10 @@ from nanovllm.layers.ranks import Ranks
 
 
 def join(
-    rank: int, size: int, device: str, address: int | None = None, check: Check = no_check
-) -> ProcessRanks:
-    """Join as a rank on `device`, the option of `Config`.
+    rank: int, size: int, device: str, address: int | None = None, check: Check = no_check,
+    one_order: bool = False,
+) -> ProcessRanks:  # fmt: skip
+    """Join as a rank on `device`, the option of `Config`. On a CPU all sums have one order.
 
     Rank 0 creates the address; the other ranks get it as an argument.
     """
@@ -16,7 +17,7 @@ def join(
     if own_device.type == "cuda":
         from nanovllm.engine.ranks.nccl_ranks import NcclRanks
 
-        return NcclRanks(rank, size, own_device, address, check)
+        return NcclRanks(rank, size, own_device, address, check, one_order)
     from nanovllm.engine.ranks.shared_ranks import SharedRanks
 
     return SharedRanks(rank, size, address, check)

@@ -15,10 +15,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed
+import torch.distributed.distributed_c10d
+import torch.nn.functional as F
 
 from nanovllm.engine.errors import ExchangeError
 from nanovllm.engine.ranks.process_ranks import Check, ProcessRanks, no_check
+from nanovllm.kernels.plain.all_reduce import all_reduce
 
 if TYPE_CHECKING:
     from nanovllm.engine.ranks.peers import Peers
@@ -38,12 +40,13 @@ EXCHANGE_TIMEOUT = timedelta(days=7)
 class NcclRanks(ProcessRanks):
     """One process of `size`, with its own GPU. All of them call `connect` together.
 
-    `address` is the port of the store through which they find each other.
+    `address` is the port of the store through which they find each other. With `one_order`, numbers
+    are added up in the order of ranks and rounded once, however many rows there are.
     """
 
     def __init__(
         self, rank: int, size: int, device: torch.device, address: int | None = None,
-        check: Check = no_check,
+        check: Check = no_check, one_order: bool = False,
     ) -> None:  # fmt: skip
         self._store: Any = None
         if address is None:
@@ -51,12 +54,13 @@ class NcclRanks(ProcessRanks):
             address = self._store.port
         super().__init__(rank, size, address, (), check)
         self._group: Any = None
-        self._device = device
+        self._device, self._one_order = device, one_order
         self._sum, self._minimum = _options("AllreduceOptions"), _options("AllreduceOptions")
         self._minimum.reduceOp = dist.ReduceOp.MIN
         self._broadcast = _options("BroadcastOptions")  # from rank 0 by default
         self._gather = _options("GatherOptions")
         self._gather.rootRank = 0
+        self._to_all, self._gather_all = _options("AllToAllOptions"), _options("AllgatherOptions")
         self._peers: Peers | None = None
 
     def connect(self) -> None:
@@ -109,11 +113,33 @@ class NcclRanks(ProcessRanks):
             peers.close()
             self._peers = None
 
+    def few(self, num_rows: int, like: torch.Tensor) -> "PeerKernels | None":
+        """None with `one_order`: fused with a norm, sums of few rows would be rounded once less."""
+        return None if self._one_order else super().few(num_rows, like)
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        if kernels := self.few(len(x), x):
+        if kernels := super().few(len(x), x):
             return kernels.all_reduce(x)
+        if self._one_order:
+            return self._add_in_order(x)
         self._exchange(self._group.allreduce, [x], self._sum)
         return x
+
+    def _add_in_order(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum that `PeerKernels` computes of few rows. Each rank adds up one part of it.
+
+        NCCL chooses its order by the size of x.
+        """
+        if not x.numel():
+            return x
+        numbers = x.reshape(-1)
+        if missing := -len(numbers) % self.size:
+            numbers = F.pad(numbers, (0, missing))
+        parts = torch.empty_like(numbers)
+        self._exchange(self._group.alltoall_base, parts, numbers, [], [], self._to_all)
+        total = all_reduce([*parts.view(self.size, -1)])
+        self._exchange(self._group._allgather_base, numbers, total, self._gather_all)
+        return numbers[: x.numel()].view(x.shape)
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         self._exchange(self._group.broadcast, [x], self._broadcast)
@@ -187,7 +213,7 @@ def _call_within(timeout: timedelta, call: Callable[[], None]) -> None:
 
 
 def _options(name: str) -> Any:
-    options = getattr(dist, name)()
+    options = getattr(dist.distributed_c10d, name)()
     options.timeout = EXCHANGE_TIMEOUT
     if hasattr(options, "asyncOp"):
         options.asyncOp = False  # NCCL uses the current stream

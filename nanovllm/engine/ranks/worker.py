@@ -60,7 +60,7 @@ def _serve(
     reader = Reader(ring, bell, rank - 1, size - 1)
     config, model_config, path, num_threads, parts = pickle.loads(reader.receive())
     torch.set_num_threads(num_threads)
-    ranks = join(rank, size, config.device, address)
+    ranks = join(rank, size, config.device, address, one_order=config.batch_invariant)
     placement = resolve_placement(config, model_config, ranks)
     shard = load_shard(config, model_config, path, placement, parts=parts)
     _report(life_line, ready=True)

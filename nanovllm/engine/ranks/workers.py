@@ -104,8 +104,8 @@ class Workers(OtherRanks):
 
     ranks: ProcessRanks
 
-    def __init__(self, size: int, device: str) -> None:
-        super().__init__(join(0, size, device, check=self.check))
+    def __init__(self, size: int, device: str, one_order: bool = False) -> None:
+        super().__init__(join(0, size, device, check=self.check, one_order=one_order))
         self._traceback = ""
         self._changed = threading.Condition()
         self._workers: list[Worker] = []

@@ -47,7 +47,7 @@ def other_ranks(config: Config) -> OtherRanks:
         return OtherRanks()
     from nanovllm.engine.ranks.workers import Workers
 
-    return Workers(config.tensor_parallel_size, config.device)
+    return Workers(config.tensor_parallel_size, config.device, config.batch_invariant)
 
 
 def load_shard(

@@ -44,6 +44,7 @@ TRITON_PLACES = {
     "channel_delta": "triton.state.channel_delta",
     "state_space": "triton.state.state_space",
     "gated_norm": "triton.state.gated_norm",
+    "squares": "plain.squares",
     "peers": "triton.ranks.all_reduce:PeerKernels",
 }
 
@@ -70,6 +71,7 @@ ORDERED_PLACES = {
     "lora_up": "triton.ordered.experts",
     "row_sums": "triton.ordered.streams",
     "mix_streams": "triton.ordered.streams",
+    "squares": "triton.ordered.squares",
 }
 
 

@@ -196,7 +196,7 @@ def _fits_tiles(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the kernel of `few_rows` takes the operands."""
     whole = x.is_contiguous() and weight.is_contiguous() and x.data_ptr() % 16 == 0
     whole &= len(x) * len(weight) < 1 << 31  # its offsets have 32 bits
-    return x.dtype == torch.bfloat16 and whole and not any(n % LEAST for n in weight.shape)
+    return x.dtype.itemsize == 2 and whole and not any(n % LEAST for n in weight.shape)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
