@@ -63,7 +63,7 @@ def copy_tile(  # type: ignore[no-untyped-def]
     at = block * BLOCK_SIZE + key % BLOCK_SIZE
     k = k_tiles.load([at, kv_head * (D // 2 if CODES else D)])
     v = v_tiles.load([at, kv_head * (D // 2 if CODES else D)])
-    k_scale, v_scale = None, None
+    k_scale, v_scale = 0.0, 0.0  # None is no result in Triton 3.6
     if CODES:
         # 32 bits: a cache of 2^31 heads has 2^31 * D bytes.
         scale_at = (block * num_kv_heads + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
@@ -93,7 +93,7 @@ def load_tile(  # type: ignore[no-untyped-def]
     loaded = inside[:, None] & (w < WIDTH)[None, :]
     k = tl.load(k_ptr + at[:, None] + w[None, :], mask=loaded, other=0)
     v = tl.load(v_ptr + at[:, None] + w[None, :], mask=loaded, other=0)
-    k_scale, v_scale = None, None
+    k_scale, v_scale = 0.0, 0.0  # None is no result in Triton 3.6
     if CODES:
         k_scale = tl.load(k_scales_ptr + scale_at, mask=inside, other=1.0)
         v_scale = tl.load(v_scales_ptr + scale_at, mask=inside, other=1.0)

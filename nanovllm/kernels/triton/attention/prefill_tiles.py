@@ -27,7 +27,7 @@ def load_tile(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr = D // 2 if CODES else D  # noqa: N806
     w = tl.arange(0, BLOCK_D // 2 if CODES else BLOCK_D)
     n = tl.arange(0, BLOCK_N)
-    k_scale, v_scale = None, None
+    k_scale, v_scale = 0.0, 0.0  # None is no result in Triton 3.6
     if COPIED and not MASKED:
         k = k_tiles.load([first_row + key, kv_head * D])
         v = v_tiles.load([first_row + key, kv_head * D])
