@@ -20,7 +20,8 @@ class Server:
 
     def __init__(self, log: Path, *arguments: str) -> None:
         self.log = log
-        command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *OPTIONS, *arguments]
+        place = () if "--uds" in arguments else ("--port", "0")
+        command = [sys.executable, "-m", "nanovllm", "serve", *place, *OPTIONS, *arguments]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with log.open("wb") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=env)

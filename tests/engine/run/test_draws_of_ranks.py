@@ -88,8 +88,8 @@ class ThreadWorkers(OtherRanks):
     draws_together = True
     shard: Shard
 
-    def __init__(self, size: int, device: str) -> None:
-        assert size == SIZE
+    def __init__(self, size: int, device: str, one_order: bool) -> None:
+        assert size == SIZE and not one_order
         self.meeting = Meeting()
         super().__init__(ThreadRanks(0, self.meeting, self.draws_together))
         self.messages: queue.Queue[bytes] = queue.Queue()

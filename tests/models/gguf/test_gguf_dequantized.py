@@ -114,10 +114,10 @@ def test_weights_in_blocks_name_the_way_out(tmp_path: Path) -> None:
 
 
 def test_only_blocks_can_be_dequantized(tmp_path: Path) -> None:
-    """Plain weights are what is asked for; other methods are refused, and name their own."""
+    """Plain weights need no option; other methods are refused, and name their own."""
     file, plain = written(tmp_path)
-    config = ModelConfig.from_dir(plain, "dequantize")
-    assert config.quantization is None
+    with pytest.raises(ValueError, match="the checkpoint has plain weights: leave the option out"):
+        ModelConfig.from_dir(plain, "dequantize")
     raw = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     with pytest.raises(ValueError, match="for GGUF files; the checkpoint is quantized by 'fp8'"):
         ModelConfig.parse({**_fields(plain), **raw}, "dequantize")
