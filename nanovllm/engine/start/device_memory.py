@@ -11,7 +11,7 @@ from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.start.warm_up import warm_up
 from nanovllm.kernels.kv_layer import CODES
 
-SAMPLED = 8  # the measured sizes of graphs: one in so many
+SAMPLED = 8  # one in SAMPLED sizes of graphs is captured to measure their memory
 
 
 def free_device_bytes(shard: Shard, config: Config) -> int:

@@ -82,6 +82,8 @@ def first_steps(shard: Shard, config: Config, num_running: int) -> None:
     if not shard.placement.uses_graphs:
         shard.decode_graphs(num_running).run(Size(1))  # compiles what decode needs
         return
+    # A small pool runs fewer sequences than the dry run had: other sizes may have other kernels.
+    shard.are_loaded &= num_running == most_running(config)
     start = time.perf_counter()
     shard.capture_graphs(num_running, most_tokens(config))
     seconds = time.perf_counter() - start

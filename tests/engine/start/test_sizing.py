@@ -124,7 +124,7 @@ def test_graphs_that_are_not_captured_are_counted() -> None:
     assert bytes_of_all(largest, largest, 3) == largest.num_bytes
 
 
-def test_one_in_so_many_sizes_is_captured_from_the_largest_one_on() -> None:
+def test_one_in_some_sizes_is_captured_from_the_largest_one_on() -> None:
     sizes = [Size(rows) for rows in (1, 2, 4, 8, 12)]
     step: Any = lambda size, out: size  # noqa: E731
     capture: Any = lambda run: (None, run())  # noqa: E731

@@ -91,6 +91,19 @@ def test_all_sizes_are_compiled_with_two_layers_of_each_kind(
     assert shard.caches.kv.cache.shape[1] == 0
 
 
+@pytest.mark.parametrize("num_running", [4, 3])
+def test_sizes_that_the_dry_run_had_not_run_before_their_capture(
+    num_running: int, shard: Shard, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool of three blocks runs three sequences, and the dry run had sizes of 1, 2 and 4."""
+    shard.placement = dataclasses.replace(shard.placement, uses_graphs=True)
+    shard.are_loaded, loaded = True, []
+    monkeypatch.setattr(warm_up, "warm_up", lambda *_: None)
+    monkeypatch.setattr(Shard, "capture_graphs", lambda self, *_: loaded.append(self.are_loaded))
+    warm_up.first_steps(shard, config, num_running)
+    assert loaded == [num_running == 4]
+
+
 def test_a_dry_run_without_memory_names_the_options(
     shard: Shard, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
