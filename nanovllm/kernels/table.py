@@ -65,7 +65,7 @@ class Kernels:
     graph_safe: bool  # whether CUDA graphs can contain them: no function of a decode step syncs
     reads_plain: bool
     reads_stacks: bool
-    in_one_order: bool = False  # of a CPU: layers avoid functions of PyTorch without a fixed order
+    avoids_pytorch: bool = False  # layers call our functions where those of PyTorch have no order
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]

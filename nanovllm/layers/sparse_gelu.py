@@ -34,7 +34,7 @@ class SparseGeluAndMul(Layer):
         mean = self._mean(wide)
         deviation = self._mean((wide - mean).square()).sqrt()
         kept = (wide - (mean + deviation * self.deviations)).relu().to(x.dtype)
-        if self.kernels.in_one_order:
+        if self.kernels.avoids_pytorch:
             return self.kernels.gelu_and_mul(torch.cat([kept, up], 1))
         return F.gelu(kept, approximate="tanh").mul_(up)
 
