@@ -1189,7 +1189,6 @@ def capabilities(name: str) -> tuple[int, ...]:
     alone = any(part in name for part in parts)
     alone |= "attention" in name and not any(part in name for part in COMMON_ATTENTION)
     alone |= name.startswith((*ORDERED_STATES, "ordered_latent", "heads_linear"))
-    alone |= "one order" in name
     alone |= name.startswith("latent") and name.endswith(("few tokens", "float32"))
     states = name.startswith(("gated_delta", "channel_delta", "state_space"))
     alone |= states and "Qwen3-Next" not in name and "Mamba-2" not in name
