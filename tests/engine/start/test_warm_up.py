@@ -23,6 +23,7 @@ from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.start import warm_up
+from nanovllm.formats.format import DenseMatrix
 from nanovllm.kernels.table import PLAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,6 +90,24 @@ def test_all_sizes_are_compiled_with_two_layers_of_each_kind(
     assert prefills == large | {(n, n, False) for n in (1, 2, 4, 8, 16, 32)}
     assert shard.model.model.layers is layers
     assert shard.caches.kv.cache.shape[1] == 0
+
+
+@pytest.mark.parametrize("layer", [1, 4])
+def test_layers_with_other_weights_are_compiled_too(
+    layer: int, shard: Shard, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of GGUF mix types, and some leave their last layers unquantized. A capture that loads
+    a kernel fails."""
+    layers, ran = shard.model.model.layers, []
+    places = {each: index for index, each in enumerate(layers)}
+    layers[layer].mlp.down_proj.matrix = DenseMatrix(torch.zeros(3, 4))
+    monkeypatch.setattr(
+        warm_up,
+        "compile_in_threads",
+        lambda *_: ran.extend(places[each] for each in shard.model.model.layers),
+    )
+    warm_up.compile_steps(shard, config)
+    assert sorted(ran) == ([0, 1, 2, 3] if layer == 1 else [0, 1, 2, 3, 4])
 
 
 @pytest.mark.parametrize("num_running", [4, 3])
