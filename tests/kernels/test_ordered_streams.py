@@ -92,6 +92,7 @@ def test_magnitudes_and_cuts_of_gates_have_one_order(
     kernel_device: str,
 ) -> None:
     x, like = (random(TOKENS, HIDDEN, device=kernel_device, seed=seed) for seed in (0, 1))
+    like = like * 3
     gates = random(TOKENS, 2 * HIDDEN, device=kernel_device, seed=2)
     sparse = bound(SparseGeluAndMul(0.9, HIDDEN), kernels, kernel_device)
 
@@ -102,4 +103,6 @@ def test_magnitudes_and_cuts_of_gates_have_one_order(
     by_default = alike(x, like, PLAIN), SparseGeluAndMul(0.9, HIDDEN)(gates)
     for one, other in zip(out(TOKENS), by_default, strict=True):
         torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-6)
+    magnitudes = [each.float().square().mean(1) for each in (out(TOKENS)[0], like)]
+    torch.testing.assert_close(*magnitudes, rtol=2e-2, atol=0.0)
     assert bool((out(TOKENS)[1] == 0).float().mean() > 0.8)
