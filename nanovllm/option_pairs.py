@@ -1,4 +1,7 @@
-"""Checks of options that need or exclude each other. They are loaded for the options that do."""
+"""Checks of options that need or exclude each other, or have no effect on a device.
+
+The engine loads them for some options alone.
+"""
 
 import logging
 from collections.abc import Mapping

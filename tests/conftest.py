@@ -322,7 +322,7 @@ def kernel_device() -> str:
         return "cuda"
     import interpreter
 
-    interpreter.round_and_hurry()
+    interpreter.patch_interpreter()
     return "cpu"
 
 

@@ -8,8 +8,8 @@ import torch
 
 
 @functools.cache
-def round_and_hurry() -> None:
-    """Change Triton's interpreter in this process."""
+def patch_interpreter() -> None:
+    """Let Triton's interpreter in this process round as GPUs do, and take less time."""
     from triton.language import core, semantic
     from triton.runtime import interpreter
 

@@ -56,8 +56,7 @@ class Kernels:
     `block_linear` accept rounded rows and plain rows. `few_rows` returns kernels that fuse several
     operations of a layer, for types with which they are faster. `router` returns a kernel for a
     router's weight and rows of a type. `write_table` writes words from the host's memory.
-    `peers` exchange few rows between GPUs. `row_sums` [T, 1] of rows and `mix_streams`, a matrix of
-    each row times its numbers in several streams, have one order, where PyTorch's have none.
+    `peers` exchange few rows between GPUs.
 
     The first call of an operation imports its module, and replaces the attribute by the function.
     """
@@ -66,7 +65,7 @@ class Kernels:
     graph_safe: bool  # whether CUDA graphs can contain them: no function of a decode step syncs
     reads_plain: bool
     reads_stacks: bool
-    in_one_order: bool = False  # of a CPU: layers avoid functions of PyTorch without a fixed order
+    avoids_pytorch: bool = False  # layers call our functions where those of PyTorch have no order
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_and_mul: Callable[[Tensor], Tensor]
@@ -142,7 +141,7 @@ OPERATIONS = (
     "experts", "silu_and_mul", "read_table", "guess_ngrams", "guess_inputs", "accept", "gated_norm",
     "channel_delta", "block_rows", "gelu_and_mul", "choose_experts", "causal_conv", "gated_delta",
     "state_space", "sigmoid_and_mul", "latent_rows", "add_normed", "block_linear", "heads_linear",
-    "squares",
+    "row_sums", "mix_streams",
 )  # fmt: skip
 # The module of each operation, and its name there, if that is another one.
 PLAIN_PLACES = {name: f"plain.{name}" for name in OPERATIONS} | {
@@ -156,5 +155,5 @@ PLAIN_PLACES = {name: f"plain.{name}" for name in OPERATIONS} | {
 PLAIN = Kernels(
     "plain PyTorch", PLAIN_PLACES, arrange=_same, arrange_blocks=_same, arrange_plain=nothing,
     plain_of=nothing, rounding=nothing, few_rows=nothing, router=nothing, write_table=None,
-    peers=None, row_sums=nothing, mix_streams=nothing,
+    peers=None,
 )  # fmt: skip

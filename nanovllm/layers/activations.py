@@ -26,14 +26,14 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 
 class PlainActivation(Layer):
-    """The activation of a name in ACTIVATIONS; with kernels in one order, theirs."""
+    """The activation of a name in ACTIVATIONS, or that of the kernels that avoid PyTorch."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name, self.function = name, ACTIVATIONS[name]
 
     def bind(self, backend: Backend) -> None:
-        if backend.kernels.in_one_order:
+        if backend.kernels.avoids_pytorch:
             from nanovllm.kernels.cpu.activations import IN_ONE_ORDER
 
             self.function = IN_ONE_ORDER.get(self.name, self.function)

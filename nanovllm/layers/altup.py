@@ -36,10 +36,7 @@ class AltUp(Layer):
         """The streams [N, T, hidden], each plus a sum of all of them."""
         num = self.sizes.num_streams
         coefs = self.prediction_coefs(self._route(streams[self.sizes.active])).view(-1, num, num)
-        added = self.router_norm.kernels.mix_streams(coefs, streams)
-        if added is None:
-            added = torch.bmm(coefs, streams.transpose(0, 1)).transpose(0, 1)
-        return added + streams
+        return self.router_norm.kernels.mix_streams(coefs, streams) + streams
 
     def correct(self, predicted: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
         """The predicted streams, corrected by the active one as it was computed [T, hidden]."""

@@ -82,7 +82,7 @@ class Block(nn.Module):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """A hashable value that is equal for blocks that use the same kernels."""
+        """A hashable value that is equal for blocks with parts of the same kinds."""
         return *self.parts.mixer.kind, *map(type, self.parts[1:])
 
     @property

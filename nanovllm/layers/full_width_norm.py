@@ -41,10 +41,11 @@ class FullWidthNorm(RMSNorm):
         rows = x.reshape(-1, len(self.weight))
         if self.ranks.size == 1:
             return self.kernels.rms_norm(rows, self.weight, self.eps).view(x.shape)
-        squares = self.kernels.squares(rows)
+        wide = rows.float()
+        squares = self.kernels.row_sums(wide.square())
         squares = self.ranks.all_reduce(squares if self.is_counted else squares.zero_())
         factors = torch.rsqrt(squares / self.size + self.eps)
-        return (rows.float() * factors * self.weight).to(x.dtype).view(x.shape)
+        return (wide * factors * self.weight).to(x.dtype).view(x.shape)
 
 
 def full_width_norms(

@@ -39,7 +39,7 @@ class LatentExpansion(MergedColumnParallelLinear):
         if self.matrix is None:
             matrix = self._of_stored(backend.kernels)
             self.weight_format.drop(self)
-            if backend.kernels.in_one_order:
+            if backend.kernels.avoids_pytorch:
                 from nanovllm.layers.tiled_heads import TiledHeadMatrices
 
                 matrix = TiledHeadMatrices(matrix.keys, matrix.values, backend.kernels)

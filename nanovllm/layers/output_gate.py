@@ -47,7 +47,7 @@ class SoftplusGate(OutputGate):
 
     def gated(self, attended: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         softplus: Callable[[torch.Tensor], torch.Tensor] = F.softplus
-        if self.attn.kernels.in_one_order:
+        if self.attn.kernels.avoids_pytorch:
             from nanovllm.kernels.cpu.activations import softplus
         factors = softplus(gates.float()).to(attended.dtype)
         heads = attended.view(len(attended), factors.shape[1], -1)

@@ -34,11 +34,10 @@ class SparseGeluAndMul(Layer):
         mean = self._mean(wide)
         deviation = self._mean((wide - mean).square()).sqrt()
         kept = (wide - (mean + deviation * self.deviations)).relu().to(x.dtype)
-        if self.kernels.in_one_order:
+        if self.kernels.avoids_pytorch:
             return self.kernels.gelu_and_mul(torch.cat([kept, up], 1))
         return F.gelu(kept, approximate="tanh").mul_(up)
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:
         """The mean of each row of all ranks' x: [T, 1]."""
-        sums = self.kernels.row_sums(x)
-        return self.ranks.all_reduce(x.sum(-1, keepdim=True) if sums is None else sums) / self.size
+        return self.ranks.all_reduce(self.kernels.row_sums(x)) / self.size

@@ -54,8 +54,4 @@ def alike(x: torch.Tensor, like: torch.Tensor, kernels: Kernels) -> torch.Tensor
 
 def mean_square(x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
     """The mean square [T, 1] of each row."""
-    squares = x.square()
-    sums = kernels.row_sums(squares)
-    if sums is None:
-        return squares.mean(-1, keepdim=True)
-    return (sums / x.shape[-1]).to(x.dtype)
+    return (kernels.row_sums(x.square()) / x.shape[-1]).to(x.dtype)

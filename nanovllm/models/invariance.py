@@ -16,20 +16,15 @@ def check_invariance(config: "Config", model_config: "ModelConfig") -> None:
     on_gpu = config.device.startswith("cuda") or (
         config.device == "auto" and torch.cuda.is_available()
     )
-    reason = _not_on_a_gpu(config, model_config) if on_gpu else None
-    if config.enable_lora and _has_latents(model_config):  # PyTorch multiplies some of them
-        reason = reason or "with adapters next to latent attention"
+    dtype = model_config.dtype if config.dtype == "auto" else config.dtype
+    reason = None
+    if on_gpu and dtype not in ("bfloat16", "float16"):
+        reason = f"dtype={dtype!r}"
+    elif config.enable_lora and _has_latents(model_config):  # PyTorch multiplies some of them
+        reason = "adapters next to latent attention"
     if reason is not None:
         where = "GPU" if on_gpu else "CPU"
-        raise ValueError(f"batch_invariant=True does not yet hold on a {where} {reason}")
-
-
-def _not_on_a_gpu(config: "Config", model_config: "ModelConfig") -> str | None:
-    """Which kernels for GPUs have no order of sums that holds for all steps, if some have none."""
-    dtype = model_config.dtype if config.dtype == "auto" else config.dtype
-    if dtype not in ("bfloat16", "float16"):
-        return f"with dtype={dtype!r}"
-    return None
+        raise ValueError(f"batch_invariant=True does not yet hold on a {where} with {reason}")
 
 
 def _has_latents(model_config: "ModelConfig") -> bool:

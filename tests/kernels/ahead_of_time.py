@@ -136,7 +136,8 @@ def rms_norm(size: int) -> None:
 
 
 def streams(size: int) -> None:
-    from nanovllm.kernels.triton.ordered.streams import mix_streams, row_sums
+    from nanovllm.kernels.triton.ordered.mix_streams import mix_streams
+    from nanovllm.kernels.triton.ordered.row_sums import row_sums
 
     mix_streams(bf16(TOKENS, 4, 4), bf16(4, TOKENS, size))
     row_sums(bf16(TOKENS, size))
@@ -303,12 +304,6 @@ def chain(size_out: int, size_in: int, rows: int, dtype: torch.dtype) -> None:
     weight, x = torch.empty(size_out, size_in, dtype=dtype), torch.empty(rows, size_in, dtype=dtype)
     for bias in (None, torch.empty(size_out, dtype=dtype)):
         ordered_linear(x, OrderedWeight(weight), bias)
-
-
-def squares(size: int, dtype: torch.dtype) -> None:
-    from nanovllm.kernels.triton.ordered import squares as kernel
-
-    kernel.squares(torch.empty(TOKENS, 2 * size, dtype=dtype)[:, :size])
 
 
 of_zeros = partial(Format, seed=None)
@@ -830,7 +825,6 @@ CALLS: dict[str, Callable[[], object]] = {
         f"few_rows, one order, float16, {rows} rows": partial(chain, 256, 512, rows, torch.float16)
         for rows in (7, 200)
     },
-    "squares": partial(squares, 2048, torch.bfloat16),
     "ordered chain, float32": partial(chain, 160, 200, 7, torch.float32),
     **{
         f"few_rows, Gemma-3-4B, {rows} rows": partial(
@@ -1195,7 +1189,6 @@ def capabilities(name: str) -> tuple[int, ...]:
     alone = any(part in name for part in parts)
     alone |= "attention" in name and not any(part in name for part in COMMON_ATTENTION)
     alone |= name.startswith((*ORDERED_STATES, "ordered_latent", "heads_linear"))
-    alone |= "one order" in name
     alone |= name.startswith("latent") and name.endswith(("few tokens", "float32"))
     states = name.startswith(("gated_delta", "channel_delta", "state_space"))
     alone |= states and "Qwen3-Next" not in name and "Mamba-2" not in name

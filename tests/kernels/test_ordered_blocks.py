@@ -4,6 +4,7 @@ Sums are those of `gpu_sums`.
 """
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -65,6 +66,35 @@ def test_rows_of_blocks_do_not_depend_on_others(
     assert torch.equal(product(70), whole)
     assert not operand.arrivals.any()
     assert kernels.rounding(operand, 1) is None
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_library_is_compared_before_steps_as_steps_call_it(
+    with_bias: bool, dtype: torch.dtype, kernel_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that compares would sync, and in a dry run its result would be wrong."""
+    pytest.importorskip("triton")
+    from nanovllm.kernels.triton.ordered import block_linear, linear
+
+    compared: list[tuple[object, ...]] = []
+
+    def agreeing(*given: object) -> tuple[int, ...]:
+        compared.append(given)
+        return (128,)
+
+    for module in (block_linear, linear):
+        monkeypatch.setattr(module, "agreeing", agreeing)
+    monkeypatch.setattr(block_linear, "MOST_ROWS", 130)
+    operand = block_linear.arrange_blocks(blocks("Q6_K", 400, 512, kernel_device))
+    before, compared[:] = [*compared], []
+    x = random(140, 512, device=kernel_device, dtype=dtype)
+    bias = random(400, device=kernel_device, dtype=dtype) if with_bias else None
+    pieces = mock.Mock(wraps=linear.pieces_of)
+    monkeypatch.setattr(linear, "pieces_of", pieces)
+    block_linear.block_linear(x, operand, bias)
+    assert compared and set(compared) <= set(before)
+    pieces.assert_called_once_with(140, (128,))
 
 
 def test_tiles_are_large_where_they_are_enough_for_a_gpu(kernel_device: str) -> None:

@@ -19,8 +19,7 @@ from nanovllm.engine.run.logprobs import log_probabilities
 from nanovllm.formats.format import PLAIN_FORMATS
 from nanovllm.kernels.kv_layer import KVLayer
 from nanovllm.kernels.operands.routing import Routing
-from nanovllm.kernels.plain.squares import squares
-from nanovllm.kernels.table import Kernels
+from nanovllm.kernels.table import PLAIN, Kernels
 from nanovllm.kernels.triton.table import triton_kernels
 from nanovllm.layers.backend import Backend
 from nanovllm.layers.full_width_norm import FullWidthNorm
@@ -266,13 +265,13 @@ def test_rows_of_products_of_heads_do_not_depend_on_others(
 
 @pytest.mark.parametrize("size", [1, 100, 2048])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_squares_of_a_row_do_not_depend_on_others(
+def test_sums_of_a_row_do_not_depend_on_others(
     dtype: torch.dtype, size: int, kernels: Kernels, kernel_device: str
 ) -> None:
-    """Ranks add them up for a norm over all heads. Rows may be parts of longer ones."""
-    x = random(40, size + 3, device=kernel_device, dtype=dtype)[:, :size]
-    assert_alone_as_among_others(lambda rows: kernels.squares(x[:rows]), [0, 1, 2, 33, 40])
-    torch.testing.assert_close(kernels.squares(x), squares(x), rtol=1e-5, atol=1e-6)
+    """Rows may be parts of longer ones."""
+    x = random(40, size + 3, device=kernel_device, dtype=dtype).abs()[:, :size]
+    assert_alone_as_among_others(lambda rows: kernels.row_sums(x[:rows]), [0, 1, 2, 33, 40])
+    torch.testing.assert_close(kernels.row_sums(x), PLAIN.row_sums(x), rtol=1e-5, atol=1e-6)
 
 
 def test_norms_over_the_heads_of_all_ranks_read_one_row_at_a_time(
@@ -287,9 +286,9 @@ def test_norms_over_the_heads_of_all_ranks_read_one_row_at_a_time(
 
     def counted(x: torch.Tensor) -> torch.Tensor:
         added.append(len(x))
-        return kernels.squares(x)
+        return kernels.row_sums(x)
 
-    norm.to(kernel_device).kernels = changed(kernels, squares=counted)
+    norm.to(kernel_device).kernels = changed(kernels, row_sums=counted)
     x = random(40, 4, 64, device=kernel_device)
     assert_alone_as_among_others(lambda rows: norm(x[:rows]), [1, 2, 33, 40])
     assert added == [40, 1, 2, 33]  # PyTorch's sums do not depend on others on a CPU

@@ -82,7 +82,7 @@ class DecodeGraphs:
         return self._fitting[batch]
 
     def capture(self, capture: Capture, one_in: int = 1) -> None:
-        """Capture every size, or one in so many, largest first."""
+        """Capture one in `one_in` sizes, largest first."""
         for size in self.sizes[::-one_in]:
             self.graphs[size] = capture(functools.partial(self.run, size))
             if self.redraws is not None:

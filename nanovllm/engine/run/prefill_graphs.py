@@ -170,7 +170,7 @@ class PrefillGraphs:
         self._steps = {size: PaddedStep(size, num_groups, parts, self._device) for size in sizes}
 
     def capture(self, capture: Capture, one_in: int = 1) -> None:
-        """Capture sizes as of decode steps: those with marks first."""
+        """Capture one in `one_in` sizes: those with marks first, and largest first."""
         for size in self.sizes[::-one_in]:
             self.graphs[size] = capture(functools.partial(self.run, size))
 
@@ -288,7 +288,7 @@ def prefill_graphs(
 def captured_graphs(
     shard: GraphedShard, num_running: int, num_tokens: int, one_in: int = 1
 ) -> tuple[DecodeGraphs, PrefillGraphs | None]:
-    """Capture the decode steps and short prefills of a shard, or one in so many sizes of each."""
+    """Capture a shard's decode steps and short prefills: one in `one_in` sizes of each."""
     capture = Capture(shard.placement.device, shard.are_loaded)
     decodes = decode_graphs(shard, num_running)
     prefills = prefill_graphs(shard, num_running, num_tokens)

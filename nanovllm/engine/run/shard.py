@@ -177,7 +177,7 @@ class Shard:
         return decode_graphs(self, num_running)
 
     def capture_graphs(self, num_running: int, num_tokens: int, one_in: int = 1) -> None:
-        """Capture decode steps and short prefills, or one in so many sizes of each."""
+        """Capture decode steps and short prefills: one in `one_in` sizes of each."""
         from nanovllm.engine.run.prefill_graphs import captured_graphs
 
         self.graphs, self.short_prefills = captured_graphs(self, num_running, num_tokens, one_in)

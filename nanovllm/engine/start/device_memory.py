@@ -11,7 +11,7 @@ from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.start.warm_up import warm_up
 from nanovllm.kernels.kv_layer import CODES
 
-SAMPLED = 8  # the measured sizes of graphs: one in so many
+SAMPLED = 8  # one in SAMPLED sizes of graphs is captured to measure their memory
 
 
 def free_device_bytes(shard: Shard, config: Config) -> int:
@@ -68,14 +68,13 @@ def _graph_bytes(shard: Shard, num_running: int, num_tokens: int) -> int:
         shard.capture_graphs(num_running, num_tokens, one_in)
         torch.cuda.empty_cache()  # of steps that ran before their capture
         left, results = _memory(shard)
-        kinds = [graphs for graphs in (shard.graphs, shard.short_prefills) if graphs is not None]
-        number = sum(len(graphs.graphs) for graphs in kinds)
+        number, number_of_all = _numbers(shard)
         taken.append(Graphs(number, free - left, results - reserved))
-        shard.drop_graphs()
+        shard.drop_graphs()  # nothing may refer to them: their buffers would be measured again
     shard.caches.release()
     torch.cuda.empty_cache()
     largest, sampled = taken
-    return bytes_of_all(largest, sampled, sum(len(graphs.sizes) for graphs in kinds))
+    return bytes_of_all(largest, sampled, number_of_all)
 
 
 class Graphs(NamedTuple):
@@ -92,6 +91,12 @@ def bytes_of_all(largest: Graphs, sampled: Graphs, number: int) -> int:
     launches = max(0, sampled.num_bytes - largest.num_bytes - results)
     others = (number - sampled.number) / max(1, sampled.number - largest.number)
     return sampled.num_bytes + results + int(launches * others)
+
+
+def _numbers(shard: Shard) -> tuple[int, int]:
+    """How many graphs are captured, and how many sizes there are."""
+    kinds = [graphs for graphs in (shard.graphs, shard.short_prefills) if graphs is not None]
+    return sum(len(each.graphs) for each in kinds), sum(len(each.sizes) for each in kinds)
 
 
 def _memory(shard: Shard) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from nanovllm.engine.run.transfer import upload_all
 from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.schedule.parts import SequenceParts
 from nanovllm.engine.schedule.sequence import Sequence
+from nanovllm.engine.start.forms import form_of
 from nanovllm.layers.block import Block
 from nanovllm.layers.compiling import compile_in_threads
 from nanovllm.layers.filters import Filters
@@ -82,6 +83,8 @@ def first_steps(shard: Shard, config: Config, num_running: int) -> None:
     if not shard.placement.uses_graphs:
         shard.decode_graphs(num_running).run(Size(1))  # compiles what decode needs
         return
+    # A small pool runs fewer sequences than the dry run had: other sizes may have other kernels.
+    shard.are_loaded &= num_running == most_running(config)
     start = time.perf_counter()
     shard.capture_graphs(num_running, most_tokens(config))
     seconds = time.perf_counter() - start
@@ -104,7 +107,7 @@ def _errors_name_options(shard: Shard, config: Config) -> Iterator[None]:
 
 @contextmanager
 def _two_layers_of_each_kind(model: CausalLM) -> Iterator[None]:
-    """A context in which the model has at most two layers of each kind.
+    """A context in which the model has at most two layers of each kind and form.
 
     Other layers use the same kernels; the first layer may use others than the second one.
     """
@@ -112,7 +115,7 @@ def _two_layers_of_each_kind(model: CausalLM) -> Iterator[None]:
     layers, kinds = decoder.layers, dict[Hashable, list[Block]]()
     for layer in layers:
         assert isinstance(layer, Block)
-        kinds.setdefault(layer.kind, []).append(layer)
+        kinds.setdefault((layer.kind, form_of(layer)), []).append(layer)
     decoder.layers = nn.ModuleList(layer for alike in kinds.values() for layer in alike[:2])
     taps, decoder.taps = decoder.taps, tuple(0 for _ in decoder.taps)
     try:

@@ -43,6 +43,5 @@ def cpu_kernels(one_order: bool = False) -> Kernels:
     places = CPU_PLACES | IN_ONE_ORDER if one_order else CPU_PLACES
     return Kernels(
         "C++", places, rounding=nothing, few_rows=nothing, router=nothing,
-        write_table=None, peers=None, row_sums=nothing, mix_streams=nothing,
-        in_one_order=one_order,
+        write_table=None, peers=None, avoids_pytorch=one_order,
     )  # fmt: skip

@@ -44,7 +44,8 @@ TRITON_PLACES = {
     "channel_delta": "triton.state.channel_delta",
     "state_space": "triton.state.state_space",
     "gated_norm": "triton.state.gated_norm",
-    "squares": "plain.squares",
+    "row_sums": "plain.row_sums",
+    "mix_streams": "plain.mix_streams",
     "peers": "triton.ranks.all_reduce:PeerKernels",
 }
 
@@ -69,9 +70,8 @@ ORDERED_PLACES = {
     "state_space": "triton.ordered.space",
     "heads_linear": "triton.ordered.heads_linear",
     "lora_up": "triton.ordered.experts",
-    "row_sums": "triton.ordered.streams",
-    "mix_streams": "triton.ordered.streams",
-    "squares": "triton.ordered.squares",
+    "row_sums": "triton.ordered.row_sums",
+    "mix_streams": "triton.ordered.mix_streams",
 }
 
 
@@ -80,7 +80,7 @@ def triton_kernels(one_order: bool = False) -> Kernels:
     from nanovllm.kernels.triton.step.write_table import write_table  # callers keep it
 
     places = TRITON_PLACES
-    absent = ["arrange_plain", "plain_of", "row_sums", "mix_streams"]
+    absent = ["arrange_plain", "plain_of"]
     if one_order:
         places = TRITON_PLACES | ORDERED_PLACES
         absent = ["few_rows", "rounding"]

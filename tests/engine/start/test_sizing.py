@@ -1,9 +1,11 @@
 """How much device memory the KV cache gets; a CPU stands for the device."""
 
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -124,7 +126,32 @@ def test_graphs_that_are_not_captured_are_counted() -> None:
     assert bytes_of_all(largest, largest, 3) == largest.num_bytes
 
 
-def test_one_in_so_many_sizes_is_captured_from_the_largest_one_on() -> None:
+def test_the_buffers_of_measured_graphs_are_freed_before_others_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the logits of all rows are measured twice."""
+    made: list[weakref.ref[DecodeGraphs]] = []
+    shard = mock.Mock(short_prefills=None)
+
+    def capture(num_running: int, num_tokens: int, one_in: int) -> None:
+        assert not any(each() for each in made)
+        step: Any = lambda size, out: size  # noqa: E731
+        shard.graphs = DecodeGraphs(step, [*map(Size, range(1, 18))], torch.empty(17, 1))
+        made.append(weakref.ref(shard.graphs))
+        shard.graphs.capture(lambda run: (mock.Mock(), run()), one_in)
+
+    def drop() -> None:
+        shard.graphs = None
+
+    shard.capture_graphs, shard.drop_graphs = capture, drop
+    memory = iter([(100, 0), (90, 4), (76, 4)])
+    monkeypatch.setattr(device_memory, "_memory", lambda _: next(memory))
+    # Two more graphs took 14, so the 14 others take 98.
+    assert device_memory._graph_bytes(shard, 17, 64) == 24 + 98
+    assert len(made) == 2
+
+
+def test_one_in_some_sizes_is_captured_from_the_largest_one_on() -> None:
     sizes = [Size(rows) for rows in (1, 2, 4, 8, 12)]
     step: Any = lambda size, out: size  # noqa: E731
     capture: Any = lambda run: (None, run())  # noqa: E731

@@ -23,6 +23,7 @@ from nanovllm.engine.run.shard import Shard
 from nanovllm.engine.run.step_inputs import StepInputs
 from nanovllm.engine.schedule.batch import Size
 from nanovllm.engine.start import warm_up
+from nanovllm.formats.format import DenseMatrix
 from nanovllm.kernels.table import PLAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -89,6 +90,37 @@ def test_all_sizes_are_compiled_with_two_layers_of_each_kind(
     assert prefills == large | {(n, n, False) for n in (1, 2, 4, 8, 16, 32)}
     assert shard.model.model.layers is layers
     assert shard.caches.kv.cache.shape[1] == 0
+
+
+@pytest.mark.parametrize("layer", [1, 4])
+def test_layers_with_other_weights_are_compiled_too(
+    layer: int, shard: Shard, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of GGUF mix types, and some leave their last layers unquantized. A capture that loads
+    a kernel fails."""
+    layers, ran = shard.model.model.layers, []
+    places = {each: index for index, each in enumerate(layers)}
+    layers[layer].mlp.down_proj.matrix = DenseMatrix(torch.zeros(3, 4))
+    monkeypatch.setattr(
+        warm_up,
+        "compile_in_threads",
+        lambda *_: ran.extend(places[each] for each in shard.model.model.layers),
+    )
+    warm_up.compile_steps(shard, config)
+    assert sorted(ran) == ([0, 1, 2, 3] if layer == 1 else [0, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize("num_running", [4, 3])
+def test_sizes_that_the_dry_run_had_not_run_before_their_capture(
+    num_running: int, shard: Shard, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool of three blocks runs three sequences, and the dry run had sizes of 1, 2 and 4."""
+    shard.placement = dataclasses.replace(shard.placement, uses_graphs=True)
+    shard.are_loaded, loaded = True, []
+    monkeypatch.setattr(warm_up, "warm_up", lambda *_: None)
+    monkeypatch.setattr(Shard, "capture_graphs", lambda self, *_: loaded.append(self.are_loaded))
+    warm_up.first_steps(shard, config, num_running)
+    assert loaded == [num_running == 4]
 
 
 def test_a_dry_run_without_memory_names_the_options(

@@ -6,6 +6,7 @@ programs that share a tile of few rows, or by the one program of a tile of more 
 one part, many rows are multiplied as rows of plain weights.
 """
 
+import itertools
 from dataclasses import replace
 
 import torch
@@ -22,6 +23,7 @@ from nanovllm.kernels.triton.linear.row_outputs import RowOperands
 from nanovllm.kernels.triton.linear.row_tiles import RowTiles
 from nanovllm.kernels.triton.ordered.linear import agreeing, arrange_plain, ordered_linear
 
+TYPES = (torch.bfloat16, torch.float16)  # of rows that cuBLAS may multiply
 MOST_NUMBERS = 1 << 30  # of rows in a launch, whose offsets have 32 bits
 # Tiles of many rows: registers hold the sums of a part, and of the parts before it.
 LARGE, SMALL = RowTiles(128, 128, 1, 3, 8), RowTiles(128, 64, 1, 3)
@@ -30,12 +32,12 @@ LARGE, SMALL = RowTiles(128, 128, 1, 3, 8), RowTiles(128, 64, 1, 3)
 def arrange_blocks(weight: BlockMatrix) -> BlockPlanes:
     """As the twin. Compares cuBLAS with our kernel before graphs are captured, which must not sync.
 
-    Peak memory: as `agreeing`, for a type of 16 bits.
+    The blocks do not say which type rows will have. Peak memory: as `agreeing`.
     """
     planes = block_planes.arrange_blocks(weight)
     if parts_of(planes) == 1:
-        for has_bias in (False, True):
-            agreeing(planes.shape, torch.bfloat16, planes.device, has_bias)
+        for dtype, has_bias in itertools.product(TYPES, (False, True)):
+            agreeing(planes.shape, dtype, planes.device, has_bias)
     return planes
 
 
@@ -53,7 +55,8 @@ def block_linear(
     """
     parts = parts_of(weight)
     if parts == 1 and len(x) > MOST_ROWS:
-        return ordered_linear(x, arrange_plain(dequantize_blocks(weight, x.dtype)), bias)
+        dense = dequantize_blocks(weight, x.dtype)
+        return ordered_linear(x, arrange_plain(dense, has_bias=bias is not None), bias)
     x, out = x.contiguous(), x.new_empty(len(x), weight.shape[0])
     most = MOST_NUMBERS // max(weight.shape)
     for start in range(0, len(x), most):

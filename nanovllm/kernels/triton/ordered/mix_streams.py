@@ -1,7 +1,7 @@
-"""Sums of rows, and of streams of hidden states, with one order for any number of rows.
+"""Sums of streams of hidden states, with one order for any number of rows.
 
-PyTorch divides such sums by the number of rows. Here a program computes a row, or a part of its
-outputs, in the same steps.
+PyTorch chooses the kernel of such products by the number of rows. Here a program computes a part of
+a row's outputs in the same steps.
 """
 
 import torch
@@ -11,27 +11,6 @@ import triton.language as tl
 from nanovllm.kernels.integers import cdiv
 
 BLOCK = 1024
-
-
-@triton.jit
-def _row_sums_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sum of one row, from BLOCK sums of every BLOCK-th number."""
-    row = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, size, BLOCK):
-        x = tl.load(x_ptr + row * size + start + n, mask=n < size - start, other=0.0)
-        total += x.to(tl.float32)
-    tl.store(out_ptr + row, tl.sum(total, axis=0))
-
-
-def row_sums(x: torch.Tensor) -> torch.Tensor:
-    """The sums [T, 1] of rows x [T, N], in float32. Reads x once."""
-    x = x.contiguous()
-    out = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
-    if len(x):
-        _row_sums_kernel[(len(x),)](x, out, x.shape[1], BLOCK=BLOCK, num_warps=4)
-    return out
 
 
 @triton.jit
