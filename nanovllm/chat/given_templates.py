@@ -35,14 +35,13 @@ def _read(tokenizer: Any, value: Any) -> Any:
     is_path = isinstance(value, os.PathLike)
     if not is_path and (not isinstance(value, str) or _is_known(tokenizer, value)):
         return value
-    path = Path(value).expanduser()
+    wrong = f"{NAME} must be a Jinja template, which has {{{{ or {{%, or a file with one, got"
+    if value == "":  # as a path, the working directory
+        raise ValueError(f"{wrong} ''")
     try:
-        return path.read_text(encoding="utf-8")
+        return Path(value).expanduser().read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{NAME} must be a Jinja template, which has {{{{ or {{%, or a file with one, got"
-            f" {shorten(str(value))}: {error}"
-        ) from None
+        raise ValueError(f"{wrong} {shorten(str(value))}: {error}") from None
 
 
 def _is_known(tokenizer: Any, value: str) -> bool:

@@ -28,6 +28,8 @@ from nanovllm.command.options import (
     user_file,
 )
 from nanovllm.command.pace import Pace
+from nanovllm.command.spelling import spelled_errors
+from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -149,14 +151,18 @@ class Conversation:
 
     def answer(self, text: str) -> None:
         """Write the model's answer. If Ctrl-C stops it, the conversation keeps the part so far."""
+        from nanovllm.engine.requests.prompt_length import PromptTooLongError
+
         messages = [*self.messages, {"role": "user", "content": text}]
         try:
-            (turn,) = self.llm.chat_turns(
-                [messages], self.params, chat_template_kwargs=self.chat_template_kwargs
-            )
-            answer, token_ids = self._write_answer(turn)
+            with spelled_errors(SamplingParams, Config):
+                (turn,) = self.llm.chat_turns(
+                    [messages], self.params, chat_template_kwargs=self.chat_template_kwargs
+                )
+                answer, token_ids = self._write_answer(turn)
         except ValueError as error:  # the conversation is too long, or the template fails
-            if "structured_outputs: " in str(error):  # no conversation would work
+            too_long = isinstance(error, PromptTooLongError)
+            if str(error).startswith("prompts[") and not too_long:  # no conversation would work
                 raise
             print(f"{error}; /reset starts a new conversation", file=sys.stderr)
             return

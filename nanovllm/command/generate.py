@@ -33,6 +33,8 @@ from nanovllm.command.options import (
     template_options,
     user_path,
 )
+from nanovllm.command.spelling import spelled_errors
+from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -81,9 +83,10 @@ def run(args: argparse.Namespace) -> int:
         else:
             stream = functools.partial(llm.stream, texts, params)
             generate = functools.partial(llm.generate, texts, params)
-        if len(texts) == 1 and params.n == 1 and not args.json:
-            return _stream(stream())
-        outputs = generate(use_tqdm=sys.stderr.isatty())
+        with spelled_errors(SamplingParams, Config):
+            if len(texts) == 1 and params.n == 1 and not args.json:
+                return _stream(stream())
+            outputs = generate(use_tqdm=sys.stderr.isatty())
     for text, output in zip(texts, outputs, strict=True):
         if args.json:
             print(json.dumps({"prompt": text, **output}))
@@ -112,9 +115,11 @@ def _check(args: argparse.Namespace, params: SamplingParams) -> None:
     """Raise for options that need others."""
     wants_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
     if wants_logprobs and not args.json:
-        raise UsageError("log-probabilities need --json")
+        given = "logprobs" if params.logprobs is not None else "prompt-logprobs"
+        raise UsageError(f"--{given} needs --json")
     if not args.chat and (args.system is not None or args.chat_template_kwargs is not None):
-        raise UsageError("--system and --chat-template-kwargs need --chat")
+        given = "system" if args.system is not None else "chat-template-kwargs"
+        raise UsageError(f"--{given} needs --chat")
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:

@@ -15,6 +15,8 @@ from typing import IO
 from nanovllm.command import interrupts
 from nanovllm.command.options import UsageError
 from nanovllm.command.parser import USAGE
+from nanovllm.command.spelling import spelled
+from nanovllm.config import Config
 from nanovllm.utils.log import log_to_stderr
 
 BROKEN_PIPE = 141
@@ -49,6 +51,7 @@ def run_guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespa
     """Run a command and return its status; an error becomes a message on stderr."""
     if args.verbose or "NANOVLLM_LOG" not in os.environ:
         log_to_stderr(logging.INFO if args.verbose else logging.WARNING)
+        logging.getLogger("nanovllm").handlers[0].addFilter(_with_flags)
     try:
         status = run(args)
         sys.stdout.flush()
@@ -66,14 +69,20 @@ def run_guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespa
     return status
 
 
+def _with_flags(record: logging.LogRecord) -> bool:
+    """Write the names of the engine's options in a record as flags; True: it is logged."""
+    record.msg, record.args = spelled(record.getMessage(), Config), ()
+    return True
+
+
 def _message(error: Exception) -> str:
     """An error in one line, with its type unless it is an error that users can act on.
 
     Bad input may take more lines: they show the place in a grammar or a file.
     """
     text = str(error) or type(error).__name__
-    if isinstance(error, ValueError):
-        return text
+    if isinstance(error, ValueError) or (isinstance(error, TypeError) and ".json: " in text):
+        return text  # the file has a value of a wrong type
     first, _, rest = text.partition("\n")
     expected = isinstance(error, UsageError | OSError | MemoryError | RuntimeError)
     name = "" if expected else f"{type(error).__name__}: "

@@ -12,6 +12,7 @@ import sys
 from nanovllm.command.field_options import given_options
 from nanovllm.command.groups import add_grouped_options
 from nanovllm.command.options import (
+    UsageError,
     add_engine_options,
     add_model_argument,
     add_sampling_options,
@@ -41,6 +42,10 @@ def run(args: argparse.Namespace) -> int:
     engine, sampling = engine_options(args), sampling_options(args)
     with usage_errors(ServerOptions):
         options = with_key(ServerOptions(**given_options(args, ServerOptions)))
+    if options.allow_lora_updates and not engine.get("enable_lora"):
+        raise UsageError("--allow-lora-updates needs --enable-lora")
+    if options.allow_priority and engine.get("scheduling_policy") == "fcfs":
+        raise UsageError("--allow-priority and --scheduling-policy fcfs exclude each other")
     try:
         from nanovllm.server.serve import serve
     except ImportError as error:

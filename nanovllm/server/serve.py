@@ -75,6 +75,8 @@ def open_engine(engine: Mapping[str, Any], options: ServerOptions) -> AsyncLLM:
     asked = Config(**engine)
     if options.allow_lora_updates and not asked.enable_lora:
         raise ValueError("allow_lora_updates needs enable_lora=True (--enable-lora), got False")
+    if options.allow_priority and asked.scheduling_policy == "fcfs":
+        raise ValueError("allow_priority and scheduling_policy='fcfs' exclude each other")
     path = resolve_model(asked.model, revision=asked.revision, download_dir=asked.download_dir)
     if not has_tokenizer(asked.tokenizer, path):
         raise ValueError(f"{asked.model} has no tokenizer; --tokenizer names one")

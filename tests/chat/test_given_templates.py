@@ -65,6 +65,8 @@ def test_a_text_that_is_no_template_is_refused(llm: LLM, value: str) -> None:
     """It would be the whole prompt, and the conversation would be lost."""
     with pytest.raises(ValueError, match=r"^chat_template must be a Jinja template"):
         prompt_of(llm, chat_template=value)
+    with pytest.raises(ValueError, match=r"or a file with one, got ''$"):
+        prompt_of(llm, chat_template="")
     with pytest.raises(TypeError, match=r"^chat_template must be a text, got 5"):
         prompt_of(llm, chat_template=5)
 

@@ -167,8 +167,13 @@ def test_the_help_says_that_an_adapter_is_a_name_and_a_path(
         ("chat --chat-template-kwargs a=1", 2, """; an example is --chat-template-kwargs '{"""),
         ("""chat --chat-template-kwargs '{"a": 1, "a": 2}'""", 2, "'a' occurs twice"),
         ("""chat --chat-template-kwargs '{"messages": 1}'""", 2, "kwargs must not have 'messages'"),
-        ("generate x --system y", 2, "need --chat"),
-        ("generate x --chat-template-kwargs {}", 2, "need --chat"),
+        ("generate x --system y", 2, "error: --system needs --chat"),
+        ("generate x --chat-template-kwargs {}", 2, "error: --chat-template-kwargs needs --chat"),
+        ("generate x --logprobs 1", 2, "error: --logprobs needs --json"),
+        ("generate x --prompt-logprobs 1", 2, "error: --prompt-logprobs needs --json"),
+        ("generate x --stop-token-ids 999", 1, "--stop-token-ids: a token id must be in [0, 263]"),
+        ("generate x --json --logprobs 999", 1, "--logprobs must be in [0, 264], got 999"),
+        ("generate xyz --max-model-len 2", 1, "(--max-model-len=2 less one to generate), got 3"),
         (
             "generate x --batch-invariant --attention-backend torch",
             2,
@@ -180,6 +185,12 @@ def test_the_help_says_that_an_adapter_is_a_name_and_a_path(
             "error: --device='cuda:99', but PyTorch finds no CUDA dev",
         ),
         ("serve --max-loras 3", 2, "--max-loras needs --enable-lora"),
+        ("serve --allow-lora-updates", 2, "--allow-lora-updates needs --enable-lora"),
+        (
+            "serve --policy fcfs --allow-priority",
+            2,
+            "--allow-priority and --scheduling-policy fcfs",
+        ),
         ("serve --max-lora-rank 8 --no-enable-lora", 2, "--max-lora-rank needs --enable-lora"),
         ("serve --uds s --port 9", 2, "--uds cannot be given with a host or a port"),
         ("generate x --quantization dequantize", 1, "is for GGUF files; the checkpoint has plain"),
@@ -220,6 +231,26 @@ def test_a_mistake_is_one_line(capsys: Any, argv: str, status: int, words: str) 
     assert (got, out) == (status, "")
     assert err.startswith("nanovllm: error: ") and err.count("\n") == 1
     assert words in err
+
+
+def test_a_file_with_a_wrong_type_is_no_internal_error(
+    capsys: Any, copy_of_model: Callable[[], Path]
+) -> None:
+    """What a user can put right is shown without the exception's name and without --debug."""
+    file = copy_of_model() / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": "4"}))
+    status, _, err = in_process(capsys, "generate", "x", "--model", str(file.parent))
+    assert status == 1
+    assert err.startswith(f"nanovllm: error: {file}: num_hidden_layers must be an int in ")
+    assert err.endswith(", got '4'\n")
+
+
+def test_a_warning_names_the_flags(capsys: Any) -> None:
+    argv = "generate x --max-tokens 1 --num-kvcache-blocks 5 --gpu-memory-utilization 0.5"
+    status, _, err = in_process(capsys, *argv.split())
+    assert status == 0
+    assert "raise --num-kvcache-blocks if it is set, or --cpu-kvcache-gib\n" in err
+    assert ": --gpu-memory-utilization has no effect on a CPU; there, --cpu-kvcache-gib is" in err
 
 
 @pytest.mark.parametrize(
@@ -598,6 +629,18 @@ def test_a_chat_says_why_an_answer_breaks_off() -> None:
 GRAMMAR = "start: a\\na: /b(/"
 
 
+def test_a_parameter_that_no_conversation_can_have_ends_a_chat() -> None:
+    """/reset would not help, so it is not what the message says."""
+    done = run("chat", "--stop-token-ids", "999", data=b"x\ny\n")
+    assert (done.returncode, done.stdout) == (1, b"")
+    expected = b"nanovllm: error: prompts[0]: --stop-token-ids: a token id must be in [0, 263]"
+    assert done.stderr.startswith(expected) and b"/reset" not in done.stderr
+    done = run("chat", "--max-model-len", "12", data=b"x\n")
+    assert done.returncode == 0
+    assert b"(--max-model-len=12 less one to generate)" in done.stderr
+    assert done.stderr.endswith(b"; /reset starts a new conversation\n")
+
+
 @pytest.mark.parametrize("command", ["generate x", "generate x y", "chat"])
 def test_an_error_in_a_grammar_shows_the_place(command: str) -> None:
     """In all its lines; a chat ends, as it could answer nothing."""
@@ -605,5 +648,5 @@ def test_an_error_in_a_grammar_shows_the_place(command: str) -> None:
     done = run(*command.split(), *structured, "--device", "cpu", data=b"x\ny\n")
     assert (done.returncode, done.stdout) == (1, b"")
     error = done.stderr.decode()
-    assert error.startswith("nanovllm: error: ") and error.count("structured_outputs: ") == 1
+    assert error.startswith("nanovllm: error: ") and error.count("--structured-outputs: ") == 1
     assert "error: unclosed group" in error and "   2 | a: /b(/" in error

@@ -102,6 +102,24 @@ def test_every_field_has_one_group(kind: type) -> None:
         ),
         ("/max_num_seqs/x, a.max_num_seqs", (Config,), "/max_num_seqs/x, a.max_num_seqs"),
         ("max_num_seqs must be >= 1", (), "max_num_seqs must be >= 1"),
+        (
+            "/m/config.json: quantization='awq': plain weights", (Config,),
+            "/m/config.json: --quantization='awq': plain weights",
+        ),
+        ("config.json: dtype must be", (Config,), "config.json: dtype must be"),
+        (
+            "prompts[0]: stop_token_ids: a token id must be", (SamplingParams,),
+            "prompts[0]: --stop-token-ids: a token id must be",
+        ),
+        ("prompts[12]: logprobs must be", (SamplingParams,), "prompts[12]: --logprobs must be"),
+        (  # keys of a dict are no flags
+            "speculative_config: model='x' is a key; there are model, max_model_len", (Config,),
+            "--speculative-config: model='x' is a key; there are model, max_model_len",
+        ),
+        (
+            "speculative_config, draft model 'x': config.json: quantization='fp8'", (Config,),
+            "--speculative-config, draft model 'x': config.json: quantization='fp8'",
+        ),
     ],
 )  # fmt: skip
 def test_names_of_options_are_spelled_as_flags(

@@ -60,6 +60,13 @@ def test_updates_of_adapters_need_adapters() -> None:
         open_engine({"model": EMBEDDED_MODEL}, options)
 
 
+def test_priorities_that_the_policy_refuses_are_not_allowed() -> None:
+    """Each request with one would be an error."""
+    engine = {"model": EMBEDDED_MODEL, "scheduling_policy": "fcfs"}
+    with pytest.raises(ValueError, match="allow_priority and scheduling_policy='fcfs' exc"):
+        open_engine(engine, ServerOptions(allow_priority=True))
+
+
 def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(bare_model: Path) -> None:
     (bare_model / "model.safetensors").write_bytes(b"")  # which loading would find
     done = subprocess.run(
