@@ -3,6 +3,7 @@
 import ctypes
 import multiprocessing
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 from waiting import LIMIT
 
 from nanovllm.kernels.cpu import library as cpu_library
+from nanovllm.kernels.cpu.compile import load
 from nanovllm.kernels.cpu.library import SOURCE, library
 
 pytestmark = pytest.mark.usefixtures("compiler")
@@ -102,6 +104,50 @@ def test_a_job_inside_a_job_is_done_by_its_thread(run: Run) -> None:
     seen: list[int] = []
     run(3, 3, lambda outer: run(4, 3, lambda inner: seen.append(10 * outer + inner)))
     assert sorted(seen) == [10 * outer + inner for outer in range(3) for inner in range(4)]
+
+
+RUNS = """
+#include "runs.h"
+#include <atomic>
+#include <chrono>
+// The first run waits for all others. Returns whether they came.
+extern "C" bool all_others_come(int64_t count, int64_t threads, int64_t* lengths) {
+    std::atomic<int64_t> done{0};
+    std::atomic<bool> came{true};
+    for_each_run(count, threads, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; i++) lengths[i] += last - first;
+        done += last - first;
+        const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+        while (first == 0 && done < count && came) came = std::chrono::steady_clock::now() < end;
+    });
+    return came;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(compiler: None, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The function above, whose runs the pool's threads take."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name in ("runs.h", "parallel.h"):
+        shutil.copy(SOURCE.parent / name, folder)
+    (folder / "test_runs.cpp").write_text(RUNS)
+    made = load(folder / "test_runs.cpp")
+    pool = ctypes.c_void_p.in_dll(library(SOURCE), "pool").value
+    ctypes.c_void_p.in_dll(made, "shared_run").value = pool
+    made.all_others_come.restype = ctypes.c_bool
+    return made
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+@pytest.mark.parametrize("count", [2, 7, 100, 2374])
+def test_a_thread_takes_one_run_at_a_time(count: int, threads: int, runs: ctypes.CDLL) -> None:
+    """No run has more than half of a thread's share, and the last ones are single numbers."""
+    lengths = (ctypes.c_int64 * count)()
+    assert runs.all_others_come(ctypes.c_int64(count), ctypes.c_int64(threads), lengths)
+    found = list(lengths)
+    assert found[0] == max(1, count // (2 * threads)) and found[-1] == 1
+    assert found == sorted(found, reverse=True)
 
 
 def _count_in_child(run: Run) -> None:
