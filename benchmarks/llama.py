@@ -1,6 +1,6 @@
 """Compare decode and prefill on the CPU with llama.cpp's, with weights of 16, 8 and 4 bits.
 
-    python benchmarks/llama.py --llama-python ~/llama/bin/python [--rounds 3] [--threads 4]
+    python benchmarks/llama.py --llama-python ~/llama/bin/python [--rounds 3] [--threads 4] [--long]
         [--formats bfloat16 ...] [--file model.gguf qwen3-0.6b:Q4_K_M ...]
 
 The other Python needs `llama-cpp-python`, built for this processor, and `gguf`. With `--file` both
@@ -23,18 +23,22 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from llama_files import gguf_file
-from llama_peer import CONTEXT, PREFILL, PROMPT, Measure, clock, prompts, serve
+from llama_files import CONTEXT, gguf_file
+from llama_peer import Measure, clock, prompts, serve
 
 ROOT = Path(__file__).resolve().parents[1]  # to import this checkout
 PEER = Path(__file__).with_name("llama_peer.py")
-MEASURES = {"1 request": (1, 32), "16 requests": (16, 16), "prefill": (1, 0)}
+# Requests, tokens of a prompt, and tokens that are decoded; 0: the prompt is measured.
+Measures = dict[str, tuple[int, int, int]]
+MEASURES = {"1 request": (1, 16, 32), "16 requests": (16, 16, 16), "prefill": (1, 512, 0)}
+LONG = {"prefill of 4,096": (1, 4096, 0), "1 request at 8,192": (1, 8192, 32)}
+ROOM, LONG_ROOM = (16, 512), (1, 8448)  # llama.cpp's sequences, and the tokens of each
 SHAPE = "qwen3-0.6b"
 PAIRS = [("bfloat16", "BF16"), ("int8", "Q8_0"), ("int4", "Q4_0"), ("int4", "Q4_K_M")]
 Pairs = list[tuple[str, str]]
 
 
-def ours(name: str, folder: Path, threads: int) -> Measure:
+def ours(name: str, folder: Path, threads: int, length: int) -> Measure:
     """nanovllm with a GGUF file, or with one of its own formats."""
     import torch
 
@@ -47,17 +51,18 @@ def ours(name: str, folder: Path, threads: int) -> Measure:
         (folder / "shape").mkdir(exist_ok=True)
         model = write_shape(SHAPE, folder / "shape")
         options = dict(load_format="dummy", quantization=None if name == "bfloat16" else name)
-    llm = LLM(model, device="cpu", cpu_kvcache_gib=1, max_model_len=CONTEXT, **options)
+    llm = LLM(model, device="cpu", cpu_kvcache_gib=1, max_model_len=length, **options)
 
-    def measure(requests: int, tokens: int, index: int) -> float:
+    def measure(requests: int, size: int, tokens: int, index: int) -> float:
         params = SamplingParams(temperature=0, max_tokens=tokens + 1, ignore_eos=True)
-        for prompt in prompts(requests, PROMPT if tokens else PREFILL, index):
+        for prompt in prompts(requests, size, index):
             llm.add_request(prompt, params)
         start = clock(threads)
-        llm.step()  # all prompts, and their first tokens
+        for _ in range(0, requests * size, llm.config.max_num_batched_tokens):
+            llm.step()  # at last all prompts are computed, and have their first tokens
         if not tokens:
             assert llm.is_finished()
-            return PREFILL / (clock(threads) - start)
+            return requests * size / (clock(threads) - start)
         start = clock(threads)
         while not llm.is_finished():
             llm.step()
@@ -70,9 +75,12 @@ def start(name: str, is_ours: bool, args: argparse.Namespace) -> subprocess.Pope
     """A process that serves one format or file, and is ready."""
     if is_ours:
         command = [sys.executable, __file__, "--serve", name,
-                   "--folder", str(args.folder), "--threads", str(args.threads)]  # fmt: skip
+                   "--folder", str(args.folder), "--threads", str(args.threads),
+                   *["--long"] * args.long]  # fmt: skip
     else:
-        command = [args.llama_python, str(PEER), name, str(args.folder), str(args.threads)]
+        room = LONG_ROOM if args.long else ROOM
+        command = [args.llama_python, str(PEER), name, str(args.folder),
+                   *map(str, (args.threads, *room))]  # fmt: skip
     env = os.environ | ({"PYTHONPATH": str(ROOT)} if is_ours else {})
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                              env=env)  # fmt: skip
@@ -91,15 +99,15 @@ def served(name: str, is_ours: bool, args: argparse.Namespace) -> str:
 
 
 def take_turns(
-    children: dict[str, subprocess.Popen[str]], rounds: int
+    children: dict[str, subprocess.Popen[str]], rounds: int, measures: Measures = MEASURES
 ) -> dict[str, dict[str, list[float]]]:
     """The figures of each measure and format, by round. Round 0 warms up and is not kept."""
-    figures = {measure: {name: [] for name in children} for measure in MEASURES}
+    figures = {measure: {name: [] for name in children} for measure in measures}
     for index in range(rounds + 1):
-        for at, (measure, (requests, tokens)) in enumerate(MEASURES.items()):
+        for at, (measure, counts) in enumerate(measures.items()):
             for name, child in children.items():
                 assert child.stdin is not None and child.stdout is not None
-                print(requests, tokens, index * len(MEASURES) + at, file=child.stdin, flush=True)
+                print(*counts, index * len(measures) + at, file=child.stdin, flush=True)
                 figure = float(child.stdout.readline())
                 if index:
                     figures[measure][name].append(figure)
@@ -117,7 +125,7 @@ def report(
             ratios = [a / b for a, b in zip(of[our], of[their], strict=True)]
             ratio = statistics.median(ratios)
             tok_s, their_tok_s = statistics.median(of[our]), statistics.median(of[their])
-            print(f"{measure:>12}  {our:8} {tok_s:6.1f}  {their:6} {their_tok_s:6.1f}"
+            print(f"{measure:>18}  {our:8} {tok_s:6.1f}  {their:6} {their_tok_s:6.1f}"
                   f"  {ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f})")  # fmt: skip
             rows.append(dict(measure=measure, ours=our, theirs=their, tok_s=tok_s,
                              their_tok_s=their_tok_s, ratio=ratio, ratios=ratios))  # fmt: skip
@@ -134,13 +142,15 @@ def main() -> None:
     formats = [*dict(PAIRS)]
     parser.add_argument("--formats", nargs="+", default=formats, choices=formats,
                         help="ours, if there are no files")  # fmt: skip
+    parser.add_argument("--long", action="store_true", help="long prompts instead of short ones")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), metavar="N")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     if args.serve:
-        serve(ours(args.serve, args.folder, args.threads))
+        length = LONG_ROOM[1] if args.long else CONTEXT
+        serve(ours(args.serve, args.folder, args.threads, length))
         return
     pairs = [(f"ours {file}", f"llama.cpp {file}") for file in args.file] or [
         pair for pair in PAIRS if pair[0] in args.formats
@@ -155,7 +165,8 @@ def main() -> None:
                         start(served(name, is_ours, args), is_ours, args)
                     )
                     stack.callback(children[name].kill)
-        rows = report(take_turns(children, args.rounds), pairs)
+        measures = LONG if args.long else MEASURES
+        rows = report(take_turns(children, args.rounds, measures), pairs)
     print(json.dumps({"benchmark": "llama", "threads": args.threads, "rows": rows}))
 
 

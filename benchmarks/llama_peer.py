@@ -1,12 +1,13 @@
 """Measure llama.cpp with one file, in a process that `llama.py` starts.
 
-    python benchmarks/llama_peer.py FILE FOLDER THREADS
+    python benchmarks/llama_peer.py FILE FOLDER THREADS REQUESTS LENGTH
 
 FILE is the path of a GGUF file, or SHAPE:FORMAT for one with random weights, which is kept in
-FOLDER. Besides `llama_files.py` it uses nothing of this project, so that any Python that has
-`llama-cpp-python` and `gguf` can run it. A line of stdin has the number of requests, the tokens to
-decode for each, or 0 for a prefill of 512, and a number that makes the prompts differ. The answer
-is a line with the tokens per second.
+FOLDER. llama.cpp has room for REQUESTS sequences of LENGTH tokens. Besides `llama_files.py` it uses
+nothing of this project, so that any Python that has `llama-cpp-python` and `gguf` can run it. A
+line of stdin has the number of requests, the tokens of each prompt, those to decode for each, or 0
+for the prompts alone, and a number that makes the prompts differ. The answer is a line with the
+tokens per second.
 """
 
 import os
@@ -16,13 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llama_files import CONTEXT, gguf_file
+from llama_files import gguf_file
 
-__all__ = ["CONTEXT", "PREFILL", "PROMPT", "Measure", "clock", "prompts", "serve"]
+__all__ = ["Measure", "clock", "prompts", "serve"]
 VOCAB = 49_152  # of the file with the fewest tokens
-PROMPT, PREFILL = 16, 512  # tokens before those that are decoded; of a prefill
+BATCH = 512  # tokens that llama.cpp takes at a time
 
-Measure = Callable[[int, int, int], float]  # requests, tokens of each, index: tokens per second
+# Requests, tokens of a prompt, tokens that are decoded, index: tokens per second.
+Measure = Callable[[int, int, int, int], float]
 
 KEPT: list[Any] = []  # functions that llama.cpp may call until the process ends
 
@@ -38,7 +40,7 @@ def prompts(requests: int, size: int, index: int) -> list[list[int]]:
     return [[(first + 31 * i + 7 * j) % VOCAB for j in range(size)] for i in range(requests)]
 
 
-def llama(name: str, folder: Path, threads: int) -> Measure:
+def llama(name: str, folder: Path, threads: int, requests: int, length: int) -> Measure:
     """llama.cpp with a file, by its C functions, with its default options."""
     import llama_cpp as cpp
 
@@ -48,12 +50,12 @@ def llama(name: str, folder: Path, threads: int) -> Measure:
     file = gguf_file(name, folder, threads)
     model = cpp.llama_model_load_from_file(bytes(file), cpp.llama_model_default_params())
     params = cpp.llama_context_default_params()
-    params.n_ctx, params.n_seq_max = 16 * PREFILL, 16
+    params.n_ctx, params.n_seq_max = requests * length, requests
     params.n_threads = params.n_threads_batch = threads
     context = cpp.llama_init_from_model(model, params)
     if not context:
         sys.exit(f"llama.cpp cannot load {file}")
-    batch = cpp.llama_batch_init(PREFILL, 0, 1)
+    batch = cpp.llama_batch_init(BATCH, 0, 1)
 
     def decode(rows: list[tuple[int, int, int, bool]]) -> None:
         """Compute rows of token, position, sequence, and whether its logits are wanted."""
@@ -65,16 +67,16 @@ def llama(name: str, folder: Path, threads: int) -> Measure:
             sys.exit("llama_decode has failed")
         cpp.llama_synchronize(context)
 
-    def measure(requests: int, tokens: int, index: int) -> float:
+    def measure(requests: int, size: int, tokens: int, index: int) -> float:
         cpp.llama_memory_clear(cpp.llama_get_memory(context), True)
-        size = PROMPT if tokens else PREFILL
         of_all = list(enumerate(prompts(requests, size, index)))
         rows = [(token, j, i, j == size - 1) for i, prompt in of_all
                 for j, token in enumerate(prompt)]  # fmt: skip
         start = clock(threads)
-        decode(rows)
+        for first in range(0, len(rows), BATCH):
+            decode(rows[first : first + BATCH])
         if not tokens:
-            return PREFILL / (clock(threads) - start)
+            return len(rows) / (clock(threads) - start)
         start = clock(threads)
         for step in range(tokens):
             decode([(prompt[step % size], size + step, i, True) for i, prompt in of_all])
@@ -93,4 +95,4 @@ def serve(measure: Measure) -> None:
 
 
 if __name__ == "__main__":
-    serve(llama(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])))
+    serve(llama(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:])))

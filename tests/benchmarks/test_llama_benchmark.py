@@ -36,8 +36,8 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios(modules: tuple[Any, Any]) ->
 
 def test_no_two_prompts_begin_alike(modules: tuple[Any, Any]) -> None:
     _, peer = modules
-    made = [p for index in range(40) for p in peer.prompts(16, peer.PROMPT, index)]
-    made += [p for index in range(40, 60) for p in peer.prompts(1, peer.PREFILL, index)]
+    made = [p for index in range(40) for p in peer.prompts(16, 16, index)]
+    made += [p for index in range(40, 60) for p in peer.prompts(1, 512, index)]
     assert len({prompt[0] for prompt in made}) == len(made)
     assert all(0 <= token < peer.VOCAB for prompt in made for token in prompt)
 
@@ -55,7 +55,7 @@ def test_llama_cpp_measures_a_small_model(
         monkeypatch.setitem(files.SHAPES, name, write)
     monkeypatch.setattr(peer, "VOCAB", 1000)
     for name in ("qwen3:BF16", "qwen3:Q8_0", "qwen3:Q4_0", "qwen3:Q4_K_M", "qwen35:Q4_K_M"):
-        measure = peer.llama(name, tmp_path, 1)
-        for index, (requests, tokens) in enumerate([(1, 20), (16, 3), (1, 0)]):
-            assert measure(requests, tokens, index) > 0
+        measure = peer.llama(name, tmp_path, 1, 16, 512)
+        for index, counts in enumerate([(1, 16, 20), (16, 16, 3), (1, 500, 0)]):
+            assert measure(*counts, index) > 0
     assert len(list(tmp_path.glob("*.gguf"))) == 6
