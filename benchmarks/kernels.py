@@ -164,7 +164,7 @@ def describe(machine: Machine, cache_bytes: int) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": triton.__version__,
         "flash_attn": flash_attn.__version__ if flash_attn else None,
-        "copy_bytes_per_second": machine.bytes_per_second,
+        "memory_bytes_per_second": machine.bytes_per_second,
         "matmul_flops_per_second": machine.flops_per_second,
         "l2_cache_bytes": cache_bytes,
     }

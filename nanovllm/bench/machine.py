@@ -14,6 +14,7 @@ from nanovllm.bench.roofline import Machine
 from nanovllm.engine.start.placement import Placement
 from nanovllm.formats.dummy_values import dummy_values
 from nanovllm.formats.format import DENSE, WeightFormat
+from nanovllm.kernels.cpu import huge_pages
 from nanovllm.layers.linear import ReplicatedLinear
 
 MATMUL_SIZES = {"cuda": 8192, "cpu": 2048}  # inputs, outputs and rows
@@ -34,11 +35,19 @@ def median_seconds(call: Callable[[], Any], device: torch.device, samples: int =
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes read and written per second by a copy that is larger than the caches."""
-    num_bytes = 1 << (30 if device.type == "cuda" else 28)
-    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    """Bytes read and written per second by a copy that is larger than a GPU's caches."""
+    source = torch.ones(1 << 30, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    return 2 * num_bytes / median_seconds(lambda: target.copy_(source), device)
+    return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device)
+
+
+def read_rate() -> float:
+    """Bytes per second of a sum on a CPU, which reads more than its caches have.
+
+    A copy would be up to a third slower, and decoding hardly writes. The memory is that of weights.
+    """
+    values = huge_pages.empty((1 << 26,), torch.int64).fill_(1)
+    return values.nbytes / median_seconds(values.sum, values.device)
 
 
 @torch.inference_mode()
@@ -68,11 +77,12 @@ def measure_machine(placement: Placement, weight_format: WeightFormat = DENSE) -
     CPU ranks share one machine. Each CUDA rank has a GPU, assumed to be as fast as the first.
     """
     device = placement.device
-    num_devices = placement.ranks.size if device.type == "cuda" else 1
+    num_devices = placement.ranks.size
     flops = matmul_rate(placement, weight_format)
+    if device.type == "cpu":
+        return Machine(read_rate(), flops)
     machine = Machine(copy_rate(device) * num_devices, flops * num_devices)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     return machine
 
 

@@ -68,7 +68,7 @@ def _roofline(plan: Plan, placement: Placement) -> dict[str, Any]:
         lambda head_dim: head_bytes(head_dim, placement.kv_dtype),
     )  # fmt: skip
     return {
-        "copy_bytes_per_second": machine.bytes_per_second,
+        "memory_bytes_per_second": machine.bytes_per_second,
         "matmul_flops_per_second": machine.flops_per_second,
         **dataclasses.asdict(floor),
         "seconds": floor.seconds,
@@ -136,7 +136,8 @@ def print_floor(result: dict[str, Any]) -> None:
         f" on {result['machine' if on_cpu else 'device']}{ranks}\n"
         f"  workload: {load['num_seqs']} requests, {load['input_tokens']:,} tokens in,"
         f" {load['output_tokens']:,} out{drafts}\n"
-        f"  measured: copy {floor['copy_bytes_per_second'] / 1e9:,.1f} GB/s,"
+        f"  measured: {'read' if on_cpu else 'copy'}"
+        f" {floor['memory_bytes_per_second'] / 1e9:,.1f} GB/s,"
         f" matmul {floor['matmul_flops_per_second'] / 1e12:,.2f} TFLOP/s\n"
         f"  roofline: {floor['seconds']:.2f} s = {floor['decode_kv_seconds']:.2f} decode KV reads"
         f" + {floor['decode_gemm_seconds']:.2f} decode GEMM"

@@ -376,7 +376,7 @@ class TestCommandLine:
         )
         parts = ("prefill_seconds", "decode_gemm_seconds", "decode_kv_seconds")
         assert floor["seconds"] == pytest.approx(sum(floor[part] for part in parts))
-        assert floor["copy_bytes_per_second"] > 0 and floor["matmul_flops_per_second"] > 0
+        assert floor["memory_bytes_per_second"] > 0 and floor["matmul_flops_per_second"] > 0
         assert result["prefill_tokens_per_second"] > 0 and result["decode_tokens_per_second"] > 0
 
     @pytest.mark.parametrize("percent", [99.9, 100.2])
