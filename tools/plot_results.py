@@ -151,7 +151,7 @@ VLLM_CPU_WORKLOADS = {
     f"{shape}, {requests} requests, {cores} cores": f"{name}, {requests} requests, {cores} cores"
     for cores in (4, 2)
     for shape, name, requests in (("qwen3-42m", "Qwen3-42M", 64), ("qwen3-0.6b", "Qwen3-0.6B", 16))
-}
+} | {"qwen3-0.6b, 16 requests, 2 cores with AMX": "Qwen3-0.6B, 16 requests, 2 cores with AMX"}
 
 
 def cpu_table(results: Results) -> str:

@@ -440,7 +440,7 @@ class TestCommandLine:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (["--quantization=awq"], "qwen3-42m: quantization='awq': the checkpoint has plain"),
+            (["--quantization=awq"], "qwen3-42m: --quantization='awq': the checkpoint has plain"),
             (
                 [speculate("eagle3", "qwen3-0.6b")],
                 "--speculative-config, head 'qwen3-0.6b': the head is made for another model",

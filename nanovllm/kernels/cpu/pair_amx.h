@@ -91,10 +91,51 @@ inline void add_units(const RowGroups& x, const Unit* units, int64_t count, cons
     store_sums<G>(sums);
 }
 
+// sums = the first group of rows times the units of a tile, and of the one that begins at `apart`:
+// its sums are in the place of the second group's. Memory is read faster in two streams.
+inline void add_two_tiles(const RowGroups& x, const Unit* units, int64_t apart, int64_t count,
+                          Sums& sums) {
+    __asm__ volatile("" ::: "memory");  // gcc does not know what is read into the registers
+    clear_sums();
+    const bf16* first = x.first;
+    const Fetch<1> fetch = {units + NEAR_UNITS, 0, UNIT_LINES};
+    for (int64_t u = 0; u < count; u++, first += x.step) {
+        _tile_loadd(4, first, x.stride_bytes);
+        fetch(u);
+        _tile_loadd(6, units[u][0], CACHE_LINE);
+        _tile_loadd(7, units[u][1], CACHE_LINE);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        fetch(u + apart);
+        _tile_loadd(6, units[u + apart][0], CACHE_LINE);
+        _tile_loadd(7, units[u + apart][1], CACHE_LINE);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_dpbf16ps(3, 4, 7);
+    }
+    store_sums<2>(sums);
+}
+
+// Multiply up to 16 rows, by two tiles at a time.
+inline void multiply_group(const PairProduct& p, int64_t threads) {
+    const Registers shapes(p.rows);
+    const RowGroups x = {p.x, nullptr, p.stride * 2, UNIT_INPUTS};
+    for_each((p.tiles() + 1) / 2, threads, [&](int64_t pair) {
+        alignas(CACHE_LINE) Sums sums;
+        const int64_t tile = 2 * pair;
+        const bool is_last = tile + 1 == p.tiles();
+        configure(shapes);
+        add_two_tiles(x, p.tile(tile), is_last ? 0 : p.num_units, p.num_units, sums);
+        _tile_release();
+        p.write(sums, tile, 0, p.rows);
+        if (!is_last) p.write(sums + GROUP, tile + 1, 0, p.rows);
+    });
+}
+
 // Multiply up to 32 rows, which are read where they are. The second group ends with the last row,
 // and may have rows of the first one too.
 inline void multiply_few(const PairProduct& p, int64_t threads) {
-    const int64_t count = std::min<int64_t>(GROUP, p.rows), second = p.rows - count;
+    if (p.rows <= GROUP) return multiply_group(p, threads);
+    const int64_t count = GROUP, second = p.rows - count;
     const Registers shapes(count);
     const RowGroups x = {p.x, p.x + second * p.stride, p.stride * 2, UNIT_INPUTS};
     for_each(p.tiles(), threads, [&](int64_t tile) {
@@ -102,11 +143,10 @@ inline void multiply_few(const PairProduct& p, int64_t threads) {
         const Unit* units = p.tile(tile);
         const Fetch<1> fetch = {units + NEAR_UNITS, 0, UNIT_LINES};
         configure(shapes);
-        if (second) add_units<2>(x, units, p.num_units, fetch, true, sums);
-        else add_units<1>(x, units, p.num_units, fetch, true, sums);
+        add_units<2>(x, units, p.num_units, fetch, true, sums);
         _tile_release();
         p.write(sums, tile, 0, count);
-        if (second) p.write(sums + GROUP, tile, second, count);
+        p.write(sums + GROUP, tile, second, count);
     });
 }
 
