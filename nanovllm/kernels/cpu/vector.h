@@ -2,6 +2,10 @@
 
 #pragma once
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #include <cstdint>
 
 #include "scalar.h"
@@ -33,7 +37,12 @@ typedef uint16_t HalfVec __attribute__((vector_size(LANES * 2), aligned(2), may_
 inline Vec& vec(float* x) { return *(Vec*)x; }
 inline Vec load(const float* x) { return *(const Vec*)x; }
 inline Vec load(const bf16* x) {
+#ifdef __AVX512F__  // gcc 12 widens the halves one by one
+    const __m256i bits = _mm256_loadu_si256((const __m256i*)x);
+    return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+#else
     return (Vec)(__builtin_convertvector(*(const HalfVec*)x, IntVec) << 16);
+#endif
 }
 
 // `load` returns codes times 2^-120. Factors of 2^60 before and after a product of codes stay far
