@@ -1,7 +1,8 @@
 """What a caller's function may change in blocks between two steps, besides the values of weights.
 
 Code that has read the addresses of the blocks' tensors, and computes them without their modules,
-asks here whether it still may. It does so in each step: a model of 28 layers takes 30 microseconds.
+asks here whether it still may. It does so in each step: 28 layers take 30 microseconds, or 250 if
+weights have driven Python's objects out of the caches.
 """
 
 from collections.abc import Sequence
