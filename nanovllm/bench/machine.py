@@ -42,9 +42,9 @@ def copy_rate(device: torch.device) -> float:
 
 
 def read_rate() -> float:
-    """Bytes per second of a sum on a CPU, which reads more than its caches have.
+    """Bytes per second that a CPU reads for a large sum. Decoding, too, hardly writes.
 
-    A copy would be up to a third slower, and decoding hardly writes. The memory is that of weights.
+    The numbers are in huge pages, as weights are.
     """
     values = huge_pages.empty((1 << 26,), torch.int64).fill_(1)
     return values.nbytes / median_seconds(values.sum, values.device)
@@ -76,8 +76,7 @@ def measure_machine(placement: Placement, weight_format: WeightFormat = DENSE) -
 
     CPU ranks share one machine. Each CUDA rank has a GPU, assumed to be as fast as the first.
     """
-    device = placement.device
-    num_devices = placement.ranks.size
+    device, num_devices = placement.device, placement.ranks.size
     flops = matmul_rate(placement, weight_format)
     if device.type == "cpu":
         return Machine(read_rate(), flops)

@@ -50,8 +50,8 @@ def prepare_streams() -> None:
 def run_guarded(run: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """Run a command and return its status; an error becomes a message on stderr."""
     if args.verbose or "NANOVLLM_LOG" not in os.environ:
-        log_to_stderr(logging.INFO if args.verbose else logging.WARNING)
-        logging.getLogger("nanovllm").handlers[0].addFilter(_with_flags)
+        handler = log_to_stderr(logging.INFO if args.verbose else logging.WARNING)
+        handler.addFilter(_with_flags)
     try:
         status = run(args)
         sys.stdout.flush()

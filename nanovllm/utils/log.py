@@ -8,14 +8,15 @@ LEVELS = {
 }  # fmt: skip
 
 
-def log_to_stderr(level: int) -> None:
-    """Write the package's log messages from `level` on to stderr only."""
+def log_to_stderr(level: int) -> logging.Handler:
+    """Write the package's log messages from `level` on to stderr only. Returns who writes them."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("nanovllm: %(message)s"))
     logger = logging.getLogger("nanovllm")
     logger.handlers = [handler]
     logger.setLevel(level)
     logger.propagate = False
+    return handler
 
 
 def log_by_environment(name: str) -> None:

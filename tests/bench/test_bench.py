@@ -360,6 +360,7 @@ class TestCommandLine:
         assert run.returncode == 0, run.stderr
         text, result = run.stdout, json.loads(file.read_text())
         assert text.index("roofline:") < text.index("run 1:") < text.index("of the roofline")
+        assert "  measured: read " in text
         assert "{" not in text, "the JSON is in the file alone"
         assert result["device"] == "cpu" and result["dtype"] == "float32"
         assert result["torch"] == torch.__version__ and "cores" in result["machine"]

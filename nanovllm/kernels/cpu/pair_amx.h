@@ -91,16 +91,17 @@ inline void add_units(const RowGroups& x, const Unit* units, int64_t count, cons
     store_sums<G>(sums);
 }
 
-// sums = the first group of rows times the units of a tile, and of the one that begins at `apart`:
-// its sums are in the place of the second group's. Memory is read faster in two streams.
-inline void add_two_tiles(const RowGroups& x, const Unit* units, int64_t apart, int64_t count,
-                          Sums& sums) {
+// sums = up to 16 rows times a tile and the next one, whose sums are in the place of a second
+// group's. Memory is read faster in two streams. The last tile of all is multiplied twice.
+inline void multiply_two_tiles(const PairProduct& p, int64_t tile, Sums& sums) {
     __asm__ volatile("" ::: "memory");  // gcc does not know what is read into the registers
     clear_sums();
-    const bf16* first = x.first;
+    const bf16* x = p.x;
+    const Unit* units = p.tile(tile);
+    const int64_t apart = tile + 1 < p.tiles() ? p.num_units : 0;
     const Fetch<1> fetch = {units + NEAR_UNITS, 0, UNIT_LINES};
-    for (int64_t u = 0; u < count; u++, first += x.step) {
-        _tile_loadd(4, first, x.stride_bytes);
+    for (int64_t u = 0; u < p.num_units; u++, x += UNIT_INPUTS) {
+        _tile_loadd(4, x, p.stride * sizeof(bf16));
         fetch(u);
         _tile_loadd(6, units[u][0], CACHE_LINE);
         _tile_loadd(7, units[u][1], CACHE_LINE);
@@ -118,16 +119,14 @@ inline void add_two_tiles(const RowGroups& x, const Unit* units, int64_t apart, 
 // Multiply up to 16 rows, by two tiles at a time.
 inline void multiply_group(const PairProduct& p, int64_t threads) {
     const Registers shapes(p.rows);
-    const RowGroups x = {p.x, nullptr, p.stride * 2, UNIT_INPUTS};
     for_each((p.tiles() + 1) / 2, threads, [&](int64_t pair) {
         alignas(CACHE_LINE) Sums sums;
         const int64_t tile = 2 * pair;
-        const bool is_last = tile + 1 == p.tiles();
         configure(shapes);
-        add_two_tiles(x, p.tile(tile), is_last ? 0 : p.num_units, p.num_units, sums);
+        multiply_two_tiles(p, tile, sums);
         _tile_release();
         p.write(sums, tile, 0, p.rows);
-        if (!is_last) p.write(sums + GROUP, tile + 1, 0, p.rows);
+        if (tile + 1 < p.tiles()) p.write(sums + GROUP, tile + 1, 0, p.rows);
     });
 }
 
@@ -135,8 +134,8 @@ inline void multiply_group(const PairProduct& p, int64_t threads) {
 // and may have rows of the first one too.
 inline void multiply_few(const PairProduct& p, int64_t threads) {
     if (p.rows <= GROUP) return multiply_group(p, threads);
-    const int64_t count = GROUP, second = p.rows - count;
-    const Registers shapes(count);
+    const int64_t second = p.rows - GROUP;
+    const Registers shapes(GROUP);
     const RowGroups x = {p.x, p.x + second * p.stride, p.stride * 2, UNIT_INPUTS};
     for_each(p.tiles(), threads, [&](int64_t tile) {
         alignas(CACHE_LINE) Sums sums;
@@ -145,8 +144,8 @@ inline void multiply_few(const PairProduct& p, int64_t threads) {
         configure(shapes);
         add_units<2>(x, units, p.num_units, fetch, true, sums);
         _tile_release();
-        p.write(sums, tile, 0, count);
-        p.write(sums + GROUP, tile, second, count);
+        p.write(sums, tile, 0, GROUP);
+        p.write(sums + GROUP, tile, second, GROUP);
     });
 }
 
